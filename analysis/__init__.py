@@ -15,6 +15,6 @@ __all__ = ["Run", "Sweep", "load"]
 
 def __getattr__(name: str) -> Any:
     """`analysis.plots` after `import analysis`, without loading matplotlib for every command."""
-    if name in ("fidelity", "plots", "report", "statistics", "summary"):
+    if name in ("comparison", "explain", "measures", "plots", "reports"):
         return import_module(f"analysis.{name}")
     raise AttributeError(f"module 'analysis' has no attribute {name!r}")

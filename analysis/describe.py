@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from analysis import format as fmt
-from analysis.checks import failures
+from analysis.measures.checks import failures
+from analysis.measures.summary import summary_value
 from analysis.naming import labels_of, levels_of, naming_keys
-from analysis.summary import summary_value
 
 
 class Described(Protocol):

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from analysis.describe import run_lines, sweep_lines
-from analysis.files import one_line, read_json, read_said
 from analysis.format import component
-from analysis.frames import as_frame
-from analysis.metrics import SLO
+from analysis.measures.metrics import SLO
+from analysis.measures.summary import SUMMARY_VERSION, summarise
 from analysis.naming import as_cell
-from analysis.request_columns import STRINGS
-from analysis.rows import FileRows, whole
-from analysis.summary import SUMMARY_VERSION, summarise
+from analysis.reading.files import one_line, read_json, read_said
+from analysis.reading.frames import as_frame
+from analysis.reading.request_columns import STRINGS
+from analysis.reading.rows import FileRows, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS

@@ -13,12 +13,12 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from analysis.checks import failures
 from analysis.load import Run, require_path
-from experiments.compose import compose_config, to_overrides
-from experiments.origin import Origin
-from experiments.run import execute
-from experiments.run_folder import require_writable
+from analysis.measures.checks import failures
+from experiments.configuration.compose import compose_config, to_overrides
+from experiments.runs.origin import Origin
+from experiments.runs.run import execute
+from experiments.runs.run_folder import require_writable
 from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.own import read_own

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from experiments.arguments import Parser, folder_named, words
-from experiments.collector import THRESHOLD
+from experiments.commands.arguments import Parser, folder_named, words
+from experiments.runs.collector import THRESHOLD
 from experiments.streams import go_on_unheard, take_any_character
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
-        from experiments.environment import describe_versions
+        from experiments.runs.environment import describe_versions
 
         print(describe_versions()["llm-serving-testbed"])
         return 0
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError("there is no command 'sweep'; a sweep is `testbed run -m key=a,b`")
             raise ConfigError(unknown(f"there is no command {name!r}", name, list(COMMANDS)))
         command = COMMANDS[name]
-        from experiments.interrupt import ended_as_interrupted
+        from experiments.runs.interrupt import ended_as_interrupted
 
         with ended_as_interrupted():
             status = int((import_module(command).main if isinstance(command, str) else command)(rest))
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         go_on_unheard()
         return 0
     except (OSError, MemoryError) as error:
-        from experiments.run_folder import describe_failure
+        from experiments.runs.run_folder import describe_failure
 
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     # what the start makes is kept: collecting it finds nothing
     gc.set_threshold(10 * THRESHOLD, *gc.get_threshold()[1:])
-    from experiments.app import run_app
+    from experiments.commands.app import run_app
 
     status = run_app(arguments)
     gc.freeze()  # nor is what is left at the end looked through before it goes
@@ -95,7 +95,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _list(arguments: list[str]) -> int:
-    from experiments.listing import print_listing
+    from experiments.commands.listing import print_listing
 
     parser = Parser("testbed list", description="What there is to choose from, a line each.")
     parser.add_argument("group", nargs="?", help="only this group")
@@ -104,7 +104,7 @@ def _list(arguments: list[str]) -> int:
 
 
 def _parity(arguments: list[str]) -> int:
-    from experiments.parity import check_parity, num_tapes, print_divergence
+    from experiments.runs.parity import check_parity, num_tapes, print_divergence
 
     parser = Parser("testbed parity", description="Replay a real run's tape, compare every decision.")
     parser.add_argument("run", type=folder_named, help="a run folder made with backend=real or backend=vllm")
@@ -139,8 +139,8 @@ def _conform(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    from analysis.report import report_from_folders
-    from experiments.points import say_killed
+    from analysis.reports.report import report_from_folders
+    from experiments.sweeps.points import say_killed
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
@@ -175,7 +175,7 @@ def _report(arguments: list[str]) -> int:
 
 def _limits(text: str | None) -> dict[str, float] | None:
     """The limits of --slo. Raises ConfigError."""
-    from experiments.settings import SloConfig
+    from experiments.configuration.settings import SloConfig
 
     if text is None:
         return None
@@ -190,7 +190,7 @@ def _limits(text: str | None) -> dict[str, float] | None:
 
 
 def _timeline(arguments: list[str]) -> int:
-    from analysis.timeline_export import LATEST_S, Window, write_timeline
+    from analysis.timelines.export import LATEST_S, Window, write_timeline
 
     parser = Parser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
     parser.add_argument("run", type=folder_named, help="a run folder")
@@ -224,8 +224,8 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _costs(arguments: list[str]) -> int:
-    from analysis.operators import format_operators, load_operators, operator_bars
-    from analysis.style import save
+    from analysis.plots.operators import format_operators, load_operators, operator_bars
+    from analysis.plots.style import save
 
     parser = Parser("testbed costs", description="Where the time of a run went, by operator.")
     parser.add_argument("run", type=folder_named, help="a run folder made with record.operators=true")
@@ -245,16 +245,16 @@ COMMANDS: dict[str, Callable[[list[str]], int] | str] = {
     "parity": _parity,
     "conform": _conform,
     "observe": "experiments.observe",
-    "generate": "experiments.generate_command",
+    "generate": "experiments.commands.generate",
     "capacity": "experiments.capacity.command",
     "report": _report,
     "timeline": _timeline,
     "costs": _costs,
-    "explain": "experiments.explain",
-    "calibrate": "experiments.calibrate_command",
+    "explain": "experiments.commands.explain",
+    "calibrate": "experiments.calibration.command",
     "fidelity": "experiments.fidelity.command",
     "tables": "experiments.tables",
-    "trace": "experiments.trace_command",
+    "trace": "experiments.commands.trace",
     "bench": "experiments.bench",
-    "demo": "experiments.demo",
+    "demo": "experiments.demo.command",
 }

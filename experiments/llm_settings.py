@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.compose import to_overrides
-from experiments.config import GROUPS
-from experiments.options import options
+from experiments.configuration.compose import to_overrides
+from experiments.configuration.config import GROUPS
+from experiments.configuration.options import options
 from real.text.sampling import end_tokens
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_tokenizer
 from testbed.errors import ConfigError, ModelError

@@ -11,11 +11,11 @@ from os import PathLike
 from typing import Any
 
 from analysis.load import require_path
-from experiments.build import Pools, build_scheduler
-from experiments.build_engine import build_real_backend
-from experiments.compose import compose_config, to_overrides
-from experiments.config import RunConfig
+from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.config import RunConfig
 from experiments.llm_settings import find_model, settings_to_overrides
+from experiments.wiring.build import Pools, build_scheduler
+from experiments.wiring.build_engine import build_real_backend
 from real.text import llm
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from experiments.environment import describe_machine, describe_versions
+from experiments.runs.environment import describe_machine, describe_versions
 from testbed import compiled
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown

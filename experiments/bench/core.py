@@ -9,10 +9,10 @@ import time
 
 from tqdm import tqdm
 
-from experiments import build
-from experiments.arguments import Parser
-from experiments.collector import fewer_collections
-from experiments.compose import compose_config
+from experiments.commands.arguments import Parser
+from experiments.configuration.compose import compose_config
+from experiments.runs.collector import fewer_collections
+from experiments.wiring import build
 from testbed.checks import require_whole
 from testbed.core.outcome import Outcome, StepResult
 from testbed.core.request import Request, SamplingParams

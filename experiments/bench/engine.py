@@ -11,9 +11,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from experiments.arguments import Parser
 from experiments.bench import engine_steps as steps
 from experiments.bench import offline
+from experiments.commands.arguments import Parser
 from experiments.tables.devices import model_spec
 from testbed.checks import choose, require_whole
 from testbed.errors import ConfigError

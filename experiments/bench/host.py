@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.arguments import Parser
 from experiments.bench.offline import AllAtOnce
+from experiments.commands.arguments import Parser
 from testbed.checks import require_whole
 from testbed.core.outcome import Spans
 from testbed.core.request import GREEDY, Request, SamplingParams
@@ -96,8 +96,8 @@ def loads() -> Iterator[Load]:
 
 def measure(load: Load, num_steps: int) -> list[float]:
     """Median ns of each of PARTS over the steps in which the whole batch decodes."""
-    from experiments import build
-    from experiments.compose import compose_config
+    from experiments.configuration.compose import compose_config
+    from experiments.wiring import build
     from real.clocks import SkippingClock
     from real.driver import Drive
     from testbed.core.serve import serve

@@ -178,8 +178,8 @@ class Ours:
     takes_uneven = True
 
     def __init__(self, setting: Setting, attention: str = "auto") -> None:
-        from experiments.build_engine import build_real_backend
-        from experiments.compose import compose_config
+        from experiments.configuration.compose import compose_config
+        from experiments.wiring.build_engine import build_real_backend
 
         options = [f"backend.num_threads={setting.threads}"] if setting.threads else []
         self._config = compose_config(
@@ -190,7 +190,7 @@ class Ours:
         self._backend = build_real_backend(self._config)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        from experiments.build import Pools, build_scheduler
+        from experiments.wiring.build import Pools, build_scheduler
         from real.clocks import RealTimeClock
         from real.driver import run
         from testbed.core.serve import serve

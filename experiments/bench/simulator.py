@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.arguments import Parser
+from experiments.commands.arguments import Parser
 from sim.cost.base import CostModel
 from testbed.checks import require_whole
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -99,8 +99,8 @@ def main(arguments: list[str]) -> int:
 
 def _bench_points(repeats: int) -> None:
     """Runs in this process, as a sweep's points are: the first one also imports what the others find there."""
-    from experiments.compose import compose_config
-    from experiments.run import execute
+    from experiments.configuration.compose import compose_config
+    from experiments.runs.run import execute
 
     overrides = ["model=llama3.1_8b", *SETTINGS, *LOOK_ALIKE, f"trace.num_requests={POINT_REQUESTS}"]
     timed = []
@@ -120,8 +120,8 @@ def _bench_points(repeats: int) -> None:
 
 def _bench_prices(repeats: int) -> None:
     """What cost models take for the price of a step, by turns; `calibrated` is a fit to the roofline's prices."""
-    from experiments.compose import compose_config
-    from experiments.costs import build_cost
+    from experiments.configuration.compose import compose_config
+    from experiments.wiring.costs import build_cost
     from sim.cost.calibrated import CalibratedCost
     from sim.cost.calibration import calibrate
     from testbed.specs.profiles import Profile, ProfileManifest, number_repeats

@@ -2,7 +2,7 @@
 
 One server (`scheduler.max_num_seqs=1`), a constant price per step, one-token prompts; wired as `testbed run` wires it.
 Replication k has the seed k. Every wait is also compared with Lindley's recursion, to the nanosecond. What theory says
-is in `analysis/queueing.py`; docs/theory.md tells why it is exact here.
+is in `analysis/measures/queueing.py`; docs/theory.md tells why it is exact here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from statistics import fmean
 import numpy as np
 from tqdm import tqdm
 
-from analysis.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
-from analysis.statistics import Estimate, mean_t
-from experiments import build
-from experiments.arguments import Parser
-from experiments.compose import compose_config
-from experiments.config import RunConfig
-from experiments.environment import describe_machine, describe_versions
+from analysis.measures.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
+from analysis.measures.statistics import Estimate, mean_t
+from experiments.commands.arguments import Parser
+from experiments.configuration.compose import compose_config
+from experiments.configuration.config import RunConfig
+from experiments.runs.environment import describe_machine, describe_versions
+from experiments.wiring import build
 from sim.driver import run as drive
 from testbed.core.commands import StepView
 from testbed.core.serve import serve

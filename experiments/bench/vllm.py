@@ -21,12 +21,12 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from analysis.fidelity import relative_error
-from analysis.fidelity_findings import probe_of
+from analysis.comparison.fidelity import relative_error
 from analysis.load import Run, load_run
-from analysis.summary import summary_value
-from experiments.arguments import Parser
+from analysis.measures.summary import summary_value
+from analysis.reports.fidelity_findings import probe_of
 from experiments.bench.offline import VLLM_VARIABLES
+from experiments.commands.arguments import Parser
 from testbed.errors import ConfigError, TestbedError
 
 METRICS = tuple(f"{name}.{of}" for name in ("ttft_s", "tpot_s", "e2e_s") for of in ("mean", "p50", "p99"))
@@ -183,7 +183,7 @@ def _rates(bench: Bench) -> tuple[float, float]:
 
 def _fit(bench: Bench, runs: Sequence[Run]) -> Path:
     """Prices fitted to vLLM's own runs of other traces."""
-    from experiments.calibrate import PROFILE_FILE, together
+    from experiments.calibration.calibrate import PROFILE_FILE, together
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
     from testbed.specs.profiles import read_profile

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from analysis.metrics import SLO
-from experiments.compose import compose_raw, with_swept
-from experiments.config import RunConfig
-from experiments.options import Library
-from experiments.overrides import check, of_one_point, parsed, swept_values
-from experiments.traces import build_source
+from analysis.measures.metrics import SLO
+from experiments.configuration.compose import compose_raw, with_swept
+from experiments.configuration.config import RunConfig
+from experiments.configuration.options import Library
+from experiments.configuration.overrides import check, of_one_point, parsed, swept_values
+from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
 

@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.arguments import Parser, folder_named
 from experiments.capacity.study import Capacity, find_capacity
 from experiments.capacity.words import policy_table, setup_lines, summary_frame, warnings, without_capacity
-from experiments.environment import describe_versions
-from experiments.run_folder import write_json
+from experiments.commands.arguments import Parser, folder_named
+from experiments.runs.environment import describe_versions
+from experiments.runs.run_folder import write_json
 from testbed.errors import TestbedError
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
@@ -77,8 +77,8 @@ def _lines(found: Capacity) -> list[str]:
 
 
 def _write(found: Capacity, lines: list[str], command: str) -> None:
-    from analysis.capacity_plots import rate_curves
-    from analysis.style import save
+    from analysis.plots.capacity_plots import rate_curves
+    from analysis.plots.style import save
 
     out, frame = found.folder, summary_frame(found)
     policies = json.loads(frame.to_json(orient="records"))

@@ -9,13 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from analysis.capacity import Load, count_load
 from analysis.load import load_run
-from analysis.metrics import SLO
+from analysis.measures.capacity import Load, count_load
+from analysis.measures.metrics import SLO
 from experiments.capacity.watch import SloWatch
-from experiments.config import JUDGING, RunConfig
-from experiments.run import INTERRUPTED, execute
-from experiments.run_folder import write_json
+from experiments.configuration.config import JUDGING, RunConfig
+from experiments.runs.run import INTERRUPTED, execute
+from experiments.runs.run_folder import write_json
 from testbed.errors import TestbedError
 
 

@@ -19,16 +19,16 @@ import pandas as pd
 from joblib import Parallel, delayed
 from tqdm import tqdm
 
-from analysis.capacity import Load, max_failed, pooled
-from analysis.files import read_json
 from analysis.load import flatten, require_path
+from analysis.measures.capacity import Load, max_failed, pooled
+from analysis.reading.files import read_json
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, Search, search
-from experiments.config import JUDGING, RunConfig
-from experiments.foreign import check_importable
-from experiments.identity import identity_of
-from experiments.run_folder import write_json
+from experiments.configuration.config import JUDGING, RunConfig
+from experiments.runs.identity import identity_of
+from experiments.runs.run_folder import write_json
+from experiments.wiring.foreign import check_importable
 from testbed.checks import require, require_whole
 from testbed.errors import RunFolderError, TestbedError
 

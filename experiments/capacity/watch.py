@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from analysis.metrics import SLO
+from analysis.measures.metrics import SLO
 from testbed.core.commands import StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
@@ -34,8 +34,8 @@ class SloWatch(NoRecords):
     """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
 
     A request has failed when that is certain: its first token is overdue, or it ended beyond a limit. The arithmetic is
-    that of `analysis.metrics`, so what has failed here has failed there; of a group of sequences TPOT is left to that.
-    Tokens are looked at one by one only where a limit on gaps wants it, as they are many.
+    that of `analysis.measures.metrics`, so what has failed here has failed there; of a group of sequences TPOT is left
+    to that. Tokens are looked at one by one only where a limit on gaps wants it, as they are many.
     """
 
     def __init__(self, slo: SLO, max_failed: int) -> None:

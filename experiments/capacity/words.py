@@ -6,11 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.capacity import LIMITS, Load
+from analysis.measures.capacity import LIMITS, Load
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found
-from experiments.config import RunConfig
-from experiments.markdown import table
+from experiments.commands.markdown import table
+from experiments.configuration.config import RunConfig
 
 SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
 QUEUE = "the queue grows"

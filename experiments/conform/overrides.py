@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.compose import compose_config, to_overrides
-from experiments.config import RunConfig
+from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.config import RunConfig
 from testbed.policies.compositions.unified import Unified
 
 SCHEDULER_KEYS = (

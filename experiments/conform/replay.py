@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.build import build_scheduler, simulated_pools
 from experiments.conform.cases import SECOND_NS, Case, Decision
 from experiments.conform.overrides import case_config
 from experiments.conform.systems import DecisionReader, System
+from experiments.wiring.build import build_scheduler, simulated_pools
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler

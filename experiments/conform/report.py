@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.configuration.options import options
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.replay import LiveRequest, Mismatch, differing_fields, replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.options import options
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import unknown
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from experiments.arguments import Parser
+from experiments.commands.arguments import Parser
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
@@ -16,7 +16,7 @@ from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.page import check_page, write_page
 from experiments.fidelity.scalars import parse_names
 from experiments.fidelity.simulating import check_overrides, variant
-from experiments.run_folder import write_json
+from experiments.runs.run_folder import write_json
 from testbed.errors import ConfigError, RunFolderError, TraceError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _loads(
     files: list[MeasuredRun], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
     scratch: Path,
 ) -> int:  # fmt: skip
-    from analysis.fidelity_plots import fidelity_figure
+    from analysis.plots.fidelity_plots import fidelity_figure
     from experiments.fidelity.comparing import as_json, compare
     from experiments.fidelity.text import comparison_lines, metric_name
 
@@ -142,7 +142,7 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
-    from analysis.fidelity_plots import study_figure
+    from analysis.plots.fidelity_plots import study_figure
     from experiments.fidelity.study import WHOLE
     from experiments.fidelity.study_fitting import Fitted, fit_study, fits_json
     from experiments.fidelity.study_report import as_json, beside, check_study, scores, simulate_study
@@ -167,7 +167,7 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
 
 
 def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figure: Figure) -> None:
-    from analysis.style import save
+    from analysis.plots.style import save
 
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)

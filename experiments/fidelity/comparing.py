@@ -10,18 +10,25 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from analysis.arms import grouped
-from analysis.fidelity import error_table, match_requests, part_errors, ranking_agreement, real_noise, request_errors
-from analysis.fidelity_findings import probe_of, unlike_clocks
-from analysis.frames import json_safe
+from analysis.comparison.arms import grouped
+from analysis.comparison.fidelity import (
+    error_table,
+    match_requests,
+    part_errors,
+    ranking_agreement,
+    real_noise,
+    request_errors,
+)
+from analysis.comparison.step_fidelity import StepErrors, step_errors
 from analysis.load import Run
-from analysis.step_fidelity import StepErrors, step_errors
-from experiments.config import RunConfig
+from analysis.reading.frames import json_safe
+from analysis.reports.fidelity_findings import probe_of, unlike_clocks
+from experiments.configuration.config import RunConfig
+from experiments.configuration.names import device_of_run
 from experiments.fidelity.fitting import Fit, fit, halves
 from experiments.fidelity.loads import Load
 from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
-from experiments.names import device_of_run
 from sim.cost.calibration_file import load_calibration
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from analysis.frames import numbers
 from analysis.load import Run
-from experiments.config import RunConfig
+from analysis.reading.frames import numbers
+from experiments.configuration.config import RunConfig
 from experiments.fidelity.loads import Load
 from experiments.fidelity.scalars import KEYS, Found, Scalars, check_config, minimize, overrides_of
 from experiments.fidelity.simulating import replaced, simulate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.fidelity.measured import MEASURED
-from experiments.run_folder import read_manifest
+from experiments.runs.run_folder import read_manifest
 from testbed.errors import ConfigError
 
 _SIMULATED = ("simulated", "fitted")

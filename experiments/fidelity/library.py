@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from experiments.names import device_named, model_named
+from experiments.configuration.names import device_named, model_named
 from testbed.errors import ConfigError
 
 _NAMED: dict[str, Callable[[str], str | None]] = {"model": model_named, "device": device_named}

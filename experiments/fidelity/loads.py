@@ -17,16 +17,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from analysis.files import read_json
 from analysis.load import Run, load_run
-from experiments.compose import compose_from
-from experiments.config import RunConfig
+from analysis.reading.files import read_json
+from experiments.configuration.compose import compose_from
+from experiments.configuration.config import RunConfig
+from experiments.configuration.names import device_of_run
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
-from experiments.names import device_of_run
-from experiments.run_folder import TRACE_FILE, check_priced, read_config, write_json
-from experiments.traces import build_trace, describe_trace
+from experiments.runs.run_folder import TRACE_FILE, check_priced, read_config, write_json
+from experiments.wiring.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
 from testbed.traces.arrange import arrange

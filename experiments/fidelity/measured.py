@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from experiments.run_folder import write_json
-from experiments.traces import describe_trace
+from experiments.runs.run_folder import write_json
+from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
 from testbed.records.parquet import schema_of
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS

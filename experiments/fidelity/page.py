@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from experiments.environment import describe_machine, describe_versions
+from experiments.runs.environment import describe_machine, describe_versions
 from testbed.errors import ConfigError
 
 BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->"

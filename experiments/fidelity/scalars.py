@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.config import RunConfig
+from experiments.configuration.config import RunConfig
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 

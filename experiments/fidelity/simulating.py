@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis.load import Run, load_run
-from experiments.compose import compose_config
-from experiments.config import GROUPS, RunConfig
-from experiments.run import execute
+from experiments.configuration.compose import compose_config
+from experiments.configuration.config import GROUPS, RunConfig
+from experiments.runs.run import execute
 from testbed.errors import ConfigError, TestbedError
 from testbed.traces.schema import Trace
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from analysis.frames import numbers
 from analysis.load import Run
-from experiments.costs import build_cost
+from analysis.reading.frames import numbers
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, WHOLE, Parts, StudyRun, trace_of
+from experiments.wiring.costs import build_cost
 
 RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.commands.markdown import percent, table
 from experiments.fidelity.study import OURS, WHOLE
 from experiments.fidelity.study_fitting import Fitted
 from experiments.fidelity.study_report import Score, Simulated, merged, scores
-from experiments.markdown import percent, table
 
 NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",

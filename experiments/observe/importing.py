@@ -12,19 +12,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from analysis.load import Run
-from experiments.compose import compose_config, to_overrides
-from experiments.config import RunConfig
+from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.config import RunConfig
+from experiments.configuration.names import device_named
+from experiments.configuration.options import options
 from experiments.conform.overrides import composition_of
 from experiments.conform.systems import SYSTEMS
-from experiments.environment import describe_versions
-from experiments.identity import identity_of
-from experiments.names import device_named
 from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
-from experiments.options import options
-from experiments.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
-from experiments.traces import describe_trace
+from experiments.runs.environment import describe_versions
+from experiments.runs.identity import identity_of
+from experiments.runs.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.wiring.traces import describe_trace
 from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
 from testbed.foreign_text import shown
 from testbed.records.recorder import RunRecorder

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.build_engine import build_vllm_backend
-from experiments.compose import compose_config
-from experiments.config import RunConfig
+from experiments.configuration.compose import compose_config
+from experiments.configuration.config import RunConfig
 from experiments.conform.overrides import composition_of
 from experiments.observe.importing import Replayed, import_log
 from experiments.observe.log import Sender
-from experiments.run_folder import describe_failure, set_aside
+from experiments.runs.run_folder import describe_failure, set_aside
+from experiments.wiring.build_engine import build_vllm_backend
 from real.clocks import RealTimeClock, make_clock
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive

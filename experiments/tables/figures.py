@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from analysis.style import (
+from analysis.plots.style import (
     GREY,
     grid,
     legend_below,

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from experiments.names import device_named, model_named
+from experiments.configuration.names import device_named, model_named
 from experiments.tables.columns import CsvTable, reason, rows_of
 from experiments.tables.devices import chosen, found, model_spec
 from testbed.errors import ProfileError

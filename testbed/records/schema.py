@@ -5,7 +5,7 @@ A run folder holds:
     manifest.json      what made the run: code and package versions, device, seed, trace fingerprint, decision digest
     requests.parquet   REQUEST_COLUMNS, one row a request, unfinished ones included
     steps.parquet      STEP_COLUMNS, one row a step; none with record.steps=false
-    summary.json       the headline numbers (analysis.summary.summarise)
+    summary.json       the headline numbers (analysis.measures.summary.summarise)
     decisions.jsonl    with record.decisions=true: one line a step; record.explain=true says more of preemptions
     operators.json     with record.operators=true: where the time went, by operator (testbed/records/operators.py)
     tape.jsonl         a real run only; tape-0.jsonl, … of each of several replicas

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import request_columns, timeline
-from analysis.metrics import itl_pooled
-from analysis.pooled import Pool, pooled_distributions
-from analysis.request_columns import STRINGS, RequestColumns
-from analysis.rows import FileRows, MemoryRows
-from analysis.summary import summarise
-from analysis.survival import distribution, km_steps
+from analysis.measures.metrics import itl_pooled
+from analysis.measures.pooled import Pool, pooled_distributions
+from analysis.measures.summary import summarise
+from analysis.measures.survival import distribution, km_steps
+from analysis.reading import request_columns, timeline
+from analysis.reading.request_columns import STRINGS, RequestColumns
+from analysis.reading.rows import FileRows, MemoryRows
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import ARROW, simulate, table
 
@@ -185,9 +185,9 @@ def test_pooled_gaps_are_those_of_all_requests() -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from analysis.summary import summarise
-from analysis.request_columns import STRINGS
-from analysis.rows import FileRows
+from analysis.measures.summary import summarise
+from analysis.reading.request_columns import STRINGS
+from analysis.reading.rows import FileRows
 folder = Path(sys.argv[1])
 summary = summarise(
     FileRows(folder / "requests.parquet", STRINGS), FileRows(folder / "steps.parquet"),

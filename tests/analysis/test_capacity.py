@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from analysis import style
-from analysis.capacity import Load, count_load, max_failed, pooled
-from analysis.capacity_plots import rate_curves
-from analysis.metrics import SLO
+from analysis.measures.capacity import Load, count_load, max_failed, pooled
+from analysis.measures.metrics import SLO
+from analysis.plots import style
+from analysis.plots.capacity_plots import rate_curves
 from testbed.records.schema import REQUEST_COLUMNS
 from tests.analysis.runs import request_row, table
 

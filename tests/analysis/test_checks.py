@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from analysis.checks import CHECKS, Check, failures, outline, run_checks
+from analysis.measures.checks import CHECKS, Check, failures, outline, run_checks
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.config import LinearConfig

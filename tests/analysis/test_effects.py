@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from analysis.arms import Arm
-from analysis.compare import LATENCY, SLO_METRICS
-from analysis.effects import Effect, main_effects
-from analysis.findings import effect_finding
+from analysis.comparison.arms import Arm
+from analysis.comparison.compare import LATENCY, SLO_METRICS
+from analysis.comparison.effects import Effect, main_effects
 from analysis.load import Run
-from analysis.metrics import SLO
+from analysis.measures.metrics import SLO
+from analysis.reports.findings import effect_finding
 
 NUM = 6  # replicates
 

@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.explain import preemptions, stretches, waits
-from analysis.explain_request import explain_request
-from analysis.explain_run import explain_run
+from analysis.explain.frames import preemptions, stretches, waits
+from analysis.explain.request import explain_request
+from analysis.explain.whole_run import explain_run
 from analysis.load import load_run
-from experiments.run import execute
+from experiments.runs.run import execute
 from testbed.errors import RunFolderError
 from tests.experiments.kit import TINY, config_of, trace_of
 

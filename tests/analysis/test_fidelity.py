@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from analysis import fidelity
-from analysis.fidelity_plots import study_figure
+from analysis.comparison import fidelity
 from analysis.load import load_run
+from analysis.plots.fidelity_plots import study_figure
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run

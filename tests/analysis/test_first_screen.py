@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from analysis.arms import Arm, Pair, infer_arms
-from analysis.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.fidelity import error_table
-from analysis.first_screen import MAX_SENTENCES, Compared, answer
+from analysis.comparison.arms import Arm, Pair, infer_arms
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.fidelity import error_table
 from analysis.load import load_run
-from analysis.metrics import SLO
-from analysis.reproduce import sweep_commands
-from analysis.statistics import Estimate, Verdict
-from analysis.trust import trust
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate, Verdict
+from analysis.reports.first_screen import MAX_SENTENCES, Compared, answer
+from analysis.reports.reproduce import sweep_commands
+from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics
-from analysis.summary import summarise
-from analysis.survival import distribution, km_quantiles
+from analysis.measures.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics
+from analysis.measures.summary import summarise
+from analysis.measures.survival import distribution, km_quantiles
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 

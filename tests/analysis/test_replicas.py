@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.replicas import split
-from analysis.request_columns import Requests
-from analysis.summary import summarise
+from analysis.measures.replicas import split
+from analysis.measures.summary import summarise
+from analysis.reading.request_columns import Requests
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 

@@ -8,17 +8,18 @@ from html.parser import HTMLParser
 
 import pytest
 
-from analysis import fidelity, fidelity_findings, findings, tables
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
-from analysis.cautions import lost
-from analysis.compare import LATENCY, Comparison, compare
-from analysis.effects import main_effects
-from analysis.groups import experiments
+from analysis.comparison import fidelity
+from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.comparison.compare import LATENCY, Comparison, compare
+from analysis.comparison.effects import main_effects
+from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
-from analysis.report import report_from_folders, write_report
-from analysis.report_parts import ReportInput
-from analysis.statistics import Estimate, verdict
+from analysis.measures.statistics import Estimate, verdict
+from analysis.reports import fidelity_findings, findings, tables
+from analysis.reports.cautions import lost
+from analysis.reports.parts import ReportInput
+from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run
 

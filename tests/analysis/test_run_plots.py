@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 
-from analysis import run_plots, style
-from analysis.curves import MAX_POINTS, Level
-from analysis.decisions import absences
-from analysis.run_plots import batch_composition, gantt, preemption_scatter
+from analysis.explain.decisions import absences
+from analysis.plots import run_plots, style
+from analysis.plots.curves import MAX_POINTS, Level
+from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
 from experiments import simulate
 from testbed.errors import ConfigError
 

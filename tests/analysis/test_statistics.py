@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.statistics import (
+from analysis.measures.statistics import (
     ALIKE,
     block_length,
     differences,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.request_columns import Requests
-from analysis.steadiness import is_outrun, outrun_note, steadiness, waiting_by_quarter
+from analysis.measures.steadiness import is_outrun, outrun_note, steadiness, waiting_by_quarter
+from analysis.reading.request_columns import Requests
 from experiments import simulate
 from testbed.records.schema import REQUEST_COLUMNS
 from tests.analysis.runs import request_row, table

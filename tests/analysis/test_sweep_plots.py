@@ -13,8 +13,8 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 import analysis
-from analysis import style
-from analysis.sweep_plots import heatmap, pareto
+from analysis.plots import style
+from analysis.plots.sweep_plots import heatmap, pareto
 from experiments import simulate
 from testbed.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.timeline_export import PHASES, Window, kind_of, write_timeline
+from analysis.timelines.export import PHASES, Window, kind_of, write_timeline
 from testbed.errors import ConfigError, RunFolderError
 from tests.analysis.chrome_events import Event, ns, read
 from tests.analysis.runs import write_run

@@ -106,7 +106,7 @@ def test_forced_outputs_are_emitted_exactly(served: Seen) -> None:
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_with_a_plan_ahead_all_gets_done_too(backend: Simulated, composition: str, tmp_path: Path) -> None:
-    """Ranks take one step at a time, and are asked for no other (experiments/on_device.py)."""
+    """Ranks take one step at a time, and are asked for no other (experiments/configuration/on_device.py)."""
     if isinstance(backend, RealRanks):
         pytest.skip("one step at a time")
     trace = TRACES["all at once"]

@@ -5,9 +5,9 @@ from typing import cast
 
 import pytest
 
-from experiments import build, costs
-from experiments.build_engine import build_real_backend
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
+from experiments.wiring import build, costs
+from experiments.wiring.build_engine import build_real_backend
 from sim.cost.base import CostModel, Itemised
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk

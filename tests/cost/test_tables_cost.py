@@ -309,8 +309,8 @@ def test_a_grid_is_multilinear_and_level_outside(data):
 
 
 def configured(tmp_path, rows, *overrides: str):
-    from experiments.compose import compose_config
-    from experiments.costs import build_cost, unread_settings
+    from experiments.configuration.compose import compose_config
+    from experiments.wiring.costs import build_cost, unread_settings
     from testbed.specs.operator_tables import write_operator_tables
 
     file = tmp_path / "tables.parquet"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from analysis import style
+from analysis.plots import style
 from experiments.tables import aiconfigurator
 from tests.experiments import tables_on_the_spot as spot
 

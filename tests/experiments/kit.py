@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.cli import main
-from experiments.compose import compose_config
-from experiments.config import RunConfig
+from experiments.configuration.compose import compose_config
+from experiments.configuration.config import RunConfig
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
 

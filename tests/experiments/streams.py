@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from experiments import build, run
-from experiments.config import RunConfig
+from experiments.configuration.config import RunConfig
+from experiments.runs import run
+from experiments.wiring import build
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Finished

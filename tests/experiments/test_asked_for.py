@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
 

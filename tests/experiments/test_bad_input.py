@@ -295,7 +295,7 @@ def test_a_full_disk_at_the_very_end_is_no_whole_run(
         replace(source, target)
 
     replace = os.replace
-    monkeypatch.setattr("experiments.run_folder.os.replace", full)
+    monkeypatch.setattr("experiments.runs.run_folder.os.replace", full)
     error = run(capsys, tmp_path, [GOOD]).error()
     assert "the disk is full" in error
     assert not (tmp_path / "run" / "done").exists()

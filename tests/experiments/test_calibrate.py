@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from experiments import calibrate
+from experiments.calibration import calibrate
 from experiments.cli import main
 from sim.cost.calibration_file import load_calibration
 from testbed.specs.profiles import read_profile

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.capacity import Load, count_load
 from analysis.load import load_run
-from analysis.metrics import SLO
+from analysis.measures.capacity import Load, count_load
+from analysis.measures.metrics import SLO
 from experiments import find_capacity
 from experiments.capacity import study
 from experiments.capacity.search import Ask, Bracket, search
 from experiments.capacity.study import Capacity, Found
 from experiments.capacity.watch import SloWatch
 from experiments.capacity.words import warnings, without_capacity
-from experiments.config import RunConfig
-from experiments.run import execute
+from experiments.configuration.config import RunConfig
+from experiments.runs.run import execute
 from testbed.errors import RunFolderError
 from tests.experiments.kit import REAL, SHORT, TINY, Said, config_of, say, write_rows
 

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.checks import CHECKS
 from analysis.load import load_run
-from analysis.report import report_from_folders
+from analysis.measures.checks import CHECKS
+from analysis.reports.report import report_from_folders
 from experiments import simulate
-from experiments.run import execute
+from experiments.runs.run import execute
 from testbed.policies.compositions.unified import Unified
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, table_of, trace_of
 

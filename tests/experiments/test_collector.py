@@ -7,7 +7,7 @@ import subprocess
 import sys
 import weakref
 
-from experiments.collector import fewer_collections
+from experiments.runs.collector import fewer_collections
 
 LEFT = """
 import gc

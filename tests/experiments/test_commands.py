@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from experiments import demo_real
 from experiments.cli import main
-from experiments.environment import describe_versions
-from experiments.options import options
+from experiments.configuration.options import options
+from experiments.demo import real_half as demo_real
+from experiments.runs.environment import describe_versions
 from testbed import compiled
 from tests.experiments.kit import SHORT, TINY, say, write_rows
 
@@ -225,16 +225,16 @@ def test_the_demo_makes_its_report(
     pytest.importorskip("torch")
     profile, overrides = demo_real.profile, demo_real._real_overrides
     few: dict[str, Any] = {
-        "experiments.demo.SCHEDULERS": {"prefill_first": None, "decode_first": 512},
-        "experiments.demo.WATERMARKS": (0.0,),
-        "experiments.demo.CACHING": (True,),
-        "experiments.demo.SEEDS": (0,),
-        "experiments.demo.OTHER_RATES": (),
-        "experiments.demo_real.RATE_SCALES": (4.0,),
-        "experiments.demo_real.profile": lambda config, extent: profile(
+        "experiments.demo.command.SCHEDULERS": {"prefill_first": None, "decode_first": 512},
+        "experiments.demo.command.WATERMARKS": (0.0,),
+        "experiments.demo.command.CACHING": (True,),
+        "experiments.demo.command.SEEDS": (0,),
+        "experiments.demo.command.OTHER_RATES": (),
+        "experiments.demo.real_half.RATE_SCALES": (4.0,),
+        "experiments.demo.real_half.profile": lambda config, extent: profile(
             config, replace(extent, repeats=1, num_requests=2, max_s=8.0)
         ),
-        "experiments.demo_real._real_overrides": lambda model, quick: [
+        "experiments.demo.real_half._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),
             "trace.limit=6",
             "trace.max_output_tokens=16",

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import build
-from experiments.compose import compose_config, to_overrides
-from experiments.config import RunConfig, register
-from experiments.options import options
-from experiments.run import execute
+from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.config import RunConfig, register
+from experiments.configuration.options import options
+from experiments.runs.run import execute
+from experiments.wiring import build
 from real.config import RealConfig
 from testbed.errors import ConfigError, TestbedError
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say

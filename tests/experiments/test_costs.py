@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.operators import format_operators, load_operators, operator_bars, operator_table
+from analysis.plots.operators import format_operators, load_operators, operator_bars, operator_table
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
-from experiments.compose import compose_config
-from experiments.device_file import read_device_file
+from experiments.configuration.compose import compose_config
+from experiments.configuration.device_file import read_device_file
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
 

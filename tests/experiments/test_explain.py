@@ -13,9 +13,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.decisions import decided_steps
-from analysis.explain import Told
-from experiments.run import execute
+from analysis.explain.decisions import decided_steps
+from analysis.explain.frames import Told
+from experiments.runs.run import execute
 from testbed import compiled
 from testbed.core.preempting import Preempting
 from testbed.core.sequence import Sequence

@@ -66,8 +66,8 @@ def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path)
 
 def copied(run: Run, folder: Path) -> Path:
     """The run's folder with the trace in it, as a real run has it."""
-    from experiments.compose import compose_from
-    from experiments.traces import build_trace
+    from experiments.configuration.compose import compose_from
+    from experiments.wiring.traces import build_trace
     from testbed.traces.serialize import write_jsonl
 
     shutil.copytree(run.path, folder)

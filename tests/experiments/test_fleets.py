@@ -14,7 +14,7 @@ import pytest
 from xxhash import xxh64_hexdigest
 
 from experiments import simulate
-from experiments.engines import fleet_digest, refuse_fleet
+from experiments.wiring.engines import fleet_digest, refuse_fleet
 from testbed.errors import ConfigError
 from testbed.routing.routers import ROUTERS
 from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of

@@ -13,15 +13,15 @@ import pytest
 
 from analysis.load import load_run, load_sweep
 from experiments import simulate
-from experiments.run_folder import claimed, is_locked
+from experiments.runs.run_folder import claimed, is_locked
 from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from experiments.compose import compose_config
-from experiments.run_folder import claimed
+from experiments.configuration.compose import compose_config
+from experiments.runs.run_folder import claimed
 
 with claimed(Path(sys.argv[1]), compose_config([])):
     print("claimed", flush=True)
@@ -74,7 +74,7 @@ def test_a_point_that_another_process_is_running_is_waited_for(
     with ExitStack() as other:
         other.enter_context(claimed(run.path, config_of()))
         (run.path / "manifest.json").write_text("{}")
-        monkeypatch.setattr("experiments.sweep.sleep", lambda _: other.close())
+        monkeypatch.setattr("experiments.sweeps.sweep.sleep", lambda _: other.close())
         said = sweep(capsys, tmp_path / "s", "seed=0,1")
         assert f"another process began {run.path} and did not finish it; the same command runs it" in said.error()
 

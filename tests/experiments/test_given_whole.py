@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.compose import compose_config, compose_from, to_overrides
+from experiments.configuration.compose import compose_config, compose_from, to_overrides
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
 
@@ -37,7 +37,7 @@ def own(folder: Path, group: str, text: str) -> list[str]:
 def test_an_own_file_may_give_a_mapping_for_a_key_that_is_given_whole(
     group: str, text: str, key: str, expected: str, tmp_path: Path
 ) -> None:
-    from experiments.compose import compose_raw
+    from experiments.configuration.compose import compose_raw
 
     raw = compose_raw(own(tmp_path, group, text))
     found = raw[group][key] if key else raw["scheduler"]["queue_order"]

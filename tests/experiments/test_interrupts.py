@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
-from experiments.interrupt import undisturbed, was_pressed
+from experiments.runs.interrupt import undisturbed, was_pressed
 from tests.experiments.kit import REAL, TINY, manifest_of, say
 
 LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
@@ -85,7 +85,7 @@ def test_ctrl_c_before_anything_is_written_leaves_no_folder(
         assert (tmp_path / "run").is_dir(), "Hydra makes it"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.run.prepare_sim", pressed)
+    monkeypatch.setattr("experiments.runs.run.prepare_sim", pressed)
     assert say(capsys, "run", *TINY, *LONG, f"hydra.run.dir={tmp_path / 'run'}").status == 130
     assert not (tmp_path / "run").exists()
 
@@ -126,7 +126,7 @@ def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
         os.kill(os.getpid(), number)
         time.sleep(1)
 
-    monkeypatch.setattr("experiments.listing.print_listing", press)
+    monkeypatch.setattr("experiments.commands.listing.print_listing", press)
     said = say(capsys, "list")
     assert said.status == 130
     assert said.error() == "interrupted"
@@ -134,7 +134,7 @@ def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
 
 def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr("experiments.listing.print_listing", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr("experiments.commands.listing.print_listing", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
     assert say(capsys, "list").status == 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.points import board_in, say_killed
+from experiments.sweeps.points import board_in, say_killed
 from tests.experiments.kit import SHORT, TINY
 from tests.experiments.test_sweeps import POINTS, sweep
 from tests.source_tree import ROOT

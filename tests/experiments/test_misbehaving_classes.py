@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.run import execute
+from experiments.runs.run import execute
 from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of, write_rows
 
 MISBEHAVING = """

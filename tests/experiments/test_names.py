@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
+from experiments.configuration.names import device_named, device_of_run, model_named
+from experiments.configuration.options import options
 from experiments.fidelity.comparing import _of_device
 from experiments.fidelity.loads import Load
-from experiments.names import device_named, device_of_run, model_named
-from experiments.options import options
 from experiments.tables.llmservingsim import read
 from tests.experiments import tables_on_the_spot as spot
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from analysis.explain_run import explain_run
+from analysis.explain.whole_run import explain_run
 from analysis.load import load_run
 from experiments.cli import main
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS

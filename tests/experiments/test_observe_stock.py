@@ -12,7 +12,7 @@ import pytest
 from analysis.load import load_run
 from experiments.cli import main
 from experiments.observe import stock
-from experiments.run_folder import is_locked, locked
+from experiments.runs.run_folder import is_locked, locked
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from tests.experiments.test_observe import lines_of

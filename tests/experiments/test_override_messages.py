@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.compose import compose_config, compose_from
+from experiments.configuration.compose import compose_config, compose_from
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
 
@@ -160,7 +160,7 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
 def test_a_launcher_that_is_not_installed_names_what_to_install(
     launcher: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.options.Library.names", lambda library, group: ["basic"])
+    monkeypatch.setattr("experiments.configuration.options.Library.names", lambda library, group: ["basic"])
     error = say(capsys, "run", "-m", f"hydra/launcher={launcher}", "seed=0,1").error()
     assert error.endswith(f"needs a package that is not installed: pip install '.[{extra}]' in the repository")
 

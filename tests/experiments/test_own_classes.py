@@ -13,8 +13,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from experiments.options import options
-from experiments.policies import GROUPS
+from experiments.configuration.options import options
+from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
 from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows
 

@@ -11,8 +11,8 @@ import yaml
 
 from analysis.load import load_run
 from experiments.cli import main
-from experiments.compose import compose_config
-from experiments.progress import Progress
+from experiments.configuration.compose import compose_config
+from experiments.runs.progress import Progress
 from tests.experiments.kit import SHORT, TINY, manifest_of, say
 
 RUN = ["trace.num_requests=3", "trace.rate=2.5", "cache.num_gpu_blocks=500", "scheduler=vllm_v0", "seed=3"]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import experiments.conf
-from experiments.build import Pools, build_scheduler
-from experiments.config import RunConfig
+from experiments.configuration.config import RunConfig
+from experiments.wiring.build import Pools, build_scheduler
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
 from testbed.core.plan import BatchPlan

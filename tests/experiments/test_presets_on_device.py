@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from experiments.build import Pools, build_scheduler
-from experiments.build_engine import build_real_backend
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
+from experiments.wiring.build import Pools, build_scheduler
+from experiments.wiring.build_engine import build_real_backend
 from real.driver import run
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import analysis
 from analysis.load import load_run
 from experiments import find_capacity, replay, simulate
-from experiments.compose import _composed, compose_raw
+from experiments.configuration.compose import _composed, compose_raw
 from testbed.errors import TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
 from tests.experiments.kit import TINY, manifest_of, say, trace_of, write_rows

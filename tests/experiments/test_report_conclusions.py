@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from analysis.arms import infer_arms
-from analysis.compare import LATENCY, RATES, Comparison
-from analysis.findings import arm_finding
+from analysis.comparison.arms import infer_arms
+from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.load import load_sweep
-from analysis.report import report_from_folders
-from analysis.statistics import Estimate
+from analysis.measures.statistics import Estimate
+from analysis.reports.findings import arm_finding
+from analysis.reports.report import report_from_folders
 from experiments import simulate
-from experiments.traces import build_trace
+from experiments.wiring.traces import build_trace
 from testbed.traces.serialize import write_jsonl
 from tests.experiments.kit import SHORT, TINY, config_of, say
 

@@ -10,19 +10,19 @@ import pandas as pd
 import pytest
 
 from analysis import format as fmt
-from analysis.arms import Arm, Pair, infer_arms
-from analysis.cautions import cautions, changed_sources, lost
-from analysis.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.fidelity_findings import not_measured
-from analysis.findings import best_arms
-from analysis.first_screen import Compared, answer
+from analysis.comparison.arms import Arm, Pair, infer_arms
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.triggered import never_triggered
 from analysis.load import load_sweep
-from analysis.metrics import SLO
-from analysis.report import report_from_folders, write_report
-from analysis.report_parts import ReportInput
-from analysis.statistics import Estimate, Verdict
-from analysis.triggered import never_triggered
-from analysis.trust import trust
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate, Verdict
+from analysis.reports.cautions import cautions, changed_sources, lost
+from analysis.reports.fidelity_findings import not_measured
+from analysis.reports.findings import best_arms
+from analysis.reports.first_screen import Compared, answer
+from analysis.reports.parts import ReportInput
+from analysis.reports.report import report_from_folders, write_report
+from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run
 from tests.experiments.test_report_conclusions import TIGHT, ran

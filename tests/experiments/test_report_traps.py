@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from analysis import plots
-from analysis.arms import Arm, infer_arms
-from analysis.cautions import cautions
-from analysis.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.effects import Effect
-from analysis.first_screen import Compared, answer
+from analysis.comparison.arms import Arm, infer_arms
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.effects import Effect
 from analysis.load import load, load_sweep
-from analysis.metrics import SLO
-from analysis.report import report_from_folders
-from analysis.statistics import Estimate, Verdict
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate, Verdict
+from analysis.plots import study_plots as plots
+from analysis.reports.cautions import cautions
+from analysis.reports.first_screen import Compared, answer
+from analysis.reports.report import report_from_folders
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say
 from tests.experiments.test_report_conclusions import TIGHT, ran, report

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from analysis.reproduce import sweep_commands
-from experiments.overrides import library_of, parsed
-from experiments.sweep import _combinations
+from analysis.reports.reproduce import sweep_commands
+from experiments.configuration.overrides import library_of, parsed
+from experiments.sweeps.sweep import _combinations
 from tests.experiments.kit import manifest_of, say
 from tests.experiments.test_sweeps import POINTS, sweep
 

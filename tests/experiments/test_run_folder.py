@@ -17,9 +17,9 @@ import yaml
 
 from analysis.load import load_run
 from experiments import simulate
-from experiments.compose import compose_from
-from experiments.run import execute
-from experiments.run_folder import read_config
+from experiments.configuration.compose import compose_from
+from experiments.runs.run import execute
+from experiments.runs.run_folder import read_config
 from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint
@@ -267,7 +267,7 @@ def test_another_seed_is_another_trace_and_another_policy_is_not(tmp_path: Path)
 SCRIPT = """
 import sys
 from pathlib import Path
-from experiments.run import execute
+from experiments.runs.run import execute
 from tests.experiments.kit import config_of
 from tests.experiments.test_run_folder import TIGHT
 execute(config_of(**TIGHT), Path(sys.argv[1]))

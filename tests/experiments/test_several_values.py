@@ -8,9 +8,9 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.capacity.arms import parse
-from experiments.compose import compose_config, compose_from
-from experiments.options import Library, options
-from experiments.overrides import of_points, parsed, swept_values
+from experiments.configuration.compose import compose_config, compose_from
+from experiments.configuration.options import Library, options
+from experiments.configuration.overrides import of_points, parsed, swept_values
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Said, say
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments import identity
-from experiments.identity import identity_of
+from experiments.runs import identity
+from experiments.runs.identity import identity_of
 from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
 from tests.source_tree import ROOT

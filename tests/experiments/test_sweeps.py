@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.options import options
+from experiments.configuration.options import options
 from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say, write_rows
 
 POINTS = "seed=0,1,2"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.queueing import lindley_waits
+from analysis.measures.queueing import lindley_waits
 from experiments import simulate
 from experiments.bench import theory
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.trace_plots import TraceColumns, arrivals
+from analysis.plots.trace_plots import TraceColumns, arrivals
 from experiments.cli import main
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(

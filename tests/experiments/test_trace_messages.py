@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.compose import compose_config, compose_from
-from experiments.traces import build_source
+from experiments.configuration.compose import compose_config, compose_from
+from experiments.wiring.traces import build_source
 from testbed.errors import TestbedError
 
 SMALL = ["trace=synthetic", "trace.num_requests=20"]

@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.compose import compose_config
-from experiments.run import execute
+from experiments.configuration.compose import compose_config
+from experiments.runs.run import execute
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
 

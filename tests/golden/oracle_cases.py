@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.build import build_scheduler, simulated_pools
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.overrides import case_config
 from experiments.conform.replay import Feed
 from experiments.conform.systems import SYSTEMS
+from experiments.wiring.build import build_scheduler, simulated_pools
 
 RECORDS = Path(__file__).parent / "oracle_cases.txt"
 FOLDER = os.environ.get("TESTBED_ORACLES")

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from experiments.config import RunConfig
-from experiments.run import execute
+from experiments.configuration.config import RunConfig
+from experiments.runs.run import execute
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.kit import REAL, TINY, config_of
 from tests.parity.kit import TIGHT

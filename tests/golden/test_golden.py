@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from experiments.config import RunConfig
-from experiments.parity import check_parity
-from experiments.run_folder import read_config
+from experiments.configuration.config import RunConfig
+from experiments.runs.parity import check_parity
+from experiments.runs.run_folder import read_config
 from testbed.records.tape import Tape, read_tape
 from tests.experiments.kit import manifest_of
 from tests.golden import configurations, oracle_cases, tapes, worlds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.config import RunConfig
-from experiments.run import RunResult, execute
+from experiments.configuration.config import RunConfig
+from experiments.runs.run import RunResult, execute
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
 from tests.experiments.kit import REAL, SHORT, TINY, config_of

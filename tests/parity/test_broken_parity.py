@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from experiments.cli import main
-from experiments.parity import check_parity
-from experiments.run import execute
+from experiments.runs.parity import check_parity
+from experiments.runs.run import execute
 from testbed.errors import RunFolderError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.records.tape import read_tape

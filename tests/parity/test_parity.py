@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.parity import check_parity
-from experiments.run import execute
+from experiments.runs.parity import check_parity
+from experiments.runs.run import execute
 from testbed.records.tape import read_tape
 from tests.experiments.kit import manifest_of, table_of, trace_of
 from tests.parity.kit import (

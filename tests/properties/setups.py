@@ -63,7 +63,7 @@ class Setup:
     eviction: str = "lru"
 
     def scheduler(self, *, lists_late: bool = True) -> Scheduler:
-        """As experiments/build.py wires it. lists_late: what nobody asks for may stay without keys and entries."""
+        """As `experiments.wiring` does it. lists_late: what nobody asks for may stay without keys and entries."""
         evicts = EVICTIONS[self.eviction]()
         keys = TokenKeys(self.block_size, are_unique=lists_late)
         if self.num_hashes is not None:

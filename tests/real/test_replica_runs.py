@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 import pytest
 
 from analysis.load import load_run
-from experiments.app import config_from
-from experiments.config import RunConfig
-from experiments.parity import check_parity
-from experiments.settings import SimConfig
+from experiments.commands.app import config_from
+from experiments.configuration.config import RunConfig
+from experiments.configuration.settings import SimConfig
+from experiments.runs.parity import check_parity
 from real.parallel import replica
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
@@ -192,7 +192,7 @@ def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path) -> None:
     config = real_config("vllm_v1", **TWO, trace__num_requests=4)
     real_run(tmp_path / "run", config)
     raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(tmp_path / "run")}}
-    from experiments.run import execute
+    from experiments.runs.run import execute
 
     with pytest.raises(ConfigError, match="is a run of 2 replicas, and cost=recorded replays one engine"):
         execute(RunConfig.from_container(raw), tmp_path / "again")

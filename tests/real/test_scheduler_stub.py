@@ -32,7 +32,7 @@ class Served:
     """A roomy core in the stub's engine."""
 
     def __init__(self, *, is_async: bool = False, is_newer: bool = False, **options: Any) -> None:
-        from experiments.inside_vllm import _Nothing, _request_of
+        from experiments.serving.inside_vllm import _Nothing, _request_of
         from real.vllm.own_loop import OwnLoop
         from tests.real.vllm_stub_engine import Engine, Steered, engine_config
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.compose import compose_config
-from experiments.costs import build_cost
+from experiments.configuration.compose import compose_config
+from experiments.wiring.costs import build_cost
 from real.backend import RealBackend, shapes_to_capture
 from real.config import RealConfig
 from real.device import Placement

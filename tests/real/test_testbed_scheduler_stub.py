@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from analysis.load import load_run
-from experiments.app import config_from
-from experiments.config import RunConfig
-from experiments.parity import check_parity
-from experiments.run import execute
+from experiments.commands.app import config_from
+from experiments.configuration.config import RunConfig
+from experiments.runs.parity import check_parity
+from experiments.runs.run import execute
 from testbed.errors import ConfigError, RequestError, RunFolderError, TestbedError
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import TokenIds
@@ -45,7 +45,7 @@ def made(
     settings: Any, *, is_async: bool = False, is_newer: bool = False, budget: int = 32,
     model: dict[str, Any] = MODEL, caches: bool = True, device: tuple[str, str] = ("cpu", "cpu"), **flags: Any,
 ) -> Any:  # fmt: skip
-    from experiments.inside_vllm import TestbedScheduler
+    from experiments.serving.inside_vllm import TestbedScheduler
     from tests.real.vllm_stub_engine import engine_config
 
     config = engine_config(
@@ -290,7 +290,7 @@ def test_a_full_disk_ends_the_records_and_not_the_engine(tmp_path: Path, caplog:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configurations of the schedulers that are made."""
-    from experiments import inside_vllm
+    from experiments.serving import inside_vllm
 
     configs: list[RunConfig] = []
     build = inside_vllm.build_scheduler
@@ -395,7 +395,7 @@ def test_another_vllm_is_refused_before_anything_of_it_is_imported(monkeypatch: 
     import real.vllm
 
     monkeypatch.setattr(stub_of_vllm, "__version__", "0.35.0")
-    for module in ("experiments.inside_vllm", "real.vllm.scheduler"):
+    for module in ("experiments.serving.inside_vllm", "real.vllm.scheduler"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delattr(sys.modules["vllm.v1.core.sched.interface"], "PauseState")
     with pytest.raises(ConfigError, match=r"vLLM 0\.35\.0 is installed, and this testbed's scheduler fits into 0\.28"):

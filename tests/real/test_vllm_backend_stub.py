@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from experiments.build import Pools, build_scheduler
-from experiments.build_engine import build_vllm_backend, check_prompts
-from experiments.compose import compose_config
-from experiments.on_device import check_in_vllm
+from experiments.configuration.compose import compose_config
+from experiments.configuration.on_device import check_in_vllm
+from experiments.wiring.build import Pools, build_scheduler
+from experiments.wiring.build_engine import build_vllm_backend, check_prompts
 from real.driver import run
 from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans

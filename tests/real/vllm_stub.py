@@ -21,8 +21,8 @@ from tests.real import vllm_stub_types as types
 
 VERSION = "0.32.0"
 NEED_VLLM = (
-    "real.vllm.observer", "real.vllm.told", "real.vllm.scheduler", "real.vllm.seated", "experiments.inside_vllm",
-    "tests.real.vllm_stub_engine",
+    "real.vllm.observer", "real.vllm.told", "real.vllm.scheduler", "real.vllm.seated",
+    "experiments.serving.inside_vllm", "tests.real.vllm_stub_engine",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from experiments.inside_vllm import _request_of
+from experiments.serving.inside_vllm import _request_of
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
 from sim.cost.recorded import RecordedDevice

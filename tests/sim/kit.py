@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 
-from analysis.frames import as_frame
+from analysis.reading.frames import as_frame
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
 from sim.cost.config import ConstantConfig

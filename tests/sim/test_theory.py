@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.queueing import (
+from analysis.measures.queueing import (
     Service,
     cobham_waits,
     lindley_waits,
     pollaczek_khinchine_wait,
 )
-from analysis.statistics import Estimate, mean_t
+from analysis.measures.statistics import Estimate, mean_t
 from testbed.core.limits import Limits
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import LengthConfig, arrivals, lengths, stream

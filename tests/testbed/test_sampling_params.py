@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.config import SamplingConfig
+from experiments.configuration.config import SamplingConfig
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import RequestError
 

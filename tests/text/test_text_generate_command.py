@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.interrupt import ended_as_interrupted
+from experiments.runs.interrupt import ended_as_interrupted
 from experiments.text import LLM
 from real.text import generate as text_generate
 from testbed.errors import RequestError

@@ -229,8 +229,8 @@ def test_a_cut_stream_of_a_file_out_of_order_is_refused_before_it_is_used(tmp_pa
 
 
 def simulated_trace(keys):
-    from experiments.compose import compose_config, to_overrides
-    from experiments.traces import build_source
+    from experiments.configuration.compose import compose_config, to_overrides
+    from experiments.wiring.traces import build_source
 
     return build_source(compose_config(to_overrides({"trace": keys})))
 

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
-from experiments.build import Pools, build_scheduler
-from experiments.build_engine import build_vllm_backend
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
+from experiments.wiring.build import Pools, build_scheduler
+from experiments.wiring.build_engine import build_vllm_backend
 from real.driver import run
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve

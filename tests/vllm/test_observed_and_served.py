@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
 from analysis.load import load_run
-from experiments.app import config_from
+from experiments.commands.app import config_from
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log
-from experiments.parity import check_parity
-from experiments.run import execute
+from experiments.runs.parity import check_parity
+from experiments.runs.run import execute
 from real.vllm.observer import unknown_to_us
 from real.vllm.scheduler import check_engine
 from real.vllm.versions import check_version

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-v
 
 from analysis.load import load_run
 from experiments.cli import main
-from experiments.parity import check_parity
+from experiments.runs.parity import check_parity
 
 pytestmark = pytest.mark.vllm
 NUM_TOKENS = 8

@@ -15,7 +15,7 @@ from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log
-from experiments.parity import check_parity
+from experiments.runs.parity import check_parity
 from tests.vllm.conftest import no_veto
 
 pytestmark = pytest.mark.vllm

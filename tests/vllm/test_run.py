@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
 
 from analysis.load import load, load_run
-from experiments.compose import compose_config
+from experiments.configuration.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.parity import check_parity
-from experiments.run import execute
+from experiments.runs.parity import check_parity
+from experiments.runs.run import execute
 from testbed.errors import ConfigError
 from tests.vllm.conftest import no_veto
 

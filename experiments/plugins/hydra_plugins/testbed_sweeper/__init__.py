@@ -1,4 +1,4 @@
-"""Hydra's door to experiments/sweep.py: the sweeper that experiments/conf/config.yaml chooses.
+"""Hydra's door to experiments/sweeps/sweep.py: the sweeper that experiments/conf/config.yaml chooses.
 
 It lies here because Hydra takes plugins of this namespace alone. `hydra/sweeper=…` chooses another.
 """
@@ -27,6 +27,6 @@ class PointsSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Runs the points of these overrides. Raises TestbedError in one line, and KeyboardInterrupt."""
-        from experiments.sweep import run_sweep  # not at the top: a single run needs nothing of it
+        from experiments.sweeps.sweep import run_sweep  # not at the top: a single run needs nothing of it
 
         run_sweep(self._context, self._config, [*(f"{key}={value}" for key, value in self._params.items()), *arguments])

@@ -1,0 +1,206 @@
+"""Arms against the baseline: a comparison for each arm and metric, its interval, and what that allows one to say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, paired_replicates, replicates
+from analysis.load import Run
+from analysis.measures.metrics import SLO, request_metrics
+from analysis.measures.statistics import (
+    Estimate,
+    Verdict,
+    differences,
+    effect_size,
+    holm,
+    mean_t,
+    moving_blocks,
+    verdict,
+)
+from analysis.measures.summary import summary_value
+from analysis.reading.frames import numbers
+from analysis.reading.rows import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A headline number: where it is in a summary, what is better (+1 more, -1 less, 0 neither), how it is written."""
+
+    label: str
+    path: str
+    better: int
+    write: Callable[[float | None], str]
+
+    def of(self, summary: Mapping[str, Any]) -> float | None:
+        return summary_value(summary, self.path)
+
+
+_MIN_FOR_EFFECT = 3  # replicates
+_MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile, for its bootstrap to mean something
+LATENCY = (
+    Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
+    Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
+    Metric("mean TPOT", "tpot_s.mean", -1, fmt.seconds),
+    Metric("P99 TPOT", "tpot_s.p99", -1, fmt.seconds),
+    Metric("mean E2E", "e2e_s.mean", -1, fmt.seconds),
+    Metric("P99 E2E", "e2e_s.p99", -1, fmt.seconds),
+)
+_PER_S = partial(fmt.number, unit="req/s")
+RATES = (
+    Metric("requests/s", "throughput.requests_per_s", 1, _PER_S),
+    Metric("output tokens/s", "throughput.output_tokens_per_s", 1, partial(fmt.number, unit="tok/s")),
+)
+SLO_METRICS = (
+    Metric("SLO attainment", "slo.attainment", 1, fmt.share),
+    Metric("goodput", "slo.goodput_per_s", 1, _PER_S),
+)
+INSIDE = (
+    Metric("offered", "throughput.offered_per_s", 0, _PER_S),
+    Metric("requests sent", "num_requests", 0, fmt.number),
+    Metric("finished", "num_finished", 0, fmt.number),
+    Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),
+    Metric("preemptions", "preemptions.total", 0, fmt.number),
+    Metric("recomputed tokens", "preemptions.recomputed_share", 0, fmt.share),
+    Metric("mean KV use", "kv.utilisation_mean", 0, fmt.share),
+    Metric("peak KV use", "kv.utilisation_peak", 0, fmt.share),
+    Metric("mean running", "mean_running", 0, fmt.mean_count),
+    Metric("mean waiting", "mean_waiting", 0, fmt.mean_count),
+    Metric("busy", "busy_share", 0, fmt.share),
+)
+FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
+TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
+          "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency"}  # fmt: skip
+
+
+def metric_of(path: str) -> Metric:
+    """The metric at a dotted path of a summary; one that has no name of its own is called by its path."""
+    known = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
+    name, _, which = path.rpartition(".")
+    if path in known or name not in TIMES:
+        return known.get(path, Metric(path, path, 0, fmt.number))
+    return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One arm and metric: the arm's mean over replicates and its change to the baseline (None: nothing to compare)."""
+
+    arm: str
+    metric: Metric
+    value: float | None
+    estimate: Estimate | None  # of log-ratios; of differences where a value is 0, which has no ratio
+    verdict: Verdict
+    p_holm: float | None = None
+    effect: float | None = None  # d_z of the estimate's differences, from three replicates on
+    base: float | None = None  # the baseline's mean over the replicates that both have
+
+    @property
+    def gain(self) -> float:
+        """The log-ratio, positive for the better; infinite to and from 0; 0 where neither is better."""
+        if self.estimate is None or not (change := self.estimate.value * self.metric.better):
+            return 0.0
+        return change if self.estimate.scale == "log_ratio" else math.copysign(math.inf, change)
+
+    @property
+    def is_claim(self) -> bool:
+        return self.verdict in ("higher", "lower") and self.estimate is not None
+
+
+def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
+    """Mean over the arm's replicates; None where any of them does not reach the metric."""
+    values = [metric.of(run.summary_under(slo)) for run in replicates(arm).values()]
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def compare(
+    arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
+) -> list[Comparison]:
+    """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
+
+    With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference where a value is
+    0), p-values by Holm over the arms of a metric. With one: moving blocks over its requests, for latencies only.
+    """
+    found = []
+    others = [arm for arm in arms if arm.name != baseline.name]
+    for metric in metrics:
+        rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
+        found += judge(rows, margin)
+    return found
+
+
+def _compared(arm: Arm, pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> Comparison:
+    value, known = mean_over_replicates(arm, metric, slo), paired_values(pairs, metric, slo)
+    if known is None:
+        return Comparison(arm.name, metric, value, None, "unknown")
+    diff, scale = differences(*known)
+    within = _within_one_trace(*pairs[0], metric) if diff.size == 1 and diff.any() else None
+    effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
+    estimate, base = within or mean_t(diff, scale), float(known[0].mean())
+    return Comparison(arm.name, metric, value, estimate, "unknown", effect=effect, base=base)
+
+
+def judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
+    """With p-values by Holm over all rows, and verdicts. margin: relative to the baseline."""
+    tested = [(index, row.estimate.p_value) for index, row in enumerate(rows) if row.estimate is not None]
+    known = [(index, p) for index, p in tested if p is not None]
+    adjusted = dict(zip([index for index, _ in known], holm([p for _, p in known]), strict=True))
+    judged = []
+    for index, row in enumerate(rows):
+        p = adjusted.get(index)
+        said: Verdict = "unknown"
+        if row.estimate is not None:
+            limit = np.log1p(margin) if row.estimate.scale == "log_ratio" else margin * (row.base or 0.0)
+            said = verdict(row.estimate, float(limit), p)
+        judged.append(replace(row, verdict=said, p_holm=p))
+    return judged
+
+
+def paired_values(
+    pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None
+) -> tuple[FloatArray, FloatArray] | None:
+    """(baseline's, arm's) `[num_pairs]` each; None where one is missing or negative, and of latencies where one side
+    ignored requests that the other served: those that are left are not the same."""
+    if metric.path.split(".")[0] in TIMES and any(ignored(base) != ignored(other) for base, other in pairs):
+        return None
+    values = [[metric.of(run.summary_under(slo)) for run in pair] for pair in pairs]
+    if not values or any(value is None or value < 0 for pair in values for value in pair):
+        return None
+    base, other = np.array(values, dtype=np.float64).T
+    return base, other
+
+
+def ignored(run: Run) -> int:
+    """Requests that could never fit, or that nothing would have admitted."""
+    return int(run.summary["finish_reasons"]["ignored"])
+
+
+def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:
+    """Log-ratio of a latency's mean or quantile with a moving-block interval over the shared requests of one trace."""
+    name, _, which = metric.path.partition(".")
+    if name not in ("ttft_s", "tpot_s", "e2e_s"):
+        return None
+    sides = []
+    for side in (baseline, run):
+        frame = request_metrics(side.requests).set_index("request_id")[[name]]
+        frame["arrival"] = numbers(side.requests, "arrival_ns")
+        sides.append(frame)
+    both = sides[0].add_suffix("_base").join(sides[1].add_suffix("_arm"), how="inner").dropna()
+    both = both.sort_values("arrival_base", kind="stable")
+    pairs = both[[f"{name}_base", f"{name}_arm"]].to_numpy(dtype=np.float64)
+    tail = 0.5 if which == "mean" else 1.0 - int(which[1:]) / 100
+    if len(pairs) * tail < _MIN_BEYOND or (pairs <= 0).any():
+        return None
+
+    def log_ratio(rows: FloatArray) -> float:
+        base, other = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
+        return float(np.log(other / base))
+
+    return moving_blocks(pairs, log_ratio, num_resamples=400, scale="log_ratio")

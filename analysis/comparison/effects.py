@@ -1,0 +1,158 @@
+"""Main effects of a factorial ablation: what one factor does, averaged over the levels of the others.
+
+Within each replicate, arms that differ in that one factor only are paired, and their log-ratios averaged; the replicate
+stays the unit of the interval. Where the effect is larger in some cells than in others beyond the noise, the factors
+interact, and the average hides it: `Interaction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from analysis.comparison.arms import Arm, grouped, level_groups, paired_replicates
+from analysis.comparison.compare import Comparison, Metric, judge, paired_values
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate, Scale, differences, mean_t
+from analysis.naming import level_names
+from analysis.reading.rows import FloatArray
+from testbed.errors import RunFolderError
+
+
+class Interaction(NamedTuple):
+    """Where an effect is least and where it is most: levels of the other factors, the effects there, and by how much
+    these differ, replicate by replicate; p-value and interval are corrected for the number of pairs of cells."""
+
+    cells: tuple[str, str]
+    least: float
+    most: float
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One factor's step from the baseline's level to another, in one metric. interaction: only one that is a claim."""
+
+    factor: str
+    base_level: Any
+    level: Any
+    comparison: Comparison  # its `arm` is the level's name
+    num_cells: int
+    interaction: Interaction | None
+
+
+def main_effects(
+    arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
+) -> list[Effect]:
+    """Every factor of a design with at least two crossed factors, every level but the baseline's; else nothing: where
+    not every combination of levels ran, a factor's mean would mix in the others."""
+    if not is_full_design(arms):
+        return []
+    factors = level_groups(arms)
+    found: list[Effect] = []
+    for metric in metrics:
+        rows = []
+        for factor in factors:
+            levels = list(dict.fromkeys(_level(arm, factor) for arm in arms))
+            steps = [level for level in levels if level != _level(baseline, factor)]
+            rows += [_effect(arms, baseline, factors, factor, level, metric, slo) for level in steps]
+        found += _judge([row for row in rows if row is not None], margin)
+    return found
+
+
+def is_full_design(arms: Sequence[Arm]) -> bool:
+    """Whether there are several factors, and an arm of every combination of their levels."""
+    factors = level_groups(arms)
+    num_combinations = prod(len({_level(arm, factor) for arm in arms}) for factor in factors)
+    return len(factors) > 1 and len(arms) >= num_combinations
+
+
+def _level(arm: Arm, factor: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(repr(arm.levels.get(key)) for key in factor)
+
+
+def _effect(
+    arms: Sequence[Arm],
+    baseline: Arm,
+    factors: Sequence[tuple[str, ...]],
+    factor: tuple[str, ...],
+    level: tuple[str, ...],
+    metric: Metric,
+    slo: SLO | None,
+) -> Effect | None:
+    others = [other for other in factors if other != factor]
+    base_level = _level(baseline, factor)
+
+    def cell(arm: Arm) -> tuple[tuple[str, ...], ...]:
+        return tuple(_level(arm, other) for other in others)
+
+    at_base = {cell(arm): arm for arm in arms if _level(arm, factor) == base_level}
+    at_level = {cell(arm): arm for arm in arms if _level(arm, factor) == level}
+    shared = [key for key in at_base if key in at_level]
+    if not shared:
+        return None
+    arm = at_level[shared[0]]
+    comparison, interaction = Comparison(str(arm.levels.get(factor[0])), metric, None, None, "unknown"), None
+    if (known := _cells([(at_base[key], at_level[key]) for key in shared], metric, slo)) is not None:
+        rows, scale = differences(*known)
+        base, value = (float(side.mean()) for side in known)
+        estimate = mean_t(rows.mean(axis=0), scale)
+        comparison = replace(comparison, value=value, base=base, estimate=estimate)
+        names = [level_names({other[0]: at_level[key].levels.get(other[0]) for other in others}) for key in shared]
+        interaction = _interaction(rows, scale, names)
+    levels = baseline.levels.get(factor[0]), arm.levels.get(factor[0])
+    return Effect(factor[0], *levels, comparison, len(shared), interaction)
+
+
+def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
+    """The metric at both levels `[num_cells, num_replicates]`; None where one is missing, or replicates differ."""
+    try:
+        pairs = [paired_values(paired_replicates(base, arm), metric, slo) for base, arm in cells]
+    except RunFolderError:
+        return None
+    known = [pair for pair in pairs if pair is not None]
+    if len(known) < len(pairs) or len({base.size for base, _ in known}) != 1:
+        return None
+    return np.array([base for base, _ in known]), np.array([other for _, other in known])
+
+
+def _interaction(rows: FloatArray, scale: Scale, names: Sequence[str]) -> Interaction | None:
+    """Of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
+    num_cells, num_replicates = rows.shape
+    if num_cells < 2 or num_replicates < 2:
+        return None
+    means, num_pairs = rows.mean(axis=1), num_cells * (num_cells - 1) // 2
+    low, high = int(means.argmin()), int(means.argmax())
+    if low == high:
+        return None
+    estimate = mean_t(rows[high] - rows[low], scale, 1 - 0.05 / num_pairs)
+    if estimate.p_value is not None:
+        estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
+    return Interaction((names[low], names[high]), float(means[low]), float(means[high]), estimate)
+
+
+def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
+    """With verdicts, by Holm over a metric's effects; interactions that are no claim are left out."""
+    judged = judge([effect.comparison for effect in effects], margin)
+    asked = [(i, effect.interaction) for i, effect in enumerate(effects) if effect.interaction is not None]
+    apart = judge([replace(judged[i], estimate=one.estimate) for i, one in asked], margin)
+    claimed = {i: one for (i, one), row in zip(asked, apart, strict=True) if row.is_claim}
+    return [
+        replace(effect, comparison=row, interaction=claimed.get(i))
+        for i, (effect, row) in enumerate(zip(effects, judged, strict=True))
+    ]
+
+
+def one_factor_away(arms: Sequence[Arm], baseline: Arm) -> set[str]:
+    """Names of the arms that differ from the baseline in exactly one factor."""
+    factors = level_groups(arms)
+    return {arm.name for arm in arms if sum(_level(arm, f) != _level(baseline, f) for f in factors) == 1}
+
+
+def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[Effect]]:
+    """(factor, base level, level) -> its effects over metrics."""
+    return grouped(effects, lambda effect: (effect.factor, repr(effect.base_level), repr(effect.level)))

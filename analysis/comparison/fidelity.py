@@ -1,0 +1,196 @@
+"""How far the simulator is from the real engine: request by request, per metric, and in the ranking of policies.
+
+Errors are signed and relative to the real run: (sim - real) / real. Only runs of one trace are matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import Run, same_trace
+from analysis.measures.metrics import itl_pooled, request_metrics
+from analysis.measures.summary import summary_value
+from analysis.measures.survival import distribution
+from analysis.reading.frames import numbers
+from analysis.reading.rows import FloatArray
+from testbed.errors import RunFolderError
+
+LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # that each request has
+DISTRIBUTIONS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # of a run; ITL is of all gaps together
+STATISTICS = ("mean", "p50", "p90", "p99")
+RATES = ("requests_per_s", "output_tokens_per_s")
+FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 where more is better, -1 where less is
+    **{f"{metric}.{statistic}": -1 for metric in DISTRIBUTIONS for statistic in STATISTICS},
+    **{f"throughput.{rate}": 1 for rate in RATES},
+}
+
+
+def match_requests(sim: Run, real: Run) -> pd.DataFrame:
+    """One row a request: request_id, and sim_ and real_ of ttft_s, tpot_s, e2e_s, num_output_tokens and the like.
+
+    RunFolderError when the traces differ, or the runs do not hold the same request ids.
+    """
+    same_trace([sim, real])
+    frames = []
+    for run in (sim, real):
+        frame = request_metrics(run.requests).set_index("request_id")
+        for name in ("num_output_tokens", "num_cached_tokens", "num_preemptions"):
+            frame[name] = numbers(run.requests, name)
+        frames.append(frame)
+    only = set(frames[0].index) ^ set(frames[1].index)
+    if only:
+        raise RunFolderError(
+            f"{sim.path} and {real.path}: {len(only)} requests are in one run only, the first {min(only)}; "
+            "match runs of the same requests"
+        )
+    joined = frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_"))
+    return joined.reset_index()
+
+
+def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
+    """(real, simulated) seconds of a latency, of the requests that have it in both runs."""
+    real, sim = numbers(matched, f"real_{name}"), numbers(matched, f"sim_{name}")
+    good = (real > 0) & (sim > 0)
+    return real[good], sim[good]
+
+
+def relative_error(sim: float | None, real: float | None) -> float | None:
+    """(sim - real) / real; None where either is unknown or the real value is 0."""
+    return None if sim is None or not real else (sim - real) / real
+
+
+def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
+    """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached).
+
+    reals: one run, or one and its repeats, whose mean counts."""
+    same_trace([sim, *reals])
+    return _errors(*[{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)])
+
+
+def _mean(runs: Sequence[Run], path: str) -> float | None:
+    """Of a metric over equal runs; None: one of them has none."""
+    values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
+    return sum(values) / len(values) if len(values) == len(runs) else None
+
+
+def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -> pd.DataFrame:
+    rows = [
+        {"metric": path, "sim": sim[path], "real": real[path], "error": relative_error(sim[path], real[path])}
+        for path in sim
+    ]
+    return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+
+
+def worst_errors(tables: Iterable[pd.DataFrame]) -> dict[str, float]:
+    """Metric -> the largest absolute error that one of the `error_table`s has; of those that are reached."""
+    worst: dict[str, float] = {}
+    for table in tables:
+        for path, error in table.set_index("metric")["error"].dropna().items():
+            worst[str(path)] = max(worst.get(str(path), 0.0), abs(float(error)))
+    return worst
+
+
+def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:
+    """As error_table, of the latencies of these requests only."""
+    same_trace([sim, real])
+    return _errors(*[_part_values(run, request_ids) for run in (sim, real)])
+
+
+def _part_values(run: Run, request_ids: Collection[str]) -> dict[str, float | None]:
+    frame = run.requests[run.requests["request_id"].isin(list(request_ids))]
+    metrics = request_metrics(frame)
+    each = {name: itl_pooled(frame) if name == "itl_s" else numbers(metrics, name) for name in DISTRIBUTIONS}
+    described = {name: distribution(values) for name, values in each.items()}
+    return {f"{name}.{statistic}": described[name][statistic] for name in DISTRIBUTIONS for statistic in STATISTICS}
+
+
+def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
+    """One row a latency over matched requests: num, median signed error, P90 and P99 of the absolute error.
+
+    `num_unmatched` are the requests that have the latency in one of the two runs only.
+    """
+    rows = []
+    for name in LATENCY_METRICS:
+        sim, real = numbers(matched, f"sim_{name}"), numbers(matched, f"real_{name}")
+        both = ~np.isnan(sim) & (real > 0)
+        error = (sim[both] - real[both]) / real[both]
+        levels = np.quantile(np.abs(error), [0.9, 0.99]) if error.size else (np.nan, np.nan)
+        row: dict[str, Any] = {"metric": name, "num": int(both.sum())}
+        row["num_unmatched"] = int((np.isnan(sim) ^ np.isnan(real)).sum())
+        row["median_error"] = float(np.median(error)) if error.size else np.nan
+        rows.append(row | {"abs_error_p90": float(levels[0]), "abs_error_p99": float(levels[1])})
+    return pd.DataFrame(rows)
+
+
+def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
+    """Metric -> how far a repeat is from the first run of its group at most, relative to that. A group: equal real
+    runs (same trace, same policy)."""
+    noise: dict[str, float] = {}
+    for first, *repeats in groups:
+        same_trace([first, *repeats])
+        for again, path in product(repeats, FIDELITY_METRICS):
+            error = relative_error(summary_value(again.summary, path), summary_value(first.summary, path))
+            if error is not None:
+                noise[path] = max(noise.get(path, 0.0), abs(error))
+    return noise
+
+
+def ranking_agreement(
+    pairs: Mapping[str, Sequence[Run]],
+    metrics: Sequence[str] | None = None,
+    noise: Mapping[str, float] | None = None,
+    margin: float = 0.02,
+) -> pd.DataFrame:
+    """Does the simulator rank policies as the real engine does? One row a metric.
+
+    `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
+    Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
+    real_winner, same_winner, regret (by what share of the best real value sim_winner's is worse; 0 if it is that),
+    real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
+    policies whose real values differ by more than the metric's `noise` and by more than `margin`; num_same_order:
+    those that sim orders alike; winner_is_clear: whether the best real value is so far from every other.
+    """
+    same_trace([run for pair in pairs.values() for run in pair])
+    rows: list[dict[str, Any]] = []
+    for path in metrics or tuple(FIDELITY_METRICS):
+        values = {name: (_mean([sim], path), _mean(reals, path)) for name, (sim, *reals) in pairs.items()}
+        known = {name: (sim, real) for name, (sim, real) in values.items() if sim is not None and real is not None}
+        row: dict[str, Any] = {"metric": path, "num_policies": len(known), "kendall_tau": None}
+        row |= {"sim_winner": None, "real_winner": None, "same_winner": None, "regret": None, "real_spread": None}
+        row |= {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}
+        if len(known) >= 2:
+            sign = FIDELITY_METRICS.get(path, -1)
+            sims, reals = zip(*known.values(), strict=True)
+            if len(set(sims)) > 1 and len(set(reals)) > 1:
+                from scipy import stats  # slow to import
+
+                row["kendall_tau"] = float(stats.kendalltau(sims, reals).statistic)
+            names = list(known)
+            row["sim_winner"] = names[int(np.argmax(np.array(sims) * sign))]
+            row["real_winner"] = names[int(np.argmax(np.array(reals) * sign))]
+            row["real_spread"] = max(reals) / min(reals) - 1.0 if min(reals) > 0 else None
+            row["same_winner"] = row["sim_winner"] == row["real_winner"]
+            best, picked = (known[row[name]][1] for name in ("real_winner", "sim_winner"))
+            row["regret"] = abs(picked - best) / best if best > 0 else None
+            threshold = max(margin, (noise or {}).get(path, 0.0))
+            row |= _order(list(known.values()), threshold)
+            first, second = sorted(reals, key=lambda value: -sign * value)[:2]
+            row["winner_is_clear"] = max(first, second) > min(first, second) * (1.0 + threshold)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str, int]:
+    """Of the pairs of (sim, real) whose real values are more than `threshold` apart, how many sim orders alike."""
+    told_apart = same = 0
+    for (sim_a, real_a), (sim_b, real_b) in combinations(values, 2):
+        low, high = sorted((real_a, real_b))
+        if high > low * (1.0 + threshold):
+            told_apart += 1
+            same += (sim_a - sim_b) * (real_a - real_b) > 0
+    return {"num_told_apart": told_apart, "num_same_order": same}

@@ -1,0 +1,81 @@
+"""Runs into experiments: of a folder that mixes several, the largest is the ablation and the others are named.
+
+An experiment is one model, device, cost model and backend under one trace, but for its load and seed. Where the very
+same policies ran on each of several platforms or traces, that is a crossed design and stays one experiment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from analysis.comparison.arms import infer_arms, is_policy, stated_replicates
+from analysis.load import Run, relative, swept_keys
+from testbed.errors import RunFolderError
+
+_PLATFORM = ("model", "device", "cost", "backend")
+LOAD_KEYS = ("trace.rate", "trace.rate_scale")
+MAX_KEYS = 4  # differing settings that are spelt out
+Experiment = list[Run]
+
+
+def experiments(runs: Sequence[Run]) -> list[Experiment]:
+    """The runs by experiment, the one to report first: it compares something if any does, and has the most runs."""
+    keys = swept_keys(runs)
+    platform = [key for key in keys if key.split(".")[0] in _PLATFORM and key.split(".")[-1] != "seed"]
+    replicated = stated_replicates(runs)
+    trace = [key for key in keys if key.startswith("trace.") and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
+    policy = [key for key in keys if is_policy(key) and key not in platform]
+
+    def settings(run: Run, of: Sequence[str]) -> str:
+        return repr([run.flat_config.get(key) for key in of])
+
+    def policies(members: Experiment) -> str:
+        return repr(sorted({settings(run, policy) for run in members}))
+
+    groups = _merged([[run] for run in runs], lambda one: settings(one[0], [*platform, *trace]))
+    groups = _merged(groups, lambda members: policies(members) + settings(members[0], platform))
+    groups = _merged(groups, lambda members: policies(members) + repr(sorted({str(m.fingerprint) for m in members})))
+    return sorted(groups, key=lambda members: (len(infer_arms(members)) < 2, -len(members)))
+
+
+def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:
+    merged: dict[str, Experiment] = {}
+    for members in groups:
+        merged.setdefault(key(members), []).extend(members)
+    return list(merged.values())
+
+
+def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:
+    """A sentence that names the runs of another experiment, and what sets them apart."""
+    folder = os.path.commonpath([run.path.resolve() for run in other])
+    num = "1 run" if len(other) == 1 else f"{len(other)} runs"
+    where = relative(Path(folder), Path(start))
+    return (
+        f"{num} at or below {where} {'is' if len(other) == 1 else 'are'} another experiment "
+        f"({differing(chosen, other)}) and left out; report on that folder separately."
+    )
+
+
+def refuse_unused(compared: Sequence[Run], folders: Mapping[str, Sequence[Run]]) -> None:
+    """Raises RunFolderError for a folder that was named, and of which no run is compared with anything."""
+    known = {run.path.resolve() for run in compared}
+    for folder, runs in folders.items():
+        if not any(run.path.resolve() in known for run in runs):
+            raise RunFolderError(
+                f"{folder} is another experiment than the other folders ({differing(compared, runs)}), and nothing in "
+                f"it can be compared with them; report it by itself: testbed report {folder}"
+            )
+
+
+def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
+    """Of model, device, cost, backend and the trace's settings those in which no run of `some` equals any other."""
+    found = []
+    for key in swept_keys([*some, *others]):
+        sides = [{repr(run.flat_config.get(key)) for run in runs} for runs in (some, others)]
+        if key.split(".")[0] in (*_PLATFORM, "trace", "seed") and not sides[0] & sides[1]:
+            found.append(key.split(".")[0] if key.split(".")[0] in _PLATFORM else key)
+    found = list(dict.fromkeys(found))
+    more = f" and {len(found) - MAX_KEYS} more" if len(found) > MAX_KEYS else ""
+    return f"other {', '.join(found[:MAX_KEYS])}{more}" if found else "other traces"

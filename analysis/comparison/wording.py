@@ -1,0 +1,56 @@
+"""A comparison in a few words and numbers, for sentences, table cells and labels of bars."""
+
+from __future__ import annotations
+
+from analysis import format as fmt
+from analysis.comparison.compare import Comparison
+from analysis.measures.statistics import ALIKE
+
+
+def change_text(comparison: Comparison) -> str:
+    """The change in percent, "−23 %", to and from 0 as "from 3.1 req/s to 0 req/s"; "" where there is none."""
+    estimate, write = comparison.estimate, comparison.metric.write
+    if estimate is None:
+        return ""
+    if comparison.verdict == "identical":
+        return f"0{fmt.SPACE}%"
+    if estimate.scale == "difference":
+        base = comparison.base or 0.0
+        return f"from {write(base)} to {write(base + estimate.value)}"
+    return fmt.change(estimate.percent()[0])
+
+
+def bounds_text(comparison: Comparison) -> str:
+    """Its 95 % interval: "[−28, −18]" in percent, of a difference in its unit; "" without one."""
+    estimate, write = comparison.estimate, comparison.metric.write
+    if estimate is None or comparison.verdict in ("identical", "unknown"):
+        return ""
+    if estimate.scale == "difference":
+        return f"by [{write(estimate.low)}, {write(estimate.high)}]"
+    ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in estimate.percent()[1:]]
+    return f"[{ends[0]},{fmt.SPACE}{ends[1]}]"
+
+
+def interval_text(comparison: Comparison) -> str:
+    """Both: "−23 % [−28, −18]"; "" for neither."""
+    return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
+
+
+def verdict_text(comparison: Comparison, margin: float) -> str:
+    """The verdict in words for a table cell."""
+    estimate, p_holm = comparison.estimate, comparison.p_holm
+    words = {
+        "identical": "identical",
+        "equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)",
+        "inside the noise": "inside the noise",
+        "unknown": "not comparable" if estimate is None else "no interval",
+    }
+    if comparison.verdict == "unknown" and estimate is not None and estimate.method == ALIKE:
+        return f"the same in all {estimate.num} replicates"
+    is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
+    if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:
+        return f"inside the noise (Holm p = {p_holm:.2g})"  # its own interval does not say so
+    if comparison.verdict in words:
+        return words[comparison.verdict]
+    good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
+    return {1: "better", -1: "worse"}.get(good, comparison.verdict)

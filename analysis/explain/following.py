@@ -1,0 +1,153 @@
+"""One request step by step: what it did or waited for in each, who was before it in the queue, who held the blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import nlargest
+
+from analysis.explain.decisions import DecidedStep
+from analysis.explain.waiting import IN_FLIGHT, Engine, Life
+
+NUM_NAMED = 3  # of those who ran meanwhile
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Steps in which a request was in the same state for the same cause.
+
+    state: waiting, swapped, prefill, recompute, decode, or stalled: it runs and this step computes nothing of it.
+    cause: what the steps blame (waiting), `swapped_out`, `prefills` or `not_scheduled` (stalled), empty (computed).
+    ahead: while it waits, who was the head of the queue, in order; itself alone: at the head; empty: nobody came after.
+    """
+
+    first_step: int
+    last_step: int
+    start_ns: int
+    end_ns: int
+    state: str
+    cause: str
+    ahead: tuple[str, ...] = ()
+    num_steps: int = 1
+    num_tokens: int = 0  # computed of it
+    num_wanted: int = 0  # that it has, and will compute or find in the cache
+    least_free_blocks: int = 0
+    most_free_blocks: int = 0
+    num_other_prefill_tokens: int = 0  # computed of others' prompts
+    slowed_ns: int = 0  # of this time, the steps that had such
+    num_slowed: int = 0  # of these steps
+    holders: tuple[tuple[str, int], ...] = ()  # who held most at its end, with their KV blocks
+    takers: tuple[tuple[str, int], ...] = ()  # whose prompts got most, with their tokens
+
+    def extend(self, later: Stretch) -> None:
+        self.last_step, self.end_ns, self.holders = later.last_step, later.end_ns, later.holders or self.holders
+        self.ahead = tuple(dict.fromkeys(self.ahead + later.ahead))
+        for name in ("num_steps", "num_tokens", "num_other_prefill_tokens", "slowed_ns", "num_slowed"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.least_free_blocks = min(self.least_free_blocks, later.least_free_blocks)
+        self.most_free_blocks = max(self.most_free_blocks, later.most_free_blocks)
+        tokens = dict(self.takers)
+        for name, num_tokens in later.takers:
+            tokens[name] = tokens.get(name, 0) + num_tokens
+        self.takers = tuple(tokens.items())
+
+
+class Follower(Engine):
+    """An engine, and all that one of its requests goes through. Blocks are those that computed tokens fill."""
+
+    def __init__(self, replica: int, lives: list[Life], life: Life, block_size: int) -> None:
+        super().__init__(replica, lives)
+        self._life, self._block_size = life, block_size
+        self._stretches: list[Stretch] = []  # one a step
+        self._numbers: dict[int, Stretch] = {}  # those that wait, by the number of the step
+        self._held: dict[str, int] = {}  # computed tokens of everybody
+        self._away: dict[str, int] = {}  # of those swapped out
+        self._most_computed = 0
+
+    def take(self, step: DecidedStep) -> None:
+        life = self._life
+        self._last_until(step.start_ns)
+        super().take(step)
+        is_over = life.finish_ns is not None and life.finish_ns <= step.start_ns
+        if life.queued_ns <= step.plan_ns and not is_over:
+            if not self._stretches and life.queued_ns < step.start_ns:
+                early = Stretch(step.step, step.step, life.queued_ns, step.start_ns, "waiting", IN_FLIGHT, num_steps=0)
+                self._stretches.append(early)
+            self._note(step)
+        self._hold(step)
+
+    def close(self) -> None:
+        life, horizon = self._life, max([self._end_ns, *(ns for ns, _ in self._ends)])
+        self._last_until(horizon)
+        super().close()
+        if not self._stretches:
+            end_ns = max(horizon if life.finish_ns is None else life.finish_ns, life.queued_ns)
+            self._stretches.append(Stretch(-1, -1, life.queued_ns, end_ns, "waiting", IN_FLIGHT))
+
+    def head(self, name: str, index: int) -> None:
+        if index in self._numbers:
+            self._numbers[index].ahead = (name,)
+
+    def stretches(self) -> list[Stretch]:
+        """In order of time, without gaps. Those that follow each other alike are one."""
+        merged: list[Stretch] = []
+        own = (self._life.request_id,)
+        for one in self._stretches:
+            before = merged[-1] if merged else None
+            alike = before is not None and (before.state, before.cause) == (one.state, one.cause)
+            if before is not None and alike and (before.ahead == own) == (one.ahead == own):
+                before.extend(one)
+            elif one.end_ns > one.start_ns:
+                merged.append(one)
+        return merged
+
+    def _last_until(self, now_ns: int) -> None:
+        if self._stretches and self._stretches[-1].end_ns < 0:
+            last, finish_ns = self._stretches[-1], self._life.finish_ns
+            last.end_ns = now_ns if finish_ns is None else min(now_ns, finish_ns)
+            if last.num_other_prefill_tokens:
+                last.slowed_ns, last.num_slowed = last.end_ns - last.start_ns, 1
+
+    def _note(self, step: DecidedStep) -> None:
+        name = self._life.request_id
+        state, cause = self._state(step)
+        num_tokens = step.scheduled.get(name, 0)
+        others = step.num_prefill_tokens - (num_tokens if state in ("prefill", "recompute") else 0)
+        one = Stretch(
+            step.step, step.step, step.start_ns, -1, state, cause, num_tokens=num_tokens,
+            num_wanted=max(self._life.num_prompt_tokens, self._most_computed + 1),
+            least_free_blocks=step.free_blocks, most_free_blocks=step.free_blocks, num_other_prefill_tokens=others,
+        )  # fmt: skip
+        if state in ("waiting", "swapped", "stalled"):
+            holders = nlargest(NUM_NAMED, ((num, who) for who, num in self._held.items() if who != name))
+            one.holders = tuple((who, math.ceil(num / self._block_size)) for num, who in holders if num)
+            takers = nlargest(NUM_NAMED, ((num, who) for who, num in step.scheduled.items() if num > 1))
+            one.takers = tuple((who, num) for num, who in takers)
+        if state == "waiting":
+            self._numbers[self.index] = one
+        self._stretches.append(one)
+
+    def _state(self, step: DecidedStep) -> tuple[str, str]:
+        name = self._life.request_id
+        if (wait := self.waits.get(name)) is not None:
+            return "swapped" if wait.kind == "swap" else "waiting", wait.label or self.cause
+        if name not in step.scheduled:
+            return "stalled", "prefills" if step.num_prefill_tokens else "not_scheduled"
+        former = self.last.get(name)
+        if former is not None and former.cost_ns and former.caught_up_ns in (None, step.end_ns):
+            return "recompute", ""
+        return "prefill" if self._most_computed < self._life.num_prompt_tokens else "decode", ""
+
+    def _hold(self, step: DecidedStep) -> None:
+        for name, mode in step.victims.items():
+            num_tokens = self._held.pop(name, 0)
+            if mode == "swap":
+                self._away[name] = num_tokens
+        for name in step.swapped_in:
+            self._held[name] = self._away.pop(name, 0)
+        self._held.update(step.admitted)
+        for name, num_tokens in step.scheduled.items():
+            self._held[name] = self._held.get(name, 0) + num_tokens
+        for name in [name for name in self._held if (self._finish_ns.get(name) or step.end_ns + 1) <= step.end_ns]:
+            del self._held[name]
+        self._most_computed = max(self._most_computed, self._held.get(self._life.request_id, 0))

@@ -1,0 +1,125 @@
+"""Why requests waited: frames over a run with record.explain=true, or that `testbed explain --keep` made of another.
+
+    stretches(run, request_id)   one request from its arrival to its end, without gaps: state, cause, who
+    waits(run)                   every wait of every request by cause
+    preemptions(run)             who was preempted, for whom, what it cost
+
+Each takes a `Run` or its folder, and raises RunFolderError in one line.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from difflib import get_close_matches
+
+import pandas as pd
+
+from analysis.explain.decisions import decided_steps
+from analysis.explain.following import Follower
+from analysis.explain.waiting import Engine, Life, Preempted, WaitRow
+from analysis.load import Run, load_run, read_frame
+from testbed.errors import RunFolderError
+
+REQUEST_FACTS = (  # all of requests.parquet but the tokens' instants
+    "request_id", "replica", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_cached_tokens",
+    "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns", "queued_ns",
+    "first_scheduled_ns", "first_token_ns", "finish_ns", "ttft_s", "tpot_s", "e2e_s",
+)  # fmt: skip
+PREEMPTED = ("request_id", "replica", "step", "at_ns", "mode", "why", "for_request_id", "lost_tokens", "back_ns",
+             "recomputed_tokens", "caught_up_ns", "cost_ns")  # fmt: skip
+_ROWS = 1 << 16  # as Python's objects at a time
+Source = Run | str | os.PathLike[str]
+
+
+class Told:
+    """What one pass over a run's decisions finds. requests: REQUEST_FACTS. follower: of the request that was named."""
+
+    def __init__(self, source: Source, request_id: str | None = None) -> None:
+        self.run = source if isinstance(source, Run) else load_run(source)
+        if request_id is not None:
+            refuse_unknown(self.run, request_id)
+        self.requests = read_frame(self.run.path / "requests.parquet", REQUEST_FACTS)
+        self.follower: Follower | None = None
+        self._waits: list[pd.DataFrame] = []
+        self._preempted: list[Preempted] = []
+        engines = self._engines(request_id)
+        for step in decided_steps(self.run):
+            if (engine := engines.get(step.replica)) is not None:
+                engine.take(step)
+                if len(engine.rows) >= _ROWS:
+                    self._flush(engine)
+        for engine in engines.values():
+            engine.close()
+            self._flush(engine)
+            self._preempted += engine.preempted
+
+    @property
+    def waits(self) -> pd.DataFrame:
+        """See `waits`."""
+        return pd.concat(self._waits or [_frame([])], ignore_index=True)
+
+    @property
+    def preemptions(self) -> pd.DataFrame:
+        """See `preemptions`."""
+        rows = [[getattr(one, name) for name in PREEMPTED] for one in self._preempted]
+        whole = dict.fromkeys(("back_ns", "caught_up_ns"), "Int64")
+        return pd.DataFrame(rows, columns=list(PREEMPTED)).astype(whole).sort_values("at_ns", ignore_index=True)
+
+    def _engines(self, request_id: str | None) -> dict[int, Engine]:
+        lives: dict[int, list[Life]] = {}
+        columns = [self.requests[name] for name in ("queued_ns", "finish_ns")]
+        times = ([None if ns is pd.NA else int(ns) for ns in column] for column in columns)
+        facts = zip(self.requests["request_id"], self.requests["replica"], *times, self.requests["num_prompt_tokens"],
+                    strict=True)  # fmt: skip
+        followed: tuple[int, Life] | None = None
+        for name, replica, queued_ns, finish_ns, num_prompt_tokens in facts:
+            life = Life(name, queued_ns or 0, finish_ns, int(num_prompt_tokens))
+            lives.setdefault(int(replica), []).append(life)
+            if name == request_id:
+                followed = int(replica), life
+        if request_id is None:
+            return {replica: Engine(replica, own) for replica, own in lives.items()}
+        assert followed is not None, "it is known"
+        replica, life = followed
+        self.follower = Follower(replica, lives[replica], life, int(self.run.manifest["block_size"]))
+        return {replica: self.follower}
+
+    def _flush(self, engine: Engine) -> None:
+        if engine.rows:
+            self._waits.append(_frame(engine.rows))
+        engine.rows = []
+
+
+def waits(source: Source) -> pd.DataFrame:
+    """One row for each cause of each wait: `analysis.explain.waiting.WaitRow`. Times in ns, on the run's clock.
+
+    The `ns` of a wait's rows add up to its end_ns - start_ns; a request's waits do not overlap.
+    """
+    return Told(source).waits
+
+
+def preemptions(source: Source) -> pd.DataFrame:
+    """One row a preemption, by time: `analysis.explain.waiting.Preempted`. Times in ns, on the run's clock."""
+    return Told(source).preemptions
+
+
+def stretches(source: Source, request_id: str) -> pd.DataFrame:
+    """One request's life, one row a stretch: `analysis.explain.following.Stretch`. They tile [queued_ns, finish_ns]."""
+    follower = Told(source, request_id).follower
+    assert follower is not None
+    return pd.DataFrame([asdict(one) for one in follower.stretches()])
+
+
+def _frame(rows: list[WaitRow]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(WaitRow._fields))
+
+
+def refuse_unknown(run: Run, request_id: str) -> None:
+    """Raises RunFolderError, which names the nearest ids, if the run has no such request."""
+    known = read_frame(run.path / "requests.parquet", ["request_id"])["request_id"].tolist()
+    if request_id not in known:
+        begins = [name for name in known if str(name).startswith(request_id)]  # vLLM lengthens ids
+        near = begins[:3] or get_close_matches(request_id, known, n=3, cutoff=0.0)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise RunFolderError(f"{run.path} has no request {request_id!r} among its {len(known):,}{hint}")

@@ -1,0 +1,223 @@
+"""One request's waits in sentences with numbers, and as a table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from analysis.explain.following import NUM_NAMED, Stretch
+from analysis.explain.frames import Told
+from analysis.explain.waiting import Preempted
+from analysis.format import listing, seconds, share
+from analysis.load import Run
+
+CAUSES = {
+    "kv_blocks": "KV blocks", "token_budget": "the token budget of a step", "max_num_seqs": "max_num_seqs",
+    "partial_prefills": "the limit on partial prefills", "preemption": "steps that preempted, and so admit nobody",
+    "swapped_first": "those swapped out, who come first", "admission": "the admission policy",
+    "batch": "the batch that ran, to its last member", "step_in_flight": "the step in flight when it came",
+    "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
+    "unsaid": "a reason that no step names",
+}  # fmt: skip
+MAX_SENTENCES, MAX_ROWS = 8, 30
+_WAITS = ("waiting", "swapped")
+_OF_BLOCKS = ("kv_blocks", "swapped_out", "preemption")
+
+
+def explain_request(run: Run, request_id: str) -> str:
+    """Why the request waited, in its first three lines; then its life, in sentences and as a table."""
+    told = Told(run, request_id)
+    assert told.follower is not None
+    stretches = told.follower.stretches()
+    row = told.requests[told.requests["request_id"] == request_id].iloc[0]
+    preempted = [one for one in told.follower.preempted if one.request_id == request_id]
+    block_size = int(run.manifest["block_size"])
+    waits = [one for one in stretches if one.state in _WAITS]
+    named = sorted(sorted(waits, key=_ns, reverse=True)[:MAX_SENTENCES], key=lambda one: one.start_ns)
+    lines = _answer(request_id, stretches, waits, preempted, row, block_size)
+    lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, block_size)}" for one in named)]
+    if len(waits) > len(named):
+        rest = sum(map(_ns, waits)) - sum(map(_ns, named))
+        lines.append(f"- {len(waits) - len(named)} shorter waits, {seconds(rest / 1e9)} in all")
+    lines += [*_admission(row), *(f"- {_preemption(one)}" for one in preempted), *_pace(stretches), _ending(row)]
+    return "\n".join([*lines, "", *_table(stretches, request_id)])
+
+
+def _answer(
+    name: str, stretches: list[Stretch], waits: list[Stretch], preempted: list[Preempted], row: Any, block_size: int
+) -> list[str]:
+    total, life = sum(map(_ns, waits)), sum(map(_ns, stretches))
+    if not total:
+        first = f"{name} did not wait: the first step that saw it admitted it, and none preempted it."
+        return [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
+    by_cause: dict[str, int] = {}
+    for one in waits:
+        by_cause[one.cause] = by_cause.get(one.cause, 0) + _ns(one)
+    causes = sorted(by_cause.items(), key=lambda item: -item[1])
+    said = listing([f"{seconds(ns / 1e9)} for {CAUSES[cause]}" for cause, ns in causes[:3]])
+    more = f", and {len(causes) - 3} more causes" if len(causes) > 3 else ""
+    first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "
+    longest = max(waits, key=_ns)
+    where = f"Its longest wait: {_wait(longest, row, block_size)}."
+    return [f"{first}{said}{more}{_place(name, waits)}.", where, _preempted(preempted, life)]
+
+
+def _place(name: str, waits: list[Stretch]) -> str:
+    """How much of it behind others in the queue, how much at its head."""
+    ahead = {other for one in waits for other in one.ahead} - {name}
+    at_head = sum(_ns(one) for one in waits if one.ahead == (name,))
+    behind = sum(_ns(one) for one in waits if one.ahead and one.ahead != (name,))
+    whom = next(iter(ahead)) if len(ahead) == 1 else f"{len(ahead):,} others"
+    parts = [f"{seconds(behind / 1e9)} behind {whom}"] if behind else []
+    parts += [f"{seconds(at_head / 1e9)} at the head of the queue"] if at_head else []
+    return f" ({listing(parts)})" if parts else ""
+
+
+def _preempted(preempted: list[Preempted], life: int) -> str:
+    if not preempted:
+        return "It was never preempted."
+    whose = list(dict.fromkeys(_whose(one) for one in preempted))
+    named = whose if len(whose) < 5 else [*whose[:3], f"{len(whose) - 3} others"]
+    times = "once" if len(preempted) == 1 else f"{len(preempted)} times"
+    away = sum((one.back_ns or one.at_ns) - one.at_ns for one in preempted)
+    again = sum(one.recomputed_tokens for one in preempted)
+    return (
+        f"It was preempted {times}, for {listing(named)}: "
+        f"{seconds(away / 1e9)} until it ran again ({share(away / life)} of its time), {again:,} tokens computed again."
+    )
+
+
+def _wait(one: Stretch, row: Any, block_size: int) -> str:
+    """One stretch of a wait: how long, when, for what, behind whom, who had it meanwhile."""
+    steps = f"step {one.first_step}" if one.num_steps == 1 else f"steps {one.first_step} to {one.last_step}"
+    is_head, cause = one.ahead == (row["request_id"],), CAUSES.get(one.cause, one.cause)
+    text = f"{seconds(_ns(one) / 1e9)} from {_at(one.start_ns)} ({steps}) "
+    if one.ahead and not is_head:
+        text += f"behind {_some(one.ahead)} at the head of the queue, which waited for {cause}"
+    else:
+        text += f"{'at the head of the queue, ' if is_head else ''}for {cause}"
+    if one.cause == "step_in_flight":
+        return text
+    if one.cause in _OF_BLOCKS:
+        low, high, needed = one.least_free_blocks, one.most_free_blocks, math.ceil(one.num_wanted / block_size)
+        text += f": {low if low == high else f'{low} to {high}'} were free"
+        if is_head and one.cause == "kv_blocks":
+            text += f", its {one.num_wanted:,} tokens fill {needed}"
+            text += " and the watermark, or room to grow, stays free" if low >= needed else ""
+    if one.cause in ("token_budget", "partial_prefills") and one.takers:
+        takers = sorted(one.takers, key=lambda item: -item[1])[:NUM_NAMED]
+        return text + "; most of it went to " + listing([f"{name} ({num:,} tokens)" for name, num in takers])
+    holders = listing([f"{name} ({num})" for name, num in one.holders])
+    return text + (f"; most blocks were held by {holders}" if holders else "")
+
+
+def _arrival(row: Any, run: Run) -> list[str]:
+    late = int(row["queued_ns"]) - int(row["arrival_ns"])
+    where = f" by replica {row['replica']}" if int(run.manifest.get("num_replicas") or 1) > 1 else ""
+    seen = f"seen{where} {seconds(late / 1e9)} later, at the next step boundary" if late else f"seen{where} at once"
+    return [f"Arrived at {_at(row['arrival_ns'])} with {row['num_prompt_tokens']:,} prompt tokens; {seen}."]
+
+
+def _admission(row: Any) -> list[str]:
+    if pd.isna(row["first_scheduled_ns"]):
+        return ["Never admitted."]
+    hit = f"{int(row['num_cached_tokens']):,} of {row['num_prompt_tokens']:,} tokens found in the prefix cache"
+    return [f"First admitted at {_at(row['first_scheduled_ns'])}: {hit}."]
+
+
+def _preemption(one: Preempted) -> str:
+    kept = "moved to the CPU" if one.mode == "swap" else "lost"
+    text = f"preempted by {one.mode} in step {one.step} at {_at(one.at_ns)}, for {_whose(one)}; "
+    text += f"{one.lost_tokens:,} tokens {kept}"
+    if one.back_ns is None:
+        return text + "; it did not run again"
+    text += f"; ran again {seconds((one.back_ns - one.at_ns) / 1e9)} later"
+    if one.mode == "swap":
+        return text + f"; both swaps took about {seconds(one.cost_ns / 1e9)} (its share of these steps' swap time)"
+    if not one.recomputed_tokens:
+        return text + "; nothing was computed again"
+    text += f"; {one.recomputed_tokens:,} tokens were computed again, about {seconds(one.cost_ns / 1e9)} (its share of "
+    text += "these steps, by tokens)"
+    if one.caught_up_ns is None:
+        return text
+    return text + f", and was where it had been after {seconds((one.caught_up_ns - one.at_ns) / 1e9)}"
+
+
+def _whose(one: Preempted) -> str:
+    """For what it was preempted."""
+    if one.for_request_id is None:
+        known = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}
+        return known.get(one.why, "somebody whom its log does not name")
+    return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"
+
+
+def _pace(stretches: list[Stretch]) -> list[str]:
+    decodes, lines = [one for one in stretches if one.state == "decode"], []
+    num_steps, ns = sum(one.num_steps for one in decodes), sum(map(_ns, decodes))
+    if num_steps:
+        text = f"Decoded in {num_steps:,} steps, {seconds(ns / num_steps / 1e9)} each"
+        num_slowed, slowed = sum(one.num_slowed for one in decodes), sum(one.slowed_ns for one in decodes)
+        if 0 < num_slowed < num_steps:
+            plain, mean = (ns - slowed) / (num_steps - num_slowed), slowed / num_slowed
+            tokens = sum(one.num_other_prefill_tokens for one in decodes)
+            slower = seconds((mean - plain) * num_slowed / 1e9)
+            text += f"; {num_slowed:,} of them also computed {tokens:,} tokens of others' prompts and took "
+            text += (
+                f"{seconds(mean / 1e9)} against {seconds(plain / 1e9)}: about {slower} in all (the means' difference)"
+            )
+        lines.append(text + ".")
+    for cause, why in (("prefills", "computed others' prompts"), ("not_scheduled", "had no room for it")):
+        stalled = [one for one in stretches if (one.state, one.cause) == ("stalled", cause)]
+        if stalled:
+            num, ns = sum(one.num_steps for one in stalled), sum(map(_ns, stalled))
+            lines.append(f"It ran, but {num:,} steps ({seconds(ns / 1e9)}) computed nothing of it: they {why}.")
+    return lines
+
+
+def _ending(row: Any) -> str:
+    if pd.isna(row["finish_ns"]):
+        return "It had not ended when the run was interrupted."
+    message = f" ({row['finish_message']})" if isinstance(row["finish_message"], str) else ""
+    times = [f"{name} {seconds(row[key])}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
+             if not pd.isna(row[key])]  # fmt: skip
+    emitted = f"after {row['num_output_tokens']:,} output tokens"
+    how = f"{row['finish_reason']}{message} {emitted}"
+    return f"Ended at {_at(row['finish_ns'])} as {how}: {', '.join(times) or 'no token'}."
+
+
+def _table(stretches: list[Stretch], name: str) -> list[str]:
+    head = f"{'from step':>9} {'to step':>8} {'from s':>10} {'to s':>10} {'state':<9} {'cause':<15} who"
+    rows = [
+        f"{one.first_step:>9} {one.last_step:>8} {one.start_ns / 1e9:>10.4f} {one.end_ns / 1e9:>10.4f} {one.state:<9} "
+        f"{one.cause or '-':<15} {_who(one, name)}".rstrip()
+        for one in stretches
+    ]
+    if len(rows) > MAX_ROWS:
+        half, left_out = MAX_ROWS // 2, len(rows) - MAX_ROWS
+        rows = [*rows[:half], f"{'…':>9} {left_out:,} more: analysis.explain.frames.stretches has all", *rows[-half:]]
+    return [head, *rows]
+
+
+def _who(one: Stretch, name: str) -> str:
+    if one.state in ("prefill", "recompute", "decode"):
+        return f"{one.num_tokens:,} tokens"
+    ahead = "at the head" if one.ahead == (name,) else f"behind {_some(one.ahead)}" if one.ahead else ""
+    if one.state == "stalled":
+        ran = ", ".join(f"{who} {num:,} tokens" for who, num in one.takers[:NUM_NAMED])
+    else:
+        ran = ", ".join(f"{who} {num:,} blocks" for who, num in one.holders)
+    return "; ".join(filter(None, (ahead, ran)))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return f"{names[0]} … {names[-1]} ({len(names)} requests)" if len(names) > 3 else listing(list(names))
+
+
+def _ns(one: Stretch) -> int:
+    return one.end_ns - one.start_ns
+
+
+def _at(ns: Any) -> str:
+    return f"{int(ns) / 1e9:.4f} s"

@@ -1,0 +1,148 @@
+"""The waits of a whole run in sum: by cause, by preemption, and the requests that fared worst."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from analysis.explain.frames import Told
+from analysis.explain.request import CAUSES
+from analysis.format import listing, seconds, share
+from analysis.load import Run
+
+WORST = 10
+_NAMED = 5
+
+
+def explain_run(run: Run) -> str:
+    """Why the run's requests waited, in its first three lines; then by cause, preemptions, and the worst requests."""
+    told = Told(run)
+    waits, preemptions = told.waits, told.preemptions
+    requests = told.requests.set_index("request_id")
+    last_ns = int(
+        max(waits["end_ns"].max() if len(waits) else 0, requests["finish_ns"].fillna(0).max() if len(requests) else 0)
+    )
+    requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
+    requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
+    requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)
+    requests["cause"] = _main_cause(waits).reindex(requests.index)
+    lost = _lost_ns(preemptions, requests["end_ns"])
+    return "\n".join(
+        [*_answer(requests, waits, preemptions, lost), "", *_by_cause(waits, len(requests)),
+         *_preempted(preemptions), *_worst(requests)]
+    )  # fmt: skip
+
+
+def _main_cause(waits: pd.DataFrame) -> pd.Series[str]:
+    """The cause of most of each request's waiting."""
+    sums = waits.groupby(["request_id", "cause"], observed=True)["ns"].sum().reset_index()
+    return sums.sort_values("ns", ascending=False).drop_duplicates("request_id").set_index("request_id")["cause"]
+
+
+def _lost_ns(preemptions: pd.DataFrame, end_ns: pd.Series[int]) -> pd.Series[int]:
+    """Of each preemption, until the request was where it had been, was preempted again, or ended."""
+    frame = preemptions.sort_values(["request_id", "at_ns"])
+    until = frame["caught_up_ns"].fillna(frame["request_id"].map(end_ns).astype("Int64")).astype("int64")
+    again = frame.groupby("request_id")["at_ns"].shift(-1)
+    ends: pd.Series[int] = again.fillna(until).astype("int64").clip(upper=until)
+    return ends - frame["at_ns"]
+
+
+def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFrame, lost: pd.Series[int]) -> list[str]:
+    life, total, num = int(requests["life_ns"].sum()), int(waits["ns"].sum()), len(requests)
+    sums = waits.groupby("cause")["ns"].sum().sort_values(ascending=False)
+    causes = [f"{share(ns / total)} for {CAUSES.get(str(cause), str(cause))}" for cause, ns in sums.head(3).items()]
+    first = f"{num:,} requests waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
+    first += " in the system"
+    lines = [f"{first}: {listing(causes)}." if total else f"{num:,} request{'s' * (num != 1)}, and none waited."]
+    if len(preemptions):
+        modes = listing([f"{n:,} by {mode}" for mode, n in preemptions["mode"].value_counts().items()])
+        gone = int(lost.sum())
+        lines.append(
+            f"{len(preemptions):,} preemptions ({modes}) of {preemptions['request_id'].nunique():,} requests cost "
+            f"{seconds(gone / 1e9)} until all were where they had been, {share(gone / life)} of their time in the "
+            f"system; {preemptions['recomputed_tokens'].sum():,} tokens were computed again."
+        )
+    else:
+        lines.append("Nobody was preempted.")
+    worst = requests["wait_ns"].idxmax()
+    if total:
+        lines.append(
+            f"The longest wait: {worst} {_one_line(requests.loc[str(worst)])}; `testbed explain <run> {worst}`."
+        )
+    return lines
+
+
+def _by_cause(waits: pd.DataFrame, num_requests: int) -> list[str]:
+    if not len(waits):
+        return []
+    table = waits.groupby("cause").agg(ns=("ns", "sum"), head=("head_ns", "sum"), who=("request_id", "nunique"))
+    rows = [f"{'waiting for':<44}{'s':>11}{'share':>8}{'at the head s':>15}{'requests':>10}"]
+    for cause, row in table.sort_values("ns", ascending=False).iterrows():
+        part, name = row["ns"] / waits["ns"].sum(), CAUSES.get(str(cause), str(cause))
+        rows.append(f"{name:<44}{row['ns'] / 1e9:>11.4g}{part:>8.1%}{row['head'] / 1e9:>15.4g}{row['who']:>10,.0f}")
+    mean = seconds(waits["ns"].sum() / num_requests / 1e9)
+    return [*rows, f"What was not at the head of the queue waited behind it. Mean over all requests: {mean}.", ""]
+
+
+def _preempted(preemptions: pd.DataFrame) -> list[str]:
+    if not len(preemptions):
+        return []
+    reason = preemptions["why"].map(
+        {
+            "queue_order": "the order of the queue",
+            "reset": "a reset of the prefix cache",
+            "unknown": "somebody whom the log does not name",
+        }
+    )
+    named = preemptions["for_request_id"].fillna(reason)
+    whose = named.where(named != preemptions["request_id"], "itself")
+    counts = preemptions["request_id"].value_counts(sort=False).sort_values(ascending=False, kind="stable")
+    again = int((counts > 1).sum())
+    lines = [f"{again:,} were preempted more than once." if again else "Nobody was preempted twice."]
+    for name, num in counts.head(_NAMED).items():
+        own = whose[preemptions["request_id"] == name].value_counts().head(3)
+        lines.append(f"- {name}, {_times(int(num))}, for {listing([f'{who} ({n})' for who, n in own.items()])}")
+    chain = _longest_chain(preemptions)
+    if len(chain) > 2:
+        shown = f"{' yielded to '.join(chain[:8])}{' …' if len(chain) > 8 else ''}"
+        lines.append(f"Longest chain: {shown} ({len(chain) - 1} preemptions).")
+    return [*lines, ""]
+
+
+def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
+    """Who yielded to whom, who yielded to somebody later in turn, and so on."""
+    found: dict[str, list[str]] = {}  # from each request's next preemption on
+    longest: list[str] = []
+    for name, whose in zip(preemptions["request_id"][::-1], preemptions["for_request_id"][::-1], strict=True):
+        if isinstance(whose, str) and whose != name:
+            found[name] = [name, *found.get(whose, [whose])][:1000]
+            longest = max(found[name], longest, key=len)
+    return longest
+
+
+def _worst(requests: pd.DataFrame) -> list[str]:
+    per_token = requests["wait_ns"] / 1e9 / requests["num_output_tokens"].clip(lower=1)
+    ranks = (("E2E", requests["e2e_s"]), ("TTFT", requests["ttft_s"]), ("waiting per output token", per_token))
+    lines = []
+    for title, values in ranks:
+        worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
+        lines += [f"Worst {title}:"] * bool(len(worst))
+        lines += [f"- {name}: {seconds(value)}; {_one_line(requests.loc[str(name)])}" for name, value in worst.items()]
+    return lines
+
+
+def _one_line(row: Any) -> str:
+    """What a request waited for."""
+    wait, life, num = int(row["wait_ns"]), int(row["life_ns"]), int(row["num_preemptions"])
+    if not wait:
+        text = f"did not wait: {row['num_prompt_tokens']:,} prompt and {row['num_output_tokens']:,} output tokens"
+    else:
+        cause = CAUSES.get(str(row["cause"]), str(row["cause"]))
+        text = f"waited {seconds(wait / 1e9)} ({share(wait / max(1, life))}), mostly for {cause}"
+    return text + (f"; preempted {_times(num)}" if num else "")
+
+
+def _times(num: int) -> str:
+    return "once" if num == 1 else f"{num:,} times"

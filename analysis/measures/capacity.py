@@ -1,0 +1,144 @@
+"""Whether an SLO is kept at a load: what is counted of a run, pooled over replicates, and the verdict on it.
+
+Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
+if arrivals outrun the engine (`analysis.measures.steadiness`), or if fewer than half of the requests are done when the
+last one comes: nothing shows that the engine keeps up. Then latencies tell how long the trace is, and the load counts
+as failed whatever its attainment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from analysis.measures.metrics import SLO, latency, meets_slo
+from analysis.measures.statistics import wilson
+from analysis.measures.steadiness import is_outrun, waiting_by_quarter
+from analysis.reading.request_columns import RequestColumns, Requests
+
+LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is counted of one run, or of several at one rate. over: requests beyond each limit, and unfinished ones.
+
+    Of a run that was stopped early num_requests are those of its trace, num_failed and over those known until then.
+    """
+
+    is_whole: bool
+    num_requests: int
+    num_failed: int
+    over: dict[str, int]
+    waiting: tuple[float, ...] = ()  # never scheduled yet: mean number in the second, third and fourth quarter
+    arriving_s: float = 0.0  # from the first arrival to the last
+    duration_s: float = 0.0  # to the end of the last step
+    num_completed: int = 0
+    num_done: int | None = None  # completed when the last one arrived
+    mean_s: Mapping[str, float | None] | None = None  # of each latency that the SLO limits, and of E2E
+
+    @property
+    def num_met(self) -> int:
+        return self.num_requests - self.num_failed
+
+    @property
+    def attainment(self) -> float:
+        """Of a run that was stopped: at most."""
+        return self.num_met / self.num_requests if self.num_requests else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's, at 95 %."""
+        return wilson(self.num_met, self.num_requests) if self.num_requests else (0.0, 1.0)
+
+    @property
+    def goodput_per_s(self) -> float | None:
+        return self.num_met / self.duration_s if self.is_whole and self.duration_s > 0 else None
+
+    @property
+    def is_overloaded(self) -> bool:
+        if not self.waiting:
+            return False
+        if self.num_done is not None and self.num_done < self.num_requests / 2:
+            return True
+        return is_outrun(self.waiting, self.num_requests)
+
+    def keeps(self, share: float) -> bool | None:
+        """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
+        if self.attainment < share:
+            return False
+        return not self.is_overloaded if self.is_whole else None
+
+    @property
+    def first_failed(self) -> str | None:
+        """The limit that most requests fail; "queue" where the queue grows and none fails one."""
+        if not any(self.over.values()):
+            return "queue" if self.is_overloaded else None
+        return max(self.over, key=lambda name: self.over[name])
+
+    def as_row(self) -> dict[str, Any]:
+        """Flat, with what follows from the counts."""
+        row = asdict(self)
+        over, mean_s, waiting = row.pop("over"), row.pop("mean_s") or {}, row.pop("waiting")
+        known = {"num_met": self.num_met, "attainment": self.attainment} if self.is_whole else {}
+        row |= {"num_met": None, "attainment": None, "goodput_per_s": self.goodput_per_s} | known
+        row |= {f"over_{name}": count for name, count in over.items()}
+        row |= {f"mean_{name}": value for name, value in mean_s.items()}
+        return row | dict(zip(("waiting_q2", "waiting_q3", "waiting_q4"), waiting, strict=False))
+
+
+def max_failed(num_requests: int, share: float) -> int:
+    """The most requests that may fail where `share` of them must not."""
+    num = int(num_requests * (1 - share)) + 1
+    while num > 0 and (num_requests - num) / num_requests < share:
+        num -= 1
+    return num
+
+
+def count_load(requests: Any, slo: SLO, duration_s: float) -> Load:
+    """Of a whole run's request records, as `analysis.measures.metrics` takes them."""
+    columns = RequestColumns.of(requests)
+    completed = columns.is_completed
+    values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
+    over = {name: int((values[name] > limit).sum()) for name, limit in slo.limits.items()}
+    arrival = columns.numbers("arrival_ns")
+    return Load(
+        is_whole=True,
+        num_requests=len(columns),
+        num_failed=len(columns) - int(meets_slo(columns, slo).sum()),
+        over=over | {"unfinished": int((~completed).sum())},
+        waiting=waiting_by_quarter(Requests.of(requests)),
+        arriving_s=float(np.ptp(arrival)) / 1e9 if len(columns) else 0.0,
+        duration_s=duration_s,
+        num_completed=int(completed.sum()),
+        num_done=int((columns.numbers("finish_ns") <= arrival.max(initial=0.0)).sum()),
+        mean_s={name: None if np.isnan(value).all() else float(np.nanmean(value)) for name, value in values.items()},
+    )
+
+
+def pooled(loads: Sequence[Load]) -> Load:
+    """Replicates as one."""
+    names = list(dict.fromkeys(name for load in loads for name in load.over))
+    whole = [load for load in loads if load.is_whole]
+    queues = [load.waiting for load in whole if load.waiting]
+    means = [load.mean_s for load in whole if load.mean_s]
+    return Load(
+        is_whole=len(whole) == len(loads),
+        num_requests=sum(load.num_requests for load in loads),
+        num_failed=sum(load.num_failed for load in loads),
+        over={name: sum(load.over.get(name, 0) for load in loads) for name in names},
+        waiting=tuple(float(sum(part)) for part in zip(*queues, strict=True)),
+        arriving_s=sum(load.arriving_s for load in loads),
+        duration_s=sum(load.duration_s for load in loads),
+        num_completed=sum(load.num_completed for load in loads),
+        num_done=sum(load.num_done or 0 for load in loads),
+        mean_s={name: _mean([mean[name] for mean in means]) for name in means[0]} if means else None,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,116 @@
+"""What must be true of every run's records, simulated or real: checked from requests and steps against each other.
+
+    littles_law      The time-average number in the system is the arrival rate times the mean sojourn, L = lambda W
+                     (Little, 1961). L is integrated over the counts that each step recorded; lambda W over the
+                     requests' own instants. Both are sums of ns, and must be equal to the ns; so must the counts at
+                     each step's plan. A request enters at the first boundary at or after its arrival (and the
+                     front end's time, where one is simulated), and not later.
+                     Not of a run with asynchronous scheduling, whose steps count while the one before them runs, nor of
+                     vLLM, whose front end stands before the scheduler: nor is that held to the third.
+    work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
+                     + recomputed. The tokens that the steps emitted are those that the requests got. With asynchronous
+                     scheduling a step may compute a token more of a request whose end it could not know of.
+    never_idle       No time lies between two steps while a request is in the system (work conservation of queueing
+                     theory). Of a simulated run: from its arrival on; else from the boundary that first saw it, as a
+                     real engine's clock oversleeps and a replay takes its boundaries from the tape.
+
+Steps of one replica that overlap or last no time contradict themselves: then every check fails, and says so.
+
+Each check is {"holds": True, False or None, "why": what is wrong, or why it does not apply; None where it holds, ...}.
+Only the columns of `testbed.records.schema` are read. All arithmetic is on int64 and vectorised. Steps are gone
+through once, in batches (`analysis.measures.engine_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from analysis.measures.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
+from analysis.measures.replicas import of_replica
+from analysis.reading.request_columns import Requests
+from analysis.reading.rows import Rows, as_rows
+from analysis.reading.timeline import replicas_of, step_runs
+
+CHECKS = ("littles_law", "work_conserved", "never_idle")
+NAMES = {
+    "littles_law": "Little's law",
+    "work_conserved": "conservation of work",
+    "never_idle": "no idle engine while requests are in the system",
+}
+
+
+def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[str, Check]:
+    """All checks of one run, by name; of a fleet, of each replica by itself. Records are as `summarise` takes them."""
+    step_rows = as_rows(steps)
+    seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
+    from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
+    replicas = _replicas(seen, step_rows)
+    check = partial(
+        EngineCheck, from_arrival=from_arrival, is_ahead=bool(manifest.get("async_scheduling")),
+        has_front_end=manifest.get("backend") == "vllm", frontend_ns=int(manifest.get("frontend_ns") or 0),
+    )  # fmt: skip
+    if len(replicas) < 2:
+        engines = {0: check(seen, is_one_engine=bool(replicas_of(step_rows)))}
+    else:
+        engines = {number: check(seen.where(of_replica(number))) for number in replicas}
+    for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
+        engines[number].add(run)
+    each = {
+        f"replica {number}": dict(zip(CHECKS, engine.verdicts(), strict=True)) for number, engine in engines.items()
+    }
+    if len(each) == 1:
+        (checks,) = each.values()
+    else:
+        checks = {name: _merged({part: of[name] for part, of in each.items()}) for name in CHECKS}
+    _add_means(checks["littles_law"], seen, list(engines.values()))
+    return checks
+
+
+def _replicas(requests: Requests, steps: Rows) -> list[int]:
+    """Every replica that took a step or admitted a request: what was aborted at once may have met no step."""
+    found = set(replicas_of(steps))
+    if "replica" in requests.rows.names:
+        for piece in requests.pieces():
+            started = piece.is_known("first_scheduled_ns") & piece.is_known("replica")
+            found |= set(piece.whole("replica")[started].tolist())
+    return sorted(found)
+
+
+def _merged(checks: Mapping[str, Check]) -> Check:
+    """One check of several replicas, by name: the worst verdict, and the sums of what was counted."""
+    verdicts = [check["holds"] for check in checks.values()]
+    holds = False if False in verdicts else None if None in verdicts else True
+    why = "; ".join(
+        f"{name}: {check['why']}" for name, check in checks.items() if check["holds"] is holds and not holds
+    )
+    sums: dict[str, Any] = {}
+    for check in checks.values():
+        for key, value in check.items():
+            if key not in ("holds", "why"):
+                sums[key] = sums[key] + value if key.startswith(("ns_", "num_")) and key in sums else value
+    return verdict(holds, why or None, **sums)
+
+
+def _add_means(check: Check, requests: Requests, engines: list[EngineCheck]) -> None:
+    """L, lambda and W of what Little's law compared."""
+    if "num_requests" in check:
+        starts = [engine.start_ns for engine in engines if engine.start_ns is not None]
+        arrivals = [int(piece.whole("arrival_ns").min(initial=starts[0])) for piece in requests.pieces()]
+        first_ns = min(*arrivals, *starts)
+        duration_ns = max(engine.end_ns for engine in engines) - first_ns
+        check["mean_in_system"] = check["ns_in_system_by_steps"] / duration_ns
+        check["arrival_rate_per_s"] = check["num_requests"] / (duration_ns / 1e9)
+        check["mean_sojourn_s"] = check["ns_in_system_by_requests"] / check["num_requests"] / 1e9
+
+
+def failures(checks: Mapping[str, Check]) -> list[str]:
+    """A sentence on each check that does not hold."""
+    return [f"CHECK FAILED: {NAMES[name]}: {checks[name]['why']}" for name in CHECKS if checks[name]["holds"] is False]
+
+
+def outline(checks: Mapping[str, Check]) -> str:
+    """All verdicts in one line."""
+    said = {True: "holds", False: "FAILS", None: "not applicable"}
+    return ", ".join(f"{NAMES[name]}: {said[checks[name]['holds']]}" for name in CHECKS)

@@ -1,0 +1,317 @@
+"""The checks of one engine (see `analysis.measures.checks`), summed up while its steps pass by in order of time.
+
+Of a request something is held only while it is in the system: what the steps said when it came. Its instants are
+looked up in windows (`analysis.reading.timeline.Instants`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from analysis.reading.request_columns import RequestColumns, Requests
+from analysis.reading.rows import IntArray, exact_sum, product_sum
+from analysis.reading.timeline import Instants, StepRun, joined
+
+REQUEST_COLUMNS = (
+    "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
+    "num_recomputed_tokens",
+)  # that are never null # fmt: skip
+STEP_COLUMNS = (
+    "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running", "num_waiting",
+    "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored",
+)  # fmt: skip
+_SUMS = ("num_prefill_tokens", "num_decode_tokens", "num_emitted", "num_cached_tokens", "num_preempted")
+_IN_SYSTEM = ("num_running", "num_waiting", "num_swapped", "num_ignored")
+_NEVER = np.iinfo(np.int64).max
+
+Check = dict[str, Any]
+
+
+def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
+    return {"holds": holds, "why": why, **numbers}
+
+
+class EngineCheck:
+    """Little's law, conservation of work and never being idle, of one engine's requests and steps.
+
+    requests: those that reached the scheduler. from_arrival: the engine may not be idle from a request's arrival on;
+    else from the step boundary that first saw it. is_one_engine: the records say whose each step is, so that steps that
+    overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
+    is_ahead: a step is planned while the one before it runs, and starts with that one's end. has_front_end: of another
+    system's, which takes time between steps, and before a request reaches its scheduler. frontend_ns: what a simulated
+    one takes, of each request.
+    """
+
+    def __init__(
+        self, requests: Requests, from_arrival: bool, *, is_one_engine: bool = True, is_ahead: bool = False,
+        has_front_end: bool = False, frontend_ns: int = 0,
+    ) -> None:  # fmt: skip
+        self._requests, self._from_arrival = requests, from_arrival
+        self._is_one_engine, self._is_ahead, self._has_front_end = is_one_engine, is_ahead, has_front_end
+        self._frontend_ns = frontend_ns
+        self.start_ns: int | None = None  # of the first step
+        self.end_ns = 0  # of the newest one
+        self._num_steps = 0
+        self._nulls = [
+            name for name in REQUEST_COLUMNS if not all(piece.is_known(name).all() for piece in requests.pieces())
+        ]
+        self._num_impossible = 0  # steps that end after the next one starts, or not after their own start
+        self._first_impossible = (0, 0, 0)  # row, start, end
+        self._step_nulls: frozenset[str] = frozenset()
+        self._is_fit = not self._nulls and len(requests) > 0  # until steps overlap
+        if self._is_fit:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        requests = self._requests
+        ended = requests.where(lambda piece: piece.is_known("finish_ns"))
+        preempted = requests.where(lambda piece: piece.whole("num_preemptions") > 0)
+        self._num_open = len(requests) - len(ended)
+        self._has_groups = any(
+            (piece.whole("num_output_tokens") != piece.whole("num_token_steps")).any() for piece in requests.pieces()
+        )
+        arrival = _whole("arrival_ns", self._frontend_ns)
+        self._enter = Instants(requests, arrival if self._from_arrival else _whole("queued_ns"))
+        self._queued = Instants(requests, _whole("queued_ns"), arrival)
+        self._finish = Instants(ended, _whole("finish_ns"))
+        self._scheduled = Instants(preempted, _whole("first_scheduled_ns"), _uncached)
+        self._first_token = Instants(preempted, _whole("first_token_ns"), _uncached)
+        # by row: of requests that have come and not gone, the time until then that no step covers, ns, less than 0; of
+        # those that were scheduled and have no token yet, the preemptions until then, less than 0
+        self._idle_ns: dict[int, int] = {}
+        self._num_between: dict[int, int] = {}
+        self._num_idle = 0  # requests in whose time no step covers something
+        self._worst_idle_ns = 0
+        self._may_skip_tokens = 0  # of requests that others or they themselves were preempted beside, before a token
+        self._num_late = 0  # requests seen before their arrival, or after a step that could have seen them
+        self._last_start_ns = np.iinfo(np.int64).min
+        self._num_in_system = 0  # by the requests, at the start of the steps that follow
+        self._sums = dict.fromkeys(_SUMS, 0)
+        self._busy_ns = 0  # total length of the steps
+        self._busy_at_queued_ns = self._busy_at_finish_ns = 0  # summed over requests
+        self._in_system_ns = 0  # counts of the steps times their length
+        self._num_wrong = 0
+        self._first_wrong: tuple[int, int, int, int] | None = None  # row, start, count by the step, by the requests
+
+    # --- steps ---
+
+    def add(self, run: StepRun) -> None:
+        """The steps that follow those before."""
+        self.start_ns = int(run.start[0]) if self.start_ns is None else min(self.start_ns, int(run.start.min()))
+        self.end_ns = max(self.end_ns, int(run.end.max()))
+        self._step_nulls = run.with_nulls
+        impossible = np.flatnonzero((run.following < run.end) | (run.end <= run.start))
+        if impossible.size:
+            if not self._num_impossible:
+                row = int(impossible[0])
+                self._first_impossible = self._num_steps + row, int(run.start[row]), int(run.end[row])
+            self._num_impossible += impossible.size
+            self._is_fit = False
+        if self._is_fit:
+            self._add_counts(run, self._add_times(run))
+            for name in _SUMS:
+                self._sums[name] += int(run.columns[name].sum())
+            self._busy_ns += int((run.end - run.start).sum())
+        self._num_steps += len(run)
+
+    def _add_times(self, run: StepRun) -> IntArray:
+        """What these steps say at the requests' instants, and how many requests are in the system as each starts."""
+        by_requests = np.full(len(run), self._num_in_system)
+        for at, rows in self._enter.take(run):
+            self._pass_idle(rows, self._busy(run, at) - at)
+        for at, _, arrival in self._queued.take(run):
+            self._busy_at_queued_ns += exact_sum(self._busy(run, at))
+            index = np.searchsorted(run.start, at, side="left") - 1
+            before = np.where(index >= 0, run.start[np.maximum(index, 0)], self._last_start_ns)
+            self._num_late += int(((before >= arrival) | (at < arrival)).sum())
+            by_requests += np.searchsorted(at, run.start, side="right")
+            self._num_in_system += at.size
+        for at, rows in self._finish.take(run):
+            busy = self._busy(run, at)
+            self._busy_at_finish_ns += exact_sum(busy)
+            self._pass_idle(rows, at - busy)
+            by_requests -= np.searchsorted(at, run.start, side="right")
+            self._num_in_system -= at.size
+        preempted = self._sums["num_preempted"] + np.append(0, np.cumsum(run.columns["num_preempted"]))
+        for instants, sign in ((self._scheduled, -1), (self._first_token, 1)):
+            for at, rows, uncached in instants.take(run):
+                num = preempted[np.searchsorted(run.start, at, side="left")]
+                self._may_skip_tokens += int(uncached[joined(self._num_between, rows, sign * num) > 0].sum())
+        self._last_start_ns = int(run.start[-1])
+        return by_requests
+
+    def _pass_idle(self, rows: IntArray, idle_ns: IntArray) -> None:
+        """Time until a request came (less than 0) or went that no step covers."""
+        idle = joined(self._idle_ns, rows, idle_ns)
+        self._num_idle += int((idle != 0).sum())
+        worst = int(idle[np.argmax(np.abs(idle))])
+        if abs(worst) > abs(self._worst_idle_ns):
+            self._worst_idle_ns = worst
+
+    def _busy(self, run: StepRun, at: IntArray) -> IntArray:
+        """How much of the time up to each instant lay within steps, ns."""
+        length = run.end - run.start
+        index = np.searchsorted(run.start, at, side="right") - 1
+        known = np.maximum(index, 0)
+        inside = np.minimum(at, run.end[known]) - run.start[known]
+        return np.where(index >= 0, self._busy_ns + (np.cumsum(length) - length)[known] + inside, self._busy_ns)
+
+    def _add_counts(self, run: StepRun, by_requests: IntArray) -> None:
+        # a request that is ignored leaves the queues with the plan, and the system with that plan's commit
+        by_steps: IntArray = np.stack([run.columns[name] for name in _IN_SYSTEM]).sum(axis=0)
+        self._in_system_ns += product_sum(by_steps, run.end - run.start)
+        wrong = np.flatnonzero(by_steps < by_requests if self._has_groups else by_steps != by_requests)
+        self._num_wrong += wrong.size
+        if wrong.size and self._first_wrong is None:
+            row = int(wrong[0])
+            counts = int(by_steps[row]), int(by_requests[row])
+            self._first_wrong = self._num_steps + row, int(run.start[row]), *counts
+
+    # --- verdicts ---
+
+    def verdicts(self) -> tuple[Check, Check, Check]:
+        """Little's law, conservation of work, never idle; after the last step."""
+        why = self._unfit()
+        if why:
+            return verdict(None, why), verdict(None, why), verdict(None, why)
+        why = self._contradiction()
+        if why:
+            return verdict(False, why), verdict(False, why), verdict(False, why)
+        return self._littles_law(), self._work_conserved(), self._never_idle()
+
+    def _unfit(self) -> str:
+        """Why there is nothing to check; empty: there is something."""
+        if not self._num_steps:
+            return "not applicable: no step was recorded"
+        if not len(self._requests):
+            return "not applicable: no request reached the scheduler"
+        nulls = [name for name in STEP_COLUMNS if name in self._step_nulls] + self._nulls
+        if nulls:
+            return f"not applicable: {', '.join(nulls)} not recorded"
+        if self._num_impossible and not self._is_one_engine:
+            return (
+                "not applicable: steps overlap or last no time, and no replica is recorded: whose they are is unknown"
+            )
+        return ""
+
+    def _contradiction(self) -> str:
+        """Why the steps cannot be those of one engine; empty: they can. No sum over such steps means anything."""
+        if not self._num_impossible:
+            return ""
+        row, start_ns, end_ns = self._first_impossible
+        return (
+            f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "
+            f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, "
+            f"from {start_ns} ns to {end_ns} ns"
+        )
+
+    def _littles_law(self) -> Check:
+        """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
+        requests_ns = self._busy_at_finish_ns + self._num_open * self._busy_ns - self._busy_at_queued_ns
+        steps_ns = self._in_system_ns
+        numbers = {
+            "num_requests": len(self._requests),
+            "num_steps": self._num_steps,
+            "ns_in_system_by_steps": steps_ns,
+            "ns_in_system_by_requests": requests_ns,
+        }
+        if self._is_ahead:
+            why = "not applicable: asynchronous scheduling: a step's counts are of its plan, while the one before ran"
+            return verdict(None, why, **numbers)
+        if self._has_front_end:
+            why = "not applicable: vLLM's front end stands between a request's arrival and the scheduler"
+            return verdict(None, why, **numbers)
+        if self._num_late:
+            why = f"{self._num_late} requests entered before their arrival, or after a step that could have seen them"
+            return verdict(False, why, **numbers)
+        if self._first_wrong is not None:
+            row, start_ns, by_steps, by_requests = self._first_wrong
+            why = (
+                f"{self._num_wrong} of {self._num_steps} steps count another number of requests than are in the "
+                f"system; the first is row {row} of steps.parquet, at {start_ns / 1e9:.6f} s: {by_steps} by the step, "
+                f"{by_requests} by the requests"
+            )
+            return verdict(False, why, **numbers)
+        if self._has_groups:
+            return verdict(None, "not applicable: steps count every sequence of a parallel or beam request", **numbers)
+        if steps_ns != requests_ns:
+            why = f"requests spent {requests_ns} ns in steps by their own instants, and {steps_ns} ns by steps' counts"
+            return verdict(False, why, **numbers)
+        return verdict(True, None, **numbers)
+
+    def _work_conserved(self) -> Check:
+        """Tokens that steps computed and emitted against what the requests needed and got."""
+        computed = self._sums["num_prefill_tokens"] + self._sums["num_decode_tokens"]
+        emitted = self._sums["num_emitted"]
+        got = self._requests.sum(lambda piece: piece.whole("num_output_tokens").sum())
+        numbers: dict[str, Any] = {"num_computed_tokens": computed, "num_emitted_tokens": emitted}
+        if emitted != got:
+            return verdict(False, f"steps emitted {emitted} tokens, and requests got {got}", **numbers)
+        if self._has_groups:
+            why = "not applicable: the sequences of a parallel or beam request share what is computed of its prompt"
+            return verdict(None, why, **numbers)
+        least, most = self._needed()
+        numbers |= {"num_needed_tokens_least": least, "num_needed_tokens_most": most}
+        if self._is_ahead:  # a row for each request that ended while it was in flight, at most
+            most += len(self._requests)
+        if not least <= computed <= most:
+            needed = f"{least}" if least == most else f"from {least} to {most}"
+            return verdict(False, f"steps computed {computed} tokens, and requests needed {needed}", **numbers)
+        return verdict(True, None, **numbers)
+
+    def _needed(self) -> tuple[int, int]:
+        """Bounds on the tokens that the requests' work took; equal unless the records leave something open.
+
+        Open is how far a request came that was cut short (aborted, ignored after a start, unfinished) without having
+        emitted, or while it recomputed; and what a request that was preempted before its first token found in the
+        cache, when it came back, beyond what it had computed itself.
+        """
+        least, most = map(sum, zip(*[_needed(piece) for piece in self._requests.pieces()], strict=True))
+        # neither a first admission found them cached nor did anyone compute them for the request in need of them: once
+        # a request has emitted, all its known tokens but the newest have been computed, and the cache can give it back
+        # no others. So only a preemption before the first token can be followed by a larger hit
+        cached = self._requests.sum(lambda piece: piece.whole("num_cached_tokens").sum())
+        resumed_hits = self._sums["num_cached_tokens"] - cached
+        return least - min(max(resumed_hits, 0), self._may_skip_tokens), most
+
+    def _never_idle(self) -> Check:
+        """Time in the system that no step covers, summed over requests."""
+        still_ns = [max(self.end_ns - self._busy_ns + until_ns, 0) for until_ns in self._idle_ns.values()]
+        num_idle = self._num_idle + sum([ns > 0 for ns in still_ns])
+        numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_idle}
+        if self._has_front_end:
+            return verdict(None, "not applicable: vLLM's front end takes time between steps", **numbers)
+        if num_idle:
+            worst_ns = max([self._worst_idle_ns, *still_ns], key=abs)
+            why = (
+                f"no step ran while {num_idle} requests were in the system, up to {worst_ns / 1e9:.6f} s for "
+                "one: the policy idled, or steps are missing"
+            )
+            return verdict(False, why, **numbers)
+        return verdict(True, None, **numbers)
+
+
+def _whole(name: str, later_ns: int = 0) -> Callable[[RequestColumns], IntArray]:
+    """A column of instants, or what is so much later; null is never."""
+    return lambda piece: piece.whole(name, _NEVER - later_ns) + later_ns
+
+
+def _uncached(requests: RequestColumns) -> IntArray:
+    """The tokens of each that must be computed before its first."""
+    return requests.whole("num_prompt_tokens") - requests.whole("num_cached_tokens") - 1
+
+
+def _needed(requests: RequestColumns) -> tuple[int, int]:
+    """The least and most tokens that the work of these took, what the cache gave back after a preemption left out."""
+    output, preemptions = requests.whole("num_output_tokens"), requests.whole("num_preemptions")
+    ground = _uncached(requests) + output  # each token but the newest, once
+    full = ground + requests.whole("num_recomputed_tokens")
+    is_started = requests.is_known("first_scheduled_ns")
+    has_output = output > 0
+    is_plain = requests.is_completed | (has_output & (preemptions == 0))
+    least = np.where(is_plain, full, np.where(has_output, ground, 0))
+    most = np.where(is_plain | has_output, full, np.maximum(full, 0))
+    return int(least[is_started].sum()), int(most[is_started].sum())

@@ -1,0 +1,132 @@
+"""The metrics, with the field's exact definitions, from request and step records.
+
+Definitions (arrival is the *intended* arrival, so queueing is always inside):
+    TTFT                first token - arrival
+    TPOT                (last token - first token) / (n - 1), n >= 2: without the first token, as vLLM's and MLPerf's
+                        benchmarks; `tpot_incl_first` is (last token - arrival) / n, as LLMPerf's
+    ITL                 each gap between two tokens of a request: pooled over requests (`itl_s`), or the largest of each
+                        request (`itl_max_s`)
+    E2E                 finish - arrival
+    queueing            first scheduled - arrival
+    normalised latency  E2E / output tokens (Orca, vLLM)
+A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
+an ignored one (it can never fit) has no latency and is counted. TPOT of an unfinished request is that of its tokens so
+far (`num_partial` says how many). Attainment is over the requests *sent*. Rates are per second of the time base, which
+the summary states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from analysis.reading.frames import as_frame
+from analysis.reading.request_columns import RequestColumns
+from analysis.reading.rows import BoolArray, FloatArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Limits that one request must keep, in seconds; None is no limit. All given ones must hold at once."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    itl_max_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are set, by name."""
+        return {name: limit for name, limit in asdict(self).items() if limit is not None}
+
+    @classmethod
+    def parse(cls, value: SLO | Mapping[str, float | None] | None) -> SLO | None:
+        """An SLO from itself or a mapping of its fields; None where no limit is set. Unknown names raise TypeError."""
+        slo = value if isinstance(value, SLO) or value is None else cls(**value)
+        return slo if slo is not None and slo.limits else None
+
+
+LATENCIES = (
+    "ttft_s", "tpot_s", "tpot_incl_first_s", "itl_max_s", "e2e_s", "queueing_s", "normalised_latency_s"
+)  # fmt: skip
+
+
+def request_metrics(requests: Any) -> pd.DataFrame:
+    """One row a request: every latency of this module's definitions in seconds, NaN where it has none.
+
+    Columns: request_id, finish_reason ("unfinished" for null), ttft_s, tpot_s, tpot_incl_first_s, itl_max_s, e2e_s,
+    queueing_s, normalised_latency_s (s per output token). The tokens of a group
+    that come in one step count as one. E2E is of completed requests only (stop, length).
+    """
+    import pandas as pd
+
+    frame = as_frame(requests)
+    columns = RequestColumns.of(frame)
+    texts = {"request_id": columns.codes("request_id").texts(), "finish_reason": columns.reasons.texts()}
+    return pd.DataFrame(texts | {name: latency(columns, name) for name in LATENCIES}, index=frame.index)
+
+
+def latency(requests: RequestColumns, name: str) -> FloatArray:
+    """One of LATENCIES of each request, seconds `[num_requests]`; NaN where it has none."""
+    arrival = requests.numbers("arrival_ns")
+    if name == "ttft_s":
+        return (requests.numbers("first_token_ns") - arrival) / 1e9
+    if name == "queueing_s":
+        return (requests.numbers("first_scheduled_ns") - arrival) / 1e9
+    if name == "itl_max_s":
+        tokens = requests.tokens
+        return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
+    n = requests.numbers("num_token_steps")  # the sequences of a group emit together
+    if name in ("e2e_s", "normalised_latency_s"):
+        e2e = np.where(requests.is_completed, requests.numbers("finish_ns") - arrival, np.nan) / 1e9
+        return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
+    last = last_token_ns(requests)
+    if name == "tpot_incl_first_s":
+        return np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9
+    assert name == "tpot_s", name
+    first = requests.numbers("first_token_ns")
+    return np.where(n >= 2, (last - first) / np.maximum(n - 1, 1), np.nan) / 1e9
+
+
+def itl_pooled(requests: Any) -> FloatArray:
+    """Every gap between two tokens of one request, in seconds `[num_gaps]`; empty where token times were not kept."""
+    gaps = list(RequestColumns.of(requests).gaps_ns())
+    return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
+
+
+def last_token_ns(requests: RequestColumns) -> FloatArray:
+    """Last token's instant, ns, NaN for none; without token times it follows from TPOT."""
+    if requests.tokens is not None:
+        return requests.tokens.last_ns
+    n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
+    tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
+    return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
+
+
+def meets_slo(requests: Any, slo: SLO) -> BoolArray:
+    """Which requests of the records keep every limit `[num_requests]`. One that is not completed keeps none.
+
+    A limit on TPOT or ITL does not bind a request of one token, which has neither.
+    """
+    columns = RequestColumns.of(requests)
+    met = columns.is_completed
+    for name, limit in slo.limits.items():
+        value = latency(columns, name)
+        met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
+    return met
+
+
+def jain_index(values: FloatArray) -> float | None:
+    """Jain's index (Jain, Chiu and Hawe, 1984): (sum x)^2 / (n sum x^2), in [1/n, 1]; None for no service at all."""
+    values = np.asarray(values, dtype=np.float64)
+    largest = float(values.max(initial=0.0))
+    if largest <= 0.0:
+        return None
+    scaled = values / largest
+    return float(min(1.0, scaled.sum() ** 2 / (scaled.size * (scaled**2).sum())))

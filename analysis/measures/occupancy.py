@@ -1,0 +1,169 @@
+"""What the step records say about time: KV usage, queue lengths, busy share, and where the time went.
+
+A step's counts are "after the plan": they hold from its start to its end, and on until the next step's start when work
+remains. When no request is in the system between two steps, the engine is idle: nothing runs, waits or holds a block
+(cached, unreferenced blocks count as free).
+
+Sums over steps are of whole numbers (counts times ns), hence exact and the same whatever rows come together; each mean
+is one division.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from analysis.reading.frames import numbers
+from analysis.reading.request_columns import Requests
+from analysis.reading.rows import BoolArray, FloatArray, IntArray, as_rows, product_sum
+from analysis.reading.timeline import Instants, StepRun, last_end_ns, step_runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TIME_PARTS = ("schedule", "prepare", "swap", "forward", "sample")
+COUNTS = ("running", "waiting", "swapped")
+STEP_COLUMNS = (
+    *(f"num_{name}" for name in COUNTS), "num_decode_tokens", "num_prefill_tokens", "free_gpu_blocks",
+    *(f"{name}_ns" for name in TIME_PARTS),
+)  # fmt: skip
+
+
+def run_end_ns(requests: Any, steps: Any) -> int:
+    """The end of the last step; without steps the last instant of any request. 0 for an empty run."""
+    end_ns = last_end_ns(as_rows(steps))
+    if end_ns is not None:
+        return end_ns
+    names = ("arrival_ns", "first_token_ns", "finish_ns")
+    pieces = Requests.of(requests).pieces()
+    return max(0, *(int(piece.whole(name).max(initial=0)) for piece in pieces for name in names))
+
+
+class Presence:
+    """Whether any request is in the system at an instant, by the requests' own instants."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._seen = Instants(requests, lambda piece: np.maximum(piece.whole("queued_ns"), piece.whole("arrival_ns")))
+        self._finish = Instants(
+            requests.where(lambda piece: piece.is_known("finish_ns")), lambda piece: piece.whole("finish_ns")
+        )
+
+    def at(self, instants_ns: IntArray) -> BoolArray:
+        """At each of `instants_ns`, those that finish there gone and those that come there come."""
+        return self._seen.num_until(instants_ns) > self._finish.num_until(instants_ns)
+
+
+def hold_until(run: StepRun, presence: Presence) -> IntArray:
+    """Until when each step's counts hold, ns: from then to the next step everything is zero."""
+    return np.where(presence.at(run.end), np.maximum(run.following, run.end), run.end)
+
+
+def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """The intervals for which each step's counts hold: (start ns, until ns, idle-from ns), each `[num_steps]`.
+
+    `until` is where the values stop to hold; between `until` and the next start everything is zero.
+    """
+    presence = Presence(Requests.of(requests))
+    parts = [(run.start, hold_until(run, presence), run.following) for _, run in step_runs(as_rows(steps), (), None)]
+    start, until, following = (np.concatenate(part).astype(np.float64) for part in zip(*parts, strict=True))
+    return start, until, following
+
+
+def kv_usage(steps: pd.DataFrame, num_gpu_blocks: int | None) -> FloatArray | None:
+    """Share of the GPU's KV blocks in use after each plan `[num_steps]`; None where the pool's size is unknown."""
+    if not num_gpu_blocks:
+        return None
+    return np.asarray(1.0 - numbers(steps, "free_gpu_blocks") / num_gpu_blocks, dtype=np.float64)
+
+
+class Occupancy:
+    """One engine's steps, summed up over [start_ns, end_ns] as they pass by."""
+
+    def __init__(self, requests: Requests, num_gpu_blocks: int | None, start_ns: int, end_ns: int) -> None:
+        self._presence = Presence(requests)
+        self._num_gpu_blocks = num_gpu_blocks
+        self._start_ns, self._end_ns = start_ns, end_ns
+        self.num_steps = 0
+        self._held_ns = dict.fromkeys((*COUNTS, "blocks"), 0)  # count times ns
+        self._least_free: int | None = None  # blocks
+        self._tokens = dict.fromkeys(("num_prefill_tokens", "num_decode_tokens"), 0)
+        self._busy_ns = 0  # within [start_ns, end_ns]
+        self._parts_ns = dict.fromkeys(TIME_PARTS, 0)
+        self._length_ns = self._other_ns = self._overlap_ns = 0
+        self._with_nulls: frozenset[str] = frozenset()
+
+    def add(self, run: StepRun) -> None:
+        """The steps that follow those before."""
+        self.num_steps += len(run)
+        self._with_nulls = run.with_nulls
+        for name in self._tokens:
+            self._tokens[name] += int(run.columns[name].sum())
+        until = hold_until(run, self._presence)
+        held_ns = self._within(run.start, until)
+        for name in COUNTS:
+            self._held_ns[name] += product_sum(run.columns[f"num_{name}"], held_ns)
+        if self._num_gpu_blocks:
+            free = run.columns["free_gpu_blocks"]
+            self._held_ns["blocks"] += product_sum(self._num_gpu_blocks - free, held_ns)
+            free = free[until > self._start_ns]
+            if free.size:
+                least = int(free.min())
+                self._least_free = least if self._least_free is None else min(self._least_free, least)
+        self._busy_ns += int(self._within(run.start, run.end).sum())
+        self._add_time_parts(run)
+
+    def _within(self, start: IntArray, until: IntArray) -> IntArray:
+        """How much of each [start, until) lies within the time that is measured, ns."""
+        inside: IntArray = np.minimum(until, self._end_ns) - np.maximum(start, self._start_ns)
+        return np.maximum(inside, 0)
+
+    def _add_time_parts(self, run: StepRun) -> None:
+        inside = (run.end > self._start_ns) & (run.start < self._end_ns)
+        length = (run.end - run.start)[inside]
+        unexplained = length.copy()
+        for name in TIME_PARTS:
+            part = run.columns[f"{name}_ns"][inside]
+            self._parts_ns[name] += int(part.sum())
+            unexplained -= part
+        self._length_ns += int(length.sum())
+        self._other_ns += int(np.maximum(unexplained, 0).sum())
+        self._overlap_ns += int(np.maximum(-unexplained, 0).sum())
+
+    @property
+    def knows_pool(self) -> bool:
+        return bool(self._num_gpu_blocks)
+
+    @property
+    def num_computed_tokens(self) -> int | None:
+        """Tokens that all steps computed; None where it was not recorded."""
+        return None if self._with_nulls & self._tokens.keys() else sum(self._tokens.values())
+
+    def metrics(self) -> dict[str, Any]:
+        """The part of a summary that comes from steps."""
+        result: dict[str, Any] = {
+            "num_steps": self.num_steps,
+            "kv": {"utilisation_mean": None, "utilisation_peak": None},
+            **dict.fromkeys((*(f"mean_{name}" for name in COUNTS), "busy_share", "time_s")),
+        }
+        duration_ns = self._end_ns - self._start_ns
+        if not self.num_steps or duration_ns <= 0:
+            return result
+        if self._num_gpu_blocks and "free_gpu_blocks" not in self._with_nulls:
+            peak = 0.0 if self._least_free is None else max(0.0, 1.0 - self._least_free / self._num_gpu_blocks)
+            mean = self._held_ns["blocks"] / (self._num_gpu_blocks * duration_ns)
+            result["kv"] = {"utilisation_mean": mean, "utilisation_peak": peak}
+        for name in COUNTS:
+            if f"num_{name}" not in self._with_nulls:
+                result[f"mean_{name}"] = self._held_ns[name] / duration_ns
+        result["busy_share"] = self._busy_ns / duration_ns
+        result["time_s"] = self._time_s(duration_ns)
+        return result
+
+    def _time_s(self, duration_ns: int) -> dict[str, float]:
+        """Where the time went, in seconds: each part of the steps, what of their length no part explains, and idle.
+
+        Parts may overlap (transfers beside compute); `overlap` is by how much their sum exceeds the steps' length.
+        """
+        rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._length_ns, 0)}
+        return {name: ns / 1e9 for name, ns in (self._parts_ns | rest).items()}

@@ -1,0 +1,139 @@
+"""A fleet's records, replica by replica: steps of several engines are no sequence, so each is measured by itself.
+
+Of the fleet: counts of sequences (running, waiting, swapped), steps and times are sums over the replicas; shares (KV
+utilisation, busy) are means over the replicas, idle ones included; the KV peak is the highest of any replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from analysis.measures.metrics import jain_index
+from analysis.measures.occupancy import STEP_COLUMNS, Occupancy
+from analysis.reading.request_columns import Requests, Rule
+from analysis.reading.rows import FloatArray, Rows
+from analysis.reading.timeline import step_runs
+
+SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
+
+
+def split(requests: Requests, manifest: Mapping[str, Any]) -> list[Requests]:
+    """The requests of each replica, those included that did nothing."""
+    num = max(int(manifest.get("num_replicas") or 1), 1)
+    if num == 1:
+        return [requests]
+    return [requests.where(of_replica(number)) for number in range(num)]
+
+
+def of_replica(number: int) -> Rule:
+    """Which requests a replica served."""
+    return lambda piece: piece.numbers("replica") == number
+
+
+def measure(
+    parts: list[Requests], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
+) -> list[Occupancy]:
+    """Each replica's steps, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
+    each = [Occupancy(part, num_gpu_blocks, start_ns, end_ns) for part in parts]
+    for number, run in step_runs(steps, STEP_COLUMNS, range(len(parts)) if len(parts) > 1 else None):
+        each[number].add(run)
+    return each
+
+
+def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The part of a summary that comes from steps: of the fleet, and of each replica."""
+    each = [one.metrics() for one in measured]
+    if len(each) == 1:
+        return each[0], each
+    is_recorded = any(of.num_steps for of in measured)  # else steps were not kept, or nothing ran
+    for one, of in zip(each, measured, strict=True):
+        if is_recorded and not of.num_steps and duration_s > 0:
+            _be_idle(one, duration_s, knows_pool=of.knows_pool)
+    fleet: dict[str, Any] = {name: _joined([one[name] for one in each], sum) for name in SUMS}
+    fleet["busy_share"] = _joined([one["busy_share"] for one in each], _mean)
+    fleet["kv"] = {
+        "utilisation_mean": _joined([one["kv"]["utilisation_mean"] for one in each], _mean),
+        "utilisation_peak": _joined([one["kv"]["utilisation_peak"] for one in each], max),
+    }
+    times = [one["time_s"] for one in each if one["time_s"] is not None]
+    names = dict.fromkeys(name for time in times for name in time)
+    fleet["time_s"] = {name: sum(time.get(name, 0.0) for time in times) for name in names} or None
+    return fleet, each
+
+
+def describe_replicas(
+    parts: list[Requests],
+    measured: list[Occupancy],
+    each: list[dict[str, Any]],
+    manifest: Mapping[str, Any],
+    duration_s: float,
+) -> dict[str, Any] | None:
+    """What a summary says of each replica, and how evenly they were loaded; None where there is only one.
+
+    requests_per_s and the token rates are of the whole time base, so they add up to the fleet's over a whole run.
+    `imbalance` is the most of any replica over the mean (1: even); `jain`: Jain's index of the same.
+    """
+    if len(parts) == 1:
+        return None
+    is_recorded = any(one.num_steps for one in measured)
+    rows = [
+        _replica(part, one.num_computed_tokens if is_recorded else None, metrics, duration_s)
+        for part, one, metrics in zip(parts, measured, each, strict=True)
+    ]
+    busy = np.array([row["busy_share"] or 0.0 for row in rows])
+    tokens = np.array([row["num_computed_tokens"] or 0 for row in rows], dtype=np.float64)
+    sent = np.array([row["num_requests"] for row in rows], dtype=np.float64)
+    return {
+        "num": len(rows),
+        "router": manifest.get("router"),
+        "imbalance": {"requests": _imbalance(sent), "computed_tokens": _imbalance(tokens), "busy": _imbalance(busy)},
+        "jain": {"requests": jain_index(sent), "computed_tokens": jain_index(tokens), "busy": jain_index(busy)},
+        "each": rows,
+    }
+
+
+def _replica(
+    requests: Requests, num_computed: int | None, metrics: dict[str, Any], duration_s: float
+) -> dict[str, Any]:
+    done = requests.sum(lambda piece: piece.is_completed.sum())
+    output = requests.sum(lambda piece: piece.numbers("num_output_tokens").sum())
+    started = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
+    prompt = started.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
+    cached = started.sum(lambda piece: np.nansum(piece.numbers("num_cached_tokens")))
+    num_ttft = requests.sum(lambda piece: piece.is_known("ttft_s").sum())
+    ttft_s = requests.sum(lambda piece: np.nansum(piece.numbers("ttft_s")))
+    return {
+        "num_requests": len(requests),
+        "num_finished": done,
+        "num_computed_tokens": num_computed,
+        "requests_per_s": done / duration_s if duration_s > 0 else None,
+        "output_tokens_per_s": output / duration_s if duration_s > 0 else None,
+        "prefix_hit_rate": cached / prompt if len(started) else None,
+        "num_preemptions": requests.sum(lambda piece: piece.whole("num_preemptions").sum()),
+        "ttft_mean_s": ttft_s / num_ttft if num_ttft else None,
+        **{name: metrics[name] for name in ("num_steps", "mean_running", "mean_waiting", "busy_share", "kv")},
+    }
+
+
+def _be_idle(metrics: dict[str, Any], length_s: float, *, knows_pool: bool) -> None:
+    """A replica that took no step was idle all the time."""
+    metrics |= {"mean_running": 0.0, "mean_waiting": 0.0, "mean_swapped": 0.0, "busy_share": 0.0}
+    metrics["time_s"] = {"idle": length_s}
+    if knows_pool:
+        metrics["kv"] = {"utilisation_mean": 0.0, "utilisation_peak": 0.0}
+
+
+def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """None where one is not known."""
+    return None if any(value is None for value in values) else join(values)
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values))
+
+
+def _imbalance(values: FloatArray) -> float | None:
+    return float(values.max() / values.mean()) if values.sum() > 0 else None

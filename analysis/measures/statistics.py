@@ -1,0 +1,189 @@
+"""Statistics that hold for serving experiments.
+
+The replicate (a seed, or a trace window) is the unit, never the request: requests of one run queue behind each other
+and are far from independent. Arms share each replicate's trace, so differences are paired (common random numbers).
+Where there is one run only, a moving-block bootstrap keeps the dependence within blocks. Everything is deterministic in
+`seed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from analysis.reading.rows import FloatArray
+
+EQUAL, ALIKE = "equal in every replicate", "the same difference in every replicate"  # methods that need no spread
+Scale = Literal["difference", "log_ratio"]
+Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with its interval. On the scale "log_ratio", `percent()` says it as a relative change."""
+
+    value: float
+    low: float
+    high: float
+    num: int  # replicates (or observations, for one run)
+    method: str
+    scale: Scale = "difference"
+    level: float = 0.95
+    p_value: float | None = None
+
+    def percent(self) -> tuple[float, float, float]:
+        """(value, low, high) as relative changes in percent; only on the scale "log_ratio"."""
+        if self.scale != "log_ratio":
+            raise ValueError("percent() needs an estimate on the scale log_ratio")
+        value, low, high = (100.0 * math.expm1(min(x, 700.0)) for x in (self.value, self.low, self.high))
+        return value, low, high
+
+
+def differences(base: FloatArray, other: FloatArray) -> tuple[FloatArray, Scale]:
+    """Of pairs of values, none negative: log-ratios, which say a relative change; where one of two that differ is 0,
+    which has no ratio, plain differences of all."""
+    if (base == other).all():
+        return np.zeros_like(base), "log_ratio"
+    if min(base.min(), other.min()) > 0:
+        return np.log(other / base), "log_ratio"
+    return other - base, "difference"
+
+
+def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 0.95) -> Estimate:
+    """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
+
+    One replicate gives an infinite interval and no p-value. Where all are equal there is no spread to judge by: from as
+    many replicates on as give that sign often enough by chance (2^(1 - num) < 1 - level: six at 95 %), a point with the
+    sign test's p-value (Arbuthnot, 1710); of fewer an infinite interval and no p-value.
+    """
+    mean, num = float(differences.mean()), differences.size
+    error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    if mean == error == 0.0:
+        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale, level)
+    if error <= 1e-12 * abs(mean):
+        p_value = 2.0 ** (1 - num)
+        if num > 1 and p_value < 1 - level:
+            return Estimate(mean, mean, mean, num, ALIKE, scale, level, p_value)
+        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale, level)
+    from scipy import stats  # slow to import
+
+    half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
+    p_value = 2.0 * float(stats.t.sf(abs(mean / error), num - 1))
+    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values (Holm, 1979), in the order given: family-wise error over all comparisons."""
+    adjusted, running = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted
+
+
+def block_length(values: ArrayLike) -> int:
+    """Length of a moving block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
+
+    The rule for an AR(1) of lag-1 autocorrelation rho (Carlstein, 1986; Andrews, 1991; constants of Lahiri, 2003).
+    """
+    series = np.asarray(values, dtype=np.float64)
+    series = series - series.mean() if series.size else series
+    power = float((series**2).sum())
+    rho = float((series[1:] * series[:-1]).sum()) / power if power > 0 else 0.0
+    rho = min(max(abs(rho), 0.0), 0.99)
+    length = math.pow(math.sqrt(6.0) * rho / (1.0 - rho * rho), 2.0 / 3.0) * math.pow(series.size, 1.0 / 3.0)
+    return max(1, min(math.ceil(length), int(series.size) // 4))
+
+
+def moving_blocks(
+    values: ArrayLike,
+    statistic: Callable[[FloatArray], float] = lambda rows: float(rows.mean()),
+    length: int | None = None,
+    level: float = 0.95,
+    num_resamples: int = 1_000,
+    seed: int = 0,
+    scale: Scale = "difference",
+) -> Estimate:
+    """A statistic of one run's series in arrival order, with a moving-block interval (Kuensch, 1989).
+
+    `values` is `[n]`, or `[n, k]` whose rows are resampled together (paired requests of two arms); `statistic` gets an
+    array of the same shape. It covers the variation within this one run, not that between traces.
+    """
+    rows = np.asarray(values, dtype=np.float64)
+    num = rows.shape[0]
+    value = float(statistic(rows))
+    if num < 8:
+        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale, level)
+    columns = rows.reshape(num, -1)
+    size = length or max(block_length(column) for column in columns.T)
+    rng = np.random.default_rng(seed)
+    offsets, count = np.arange(size), math.ceil(num / size)
+    drawn = np.empty(num_resamples)
+    for index in range(num_resamples):
+        starts = rng.integers(0, num - size + 1, size=count)
+        drawn[index] = statistic(rows[(starts[:, None] + offsets).ravel()[:num]])
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale, level)
+
+
+def wilson(successes: int, total: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval for a share (Wilson, 1927). ValueError unless 0 <= successes <= total and total > 0."""
+    if not 0 <= successes <= total or total <= 0:
+        raise ValueError(f"a share needs 0 <= successes <= total, total > 0; got {successes} of {total}")
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    share = successes / total
+    centre = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    low = 0.0 if successes == 0 else (centre - half) / scale
+    high = 1.0 if successes == total else (centre + half) / scale
+    return low, high
+
+
+def mser5(values: ArrayLike) -> int:
+    """How many leading observations to cut as warm-up: MSER-5 (White, 1997), 0 for fewer than 20.
+
+    Over means of batches of five, the cut minimises the squared standard error of what remains; only the first half is
+    searched, for the rule is unreliable beyond.
+    """
+    series = np.asarray(values, dtype=np.float64)
+    batches = series[: series.size // 5 * 5].reshape(-1, 5).mean(axis=1)
+    if batches.size < 4:
+        return 0
+    kept = np.arange(batches.size, 0, -1, dtype=np.float64)
+    centred = batches - batches.mean()
+    sums, squares = np.cumsum(centred[::-1])[::-1], np.cumsum((centred**2)[::-1])[::-1]
+    errors = (squares - sums**2 / kept) / kept**2
+    return 5 * int(np.argmin(errors[: batches.size // 2 + 1]))
+
+
+def effect_size(differences: FloatArray) -> float | None:
+    """Cohen's d_z of paired replicates with Hedges' correction: mean difference / its SD; None where the SD is 0."""
+    if differences.size < 2 or float(differences.std(ddof=1)) <= 1e-12 * abs(float(differences.mean())):
+        return None
+    correction = 1.0 - 3.0 / (4.0 * (differences.size - 1) - 1.0) if differences.size > 2 else 1.0
+    return correction * float(differences.mean()) / float(differences.std(ddof=1))
+
+
+def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None, alpha: float = 0.05) -> Verdict:
+    """What an interval allows one to say; `margin` is the equivalence margin on the estimate's own scale.
+
+    "equivalent": the whole interval lies within the margin. "inside the noise": it holds 0, or the p-value (Holm's,
+    if given) is not below alpha. "identical": no difference in any replicate. "unknown": there is no finite interval.
+    """
+    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+        return "unknown"
+    if estimate.value == estimate.low == estimate.high == 0.0:
+        return "identical"
+    if margin > 0 and -margin <= estimate.low and estimate.high <= margin:
+        return "equivalent"
+    significant = p_value is None or p_value < alpha
+    if estimate.low <= 0.0 <= estimate.high or not significant:
+        return "inside the noise"
+    return "higher" if estimate.value > 0 else "lower"

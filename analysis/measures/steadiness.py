@@ -1,0 +1,178 @@
+"""Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
+
+Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up.
+A number grows if its mean does from the second quarter to the third, and on to the fourth: in all by OUTRUN of the
+requests that arrive between the two (half of all), and by more than chance explains (three standard deviations of a
+Poisson count; between one and three, or if it was less in the third quarter, it cannot be told). Arrivals outran the
+engine if the requests that were never scheduled yet grow so. If those in the system do (an engine may take in all that
+comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
+where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
+took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of
+the time in which they came (sessions: all of it, for a recorded one has long pauses).
+
+A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
+trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
+counted too, from their first arrival to their last end; and requests that were never scheduled yet tell where sessions,
+their waits left out, last for less than a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from analysis.reading.request_columns import RequestColumns, Requests
+from analysis.reading.rows import FloatArray
+
+OUTRUN = 0.05
+LATE = 2.0
+SURE, PERHAPS = 3.0, 1.0  # standard deviations
+QUARTERS = (1, 2, 3)
+
+
+class Customers:
+    """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
+    all its turns.
+
+    num: how many. first_ns, last_ns: arrivals, equal where there are none. waited_ns: until they were first scheduled,
+    all requests together.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self.sessions = _sessions(requests)
+        self.num, self.waited_ns, arrivals = 0, 0.0, []
+        for arrival, _ in self.spans():
+            self.num += len(arrival)
+            arrivals += [float(arrival.min()), float(arrival.max())] if len(arrival) else []
+        for piece in requests.pieces():
+            self.waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - piece.numbers("arrival_ns")))
+        self.first_ns, self.last_ns = min(arrivals, default=0.0), max(arrivals, default=0.0)
+        self.quarter_ns = (self.last_ns - self.first_ns) / 4
+
+    def spans(self) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """From the arrivals to the ends, infinite for what did not end; a piece at a time."""
+        for piece in self._requests.pieces():
+            alone = ~piece.is_known("session_id")
+            yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone]
+        yield self.sessions[:, 0], self.sessions[:, 1]
+
+    def by_quarter(self, spans: Iterable[tuple[FloatArray, FloatArray]]) -> tuple[float, ...]:
+        """How many of them there are, in the mean over each quarter of the arrivals but the first; none where all came
+        at once."""
+        if not self.quarter_ns:
+            return ()
+        sums = dict.fromkeys(QUARTERS, 0.0)
+        for begin, end in spans:
+            for number in QUARTERS:
+                start = self.first_ns + number * self.quarter_ns
+                inside = np.minimum(end, start + self.quarter_ns) - np.maximum(begin, start)
+                sums[number] += float(np.maximum(inside, 0.0).sum())
+        return tuple(total / self.quarter_ns for total in sums.values())
+
+    def stays(self) -> Stays:
+        total, num, early, last_end = 0.0, 0, 0.0, self.last_ns
+        for begin, end in self.spans():
+            stay, ended = end - begin, np.isfinite(end)
+            total, num = total + float(stay[ended].sum()), num + int(ended.sum())
+            early = max(early, float(stay[begin <= self.first_ns + self.quarter_ns].max(initial=0.0)))
+            last_end = max(last_end, float(end[ended].max(initial=0.0)))
+        return Stays(total / num if num else np.inf, early, last_end - self.last_ns)
+
+
+class Stays(NamedTuple):
+    """How long customers stayed, in ns from their arrivals, those that ended."""
+
+    mean_ns: float
+    longest_early_ns: float  # of those that came in the first quarter
+    drain_ns: float  # from the last arrival to the last end
+
+
+def _sessions(requests: Requests) -> FloatArray:
+    """`[num_sessions, 2]`: the first arrival and the last end of each."""
+    found: dict[str, tuple[float, float]] = {}
+    for piece in requests.pieces():
+        in_session = piece.is_known("session_id")
+        if not in_session.any():
+            continue
+        codes = piece.codes("session_id")
+        began, ended = np.full(len(codes.labels), np.inf), np.full(len(codes.labels), -np.inf)
+        np.minimum.at(began, codes.codes[in_session], piece.numbers("arrival_ns")[in_session])
+        np.maximum.at(ended, codes.codes[in_session], _ends(piece)[in_session])
+        for code in np.unique(codes.codes[in_session]).tolist():
+            name = codes.labels[code]
+            before = found.get(name, (np.inf, -np.inf))
+            found[name] = min(before[0], float(began[code])), max(before[1], float(ended[code]))
+    return np.array(list(found.values())).reshape(-1, 2)
+
+
+def waiting_by_quarter(requests: Requests) -> tuple[float, ...]:
+    """Mean number of requests that were not scheduled yet, in the second, third and fourth quarter of the time in which
+    customers came; none where all came at once."""
+    return Customers(requests).by_quarter(_spans(requests, only_waiting=True))
+
+
+def _spans(requests: Requests, *, only_waiting: bool) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Of requests: from their arrivals to their ends, or to when they were first scheduled."""
+    for piece in requests.pieces():
+        left = _ends(piece)
+        if only_waiting:
+            left = np.fmin(left, piece.numbers("first_scheduled_ns"))
+        yield piece.numbers("arrival_ns"), left
+
+
+def _ends(piece: RequestColumns) -> FloatArray:
+    """ns; infinite for what did not end."""
+    finish = piece.numbers("finish_ns")
+    return np.where(np.isnan(finish), np.inf, finish)
+
+
+def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
+    """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests."""
+    return bool(waiting) and waiting[0] < waiting[1] < waiting[2] and _grew(waiting, num_requests, SURE)
+
+
+def _grew(counts: Sequence[float], num_requests: int, deviations: float) -> bool:
+    """Whether there are more in the last quarter, by more than so many deviations of what chance does."""
+    between = num_requests / 2
+    return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between))
+
+
+def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
+    """Whether arrivals outran the engine; None where it cannot be told."""
+    num, quarter_ns, in_sessions = customers.num, customers.quarter_ns, len(customers.sessions) > 0
+    stays = customers.stays()
+    without_waits_ns = stays.mean_ns - customers.waited_ns / max(1, num)
+    if is_outrun(waiting, num) and (not in_sessions or without_waits_ns <= quarter_ns):
+        return True
+    there = customers.by_quarter(customers.spans()) if in_sessions else in_system
+    counts = (waiting, in_system, there)
+    if any(is_outrun(one, num) for one in counts):
+        return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
+    is_long = stays.mean_ns > (4 if in_sessions else 2) * quarter_ns
+    return None if is_long or any(_grew(one, num, PERHAPS) for one in counts) else False
+
+
+def steadiness(requests: Requests) -> dict[str, Any] | None:
+    """For the summary; None where all came at once."""
+    customers = Customers(requests)
+    waiting, in_system = (customers.by_quarter(_spans(requests, only_waiting=only)) for only in (True, False))
+    if not waiting:
+        return None
+    judged = _judged(customers, waiting, in_system)
+    return {"waiting": list(waiting), "in_system": list(in_system), "is_outrun": judged}
+
+
+def outrun_note(summary: Mapping[str, Any]) -> str | None:
+    """What to tell of a run whose arrivals outran its engine, one sentence; None of others."""
+    found = summary.get("steadiness")
+    if not found or not found["is_outrun"]:
+        return None
+    before, _, after = found["in_system"]
+    return (
+        f"arrivals outran the engine: on average {before:,.0f} requests were in the system in the second quarter of "
+        f"their time, and {after:,.0f} in the last; the latencies depend on how long the trace is"
+    )

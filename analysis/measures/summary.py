@@ -1,0 +1,277 @@
+"""The headline numbers of one run, summed up piece by piece of its requests and batch by batch of its steps.
+
+The definitions are those of `analysis.measures.metrics`. A request that was aborted or is unfinished is censored at
+that instant (see `survival`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from analysis.measures.checks import run_checks
+from analysis.measures.metrics import SLO, jain_index, last_token_ns, latency, meets_slo
+from analysis.measures.occupancy import run_end_ns
+from analysis.measures.pooled import Pool, Values, pooled_distributions
+from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
+from analysis.measures.statistics import wilson
+from analysis.measures.steadiness import steadiness
+from analysis.measures.survival import distribution
+from analysis.reading.frames import json_safe
+from analysis.reading.request_columns import RequestColumns, Requests
+from analysis.reading.rows import BoolArray, Codes, FloatArray, as_rows
+
+SUMMARY_VERSION = 11
+FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
+TIME_BASE = "from the first arrival to the end of the last step"
+_NEVER = np.iinfo(np.int64).max
+
+
+def summarise(
+    requests: Any,
+    steps: Any,
+    manifest: Mapping[str, Any],
+    slo: SLO | Mapping[str, float | None] | None = None,
+    warmup_s: float = 0.0,
+) -> dict[str, Any]:
+    """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
+
+    Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`);
+    memory grows neither with the steps nor with the requests, and all quantiles are exact. `warmup_s` drops the
+    requests that arrive in the first seconds after the first arrival, and starts the time base there. "checks"
+    (`analysis.measures.checks`) are of the whole run.
+    """
+    everything, step_rows = Requests.of(requests), as_rows(steps)
+    end_ns = run_end_ns(everything, step_rows)
+    first_ns = min(int(piece.whole("arrival_ns").min(initial=_NEVER)) for piece in everything.pieces())
+    start_ns = (first_ns if len(everything) else 0) + round(warmup_s * 1e9)
+    sent = everything.where(lambda piece: piece.whole("arrival_ns") <= end_ns)
+    kept = sent.where(lambda piece: piece.whole("arrival_ns") >= start_ns)
+    duration_s = max(end_ns - start_ns, 0) / 1e9
+    limits = SLO.parse(slo)
+    measured = measure(split(everything, manifest), step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
+    of_steps, of_each = fleet_step_metrics(measured, duration_s)
+    computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
+    result = {
+        "summary_version": SUMMARY_VERSION,
+        "status": manifest.get("status"),
+        "backend": manifest.get("backend"),
+        **_counts(kept),
+        "num_not_sent": len(everything) - len(sent),
+        "num_unsent": manifest.get("num_unsent"),
+        "num_in_warmup": len(sent) - len(kept),
+        "duration_s": duration_s,
+        "time_base": TIME_BASE + (f", without the first {warmup_s:g} s" if warmup_s else ""),
+        **_latencies(kept, end_ns),
+        "throughput": _throughput(everything, start_ns, end_ns),
+        "slo": None if limits is None else _attainment(kept, limits, duration_s),
+        **_cache_and_preemptions(kept, computed),
+        "fairness": _fairness(kept),
+        **of_steps,
+        "host_share": _host_share(of_steps["time_s"]),
+        "steadiness": steadiness(sent),
+        "replay": manifest.get("replay"),
+        "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
+        "checks": run_checks(everything, step_rows, manifest),
+    }
+    safe: dict[str, Any] = json_safe(result)
+    return safe
+
+
+def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
+    """The number at a dotted path of a summary; None where it is absent or not reached."""
+    value: Any = summary
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _host_share(time_s: Mapping[str, float] | None) -> float | None:
+    """The share of the steps' time in which the device neither moves blocks nor computes: the host's, not hidden."""
+    if time_s is None:
+        return None
+    device_s = time_s["swap"] + time_s["forward"] + time_s["sample"]
+    length_s = device_s + time_s["schedule"] + time_s["prepare"] + time_s["other"] - time_s["overlap"]
+    return max(0.0, length_s - device_s) / length_s if length_s > 0 else None
+
+
+def _counts(requests: Requests) -> dict[str, Any]:
+    by_reason = dict.fromkeys(FINISH_REASONS, 0)
+    for piece in requests.pieces():
+        for name in FINISH_REASONS:
+            by_reason[name] += int(piece.reasons.among((name,)).sum())
+    return {
+        "num_requests": len(requests),
+        "num_finished": by_reason["stop"] + by_reason["length"],
+        "num_unfinished": by_reason["unfinished"],
+        "finish_reasons": by_reason,
+    }
+
+
+_CENSORED_AT_END = ("ttft_s", "e2e_s", "queueing_s")
+_PARTIAL = ("tpot_s", "tpot_incl_first_s", "normalised_latency_s")
+Samples = dict[str, tuple[FloatArray, FloatArray]]  # observed (NaN: none) and censored values, by latency
+
+
+def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
+    """Every latency's distribution; what is open at a request's abort or the run's end is censored there.
+
+    Gaps, and of requests in several pieces everything, are pooled: no piece of values is kept.
+    """
+    samples: Samples = {}
+    censored: dict[str, list[FloatArray]] = {}
+    num_partial = dict.fromkeys(_PARTIAL, 0)
+    for piece in requests.pieces():
+        samples, cut = samples_of(piece, end_ns)
+        for name, (observed, bounds) in samples.items():
+            censored.setdefault(name, []).append(bounds)
+            if name in num_partial:
+                num_partial[name] += int((~np.isnan(observed[cut])).sum())
+
+    def passes() -> Iterator[tuple[str, Iterable[Values]]]:
+        for piece in requests.pieces():
+            if not requests.is_one_piece:
+                for name, (observed, _) in samples_of(piece, end_ns)[0].items():
+                    yield name, [observed[~np.isnan(observed)]]
+            yield "itl_s", piece.gaps_ns()
+
+    result: dict[str, Any] = dict.fromkeys(samples)
+    if requests.is_one_piece:
+        result |= {name: distribution(*values) for name, values in samples.items() if name != "itl_s"}
+        censored = {"itl_s": censored["itl_s"]}
+    units = {"itl_s": 1e9}
+    pools = {name: Pool(np.concatenate(parts), units.get(name, 1.0)) for name, parts in censored.items()}
+    result |= pooled_distributions(pools, passes)
+    for name, num in num_partial.items():
+        result[name] = result[name] | {"num_partial": num}
+    return result
+
+
+def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArray]:
+    """What the requests' latencies are; and which requests were cut short. Of gaps, censored ones alone, in ns."""
+    cut = requests.reasons.among(("abort", "unfinished"))
+    aborted = requests.reasons.among(("abort",))
+    cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
+    waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
+    open_gap_ns = cut_ns - last_token_ns(requests)[cut]
+    none = np.empty(0)
+    samples: Samples = {}
+    for name in _CENSORED_AT_END:
+        value = latency(requests, name)
+        samples[name] = value, waited_s[np.isnan(value[cut])]
+    samples |= {name: (latency(requests, name), none) for name in _PARTIAL}
+    samples["itl_s"] = none, open_gap_ns
+    largest = latency(requests, "itl_max_s")
+    samples["itl_max_s"] = largest[~cut], np.fmax(largest[cut], open_gap_ns / 1e9)
+    return samples, cut
+
+
+def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any]:
+    """Completed requests, emitted and prompt tokens per second of the time base, and the rate that was offered.
+
+    A prompt counts when its first token is out, cached tokens included, as serving benchmarks count input tokens.
+    """
+    duration_s = (end_ns - start_ns) / 1e9
+    if duration_s <= 0:
+        names = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "total_tokens_per_s", "offered_per_s")
+        return dict.fromkeys(names)
+    completed = prompt = output = num_inside = 0
+    first_ns, last_ns = end_ns, start_ns  # arrivals within
+    for piece in requests.pieces():
+        completed += int((piece.is_completed & (piece.numbers("finish_ns") >= start_ns)).sum())
+        first_token_ns, arrival = piece.numbers("first_token_ns"), piece.whole("arrival_ns")
+        started = first_token_ns >= start_ns
+        prompt += int(piece.whole("num_prompt_tokens")[started].sum())
+        if (first_token_ns < start_ns).any() and piece.tokens is not None:
+            output += piece.num_tokens_since(start_ns)
+        else:
+            output += int(piece.whole("num_output_tokens")[started].sum())
+        inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
+        num_inside += inside.size
+        first_ns = min(first_ns, int(inside.min(initial=end_ns)))
+        last_ns = max(last_ns, int(inside.max(initial=start_ns)))
+    window_s = (last_ns - first_ns) / 1e9 if num_inside > 1 else 0.0
+    return {
+        "requests_per_s": completed / duration_s,
+        "output_tokens_per_s": output / duration_s,
+        "prompt_tokens_per_s": prompt / duration_s,
+        "total_tokens_per_s": (prompt + output) / duration_s,
+        "offered_per_s": (num_inside - 1) / window_s if window_s > 0 else None,
+    }
+
+
+def _attainment(requests: Requests, slo: SLO, duration_s: float) -> dict[str, Any]:
+    """Share of the requests sent that kept every limit, its Wilson interval, and the goodput (requests/s)."""
+    met, sent = requests.sum(lambda piece: meets_slo(piece, slo).sum()), len(requests)
+    low, high = wilson(met, sent) if sent else (None, None)
+    return {
+        "limits": slo.limits,
+        "num_met": met,
+        "attainment": met / sent if sent else None,
+        "attainment_ci95": [low, high],
+        "goodput_per_s": met / duration_s if duration_s > 0 else None,
+    }
+
+
+def _cache_and_preemptions(requests: Requests, num_computed: list[int | None] | None) -> dict[str, Any]:
+    """num_computed: tokens that each replica's steps computed; None: as the requests tell, of a part of the run."""
+    admitted = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
+    prompt = admitted.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
+    cached = admitted.sum(lambda piece: piece.numbers("num_cached_tokens").sum())
+    recomputed = requests.sum(lambda piece: piece.whole("num_recomputed_tokens").sum())
+    num_preempted = requests.sum(lambda piece: (piece.whole("num_preemptions") > 0).sum())
+    if num_computed is None:
+        computed = prompt - cached + admitted.sum(lambda piece: piece.whole("num_output_tokens").sum()) + recomputed
+    else:
+        known = [tokens for tokens in num_computed if tokens is not None]
+        computed = sum(known) if len(known) == len(num_computed) else 0
+    return {
+        "prefix_hit_rate": cached / prompt if prompt > 0 else None,
+        "preemptions": {
+            "total": requests.sum(lambda piece: piece.whole("num_preemptions").sum()),
+            "requests_share": num_preempted / len(requests) if len(requests) else None,
+            "recomputed_tokens": recomputed,
+            "recomputed_share": recomputed / computed if computed > 0 else None,
+        },
+    }
+
+
+def _fairness(requests: Requests) -> dict[str, Any] | None:
+    """Jain's index over tenants: of the service got (prompt + output tokens) and of the mean normalised latency.
+
+    None with fewer than two tenants. Service is what each got in this run: tenants that ask for less also get less.
+    """
+    service: dict[str, int] = {}
+    sums: dict[str, list[float]] = {}  # of normalised latencies
+    num_known: dict[str, int] = {}
+    for piece in requests.pieces():
+        tenants, started = piece.codes("tenant"), piece.is_known("first_token_ns")
+        got = np.where(started, piece.whole("num_prompt_tokens"), 0) + piece.whole("num_output_tokens")
+        for name, part in _by_label(tenants, got):
+            service[name] = service.get(name, 0) + int(part.sum())
+        for name, part in _by_label(tenants, latency(piece, "normalised_latency_s")):
+            known = part[~np.isnan(part)]
+            sums.setdefault(name, []).append(math.fsum(known))
+            num_known[name] = num_known.get(name, 0) + known.size
+    if len(service) < 2:
+        return None
+    names = sorted(service)
+    tokens = np.array([service[name] for name in names], dtype=np.float64)
+    means = np.array([math.fsum(sums[name]) / num_known[name] for name in names if num_known[name]])
+    return {
+        "num_tenants": tokens.size,
+        "jain_service": jain_index(tokens),
+        "max_min_service_gap_tokens": float(tokens.max() - tokens.min()),
+        "jain_normalised_latency": jain_index(means),
+    }
+
+
+def _by_label(codes: Codes, values: Any) -> Iterator[tuple[str, Any]]:
+    """(label, its values) of each label that occurs."""
+    order = np.argsort(codes.codes, kind="stable")
+    present, first = np.unique(codes.codes[order], return_index=True)
+    for number, part in zip(present.tolist(), np.split(values[order], first[1:]), strict=False):  # of none, one part
+        yield codes.labels[number], part

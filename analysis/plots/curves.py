@@ -1,0 +1,110 @@
+"""What holds over time, as step functions: of one engine, or summed over the replicas of a fleet.
+
+Owns no figure. Counts hold as `analysis.measures.occupancy` says; a replica has none before its first step and after
+its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.measures.occupancy import spans
+from analysis.measures.replicas import split
+from analysis.reading.frames import numbers
+from analysis.reading.request_columns import Requests
+from analysis.reading.rows import FloatArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from analysis.load import Run
+
+MAX_POINTS = 800  # of one curve: more cannot be seen, and make an SVG heavy
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """values[i] holds from times_s[i] until times_s[i + 1], the last one for ever; both `[num_points]`, by time."""
+
+    times_s: FloatArray
+    values: FloatArray
+
+    def mean_between(self, edges_s: FloatArray) -> FloatArray:
+        """The mean over each [edges_s[i], edges_s[i + 1]), `[num_edges - 1]`; 0 before the first instant."""
+        sums = np.concatenate(([0.0], np.cumsum(self.values[:-1] * np.diff(self.times_s))))  # at times_s
+        places = np.maximum(np.searchsorted(self.times_s, edges_s, side="right") - 1, 0)
+        upto = sums[places] + self.at(edges_s) * (edges_s - self.times_s[places])
+        return np.asarray(np.diff(upto) / np.diff(edges_s), dtype=np.float64)
+
+    def at(self, instants_s: FloatArray) -> FloatArray:
+        """The values at these instants, 0 before the first."""
+        places = np.searchsorted(self.times_s, instants_s, side="right") - 1
+        padded = np.append(self.values, 0.0)  # place -1: before the first
+        return np.asarray(padded[places], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The steps of one engine, in order, and the intervals for which their counts hold (see occupancy.spans)."""
+
+    steps: pd.DataFrame
+    start: FloatArray  # ns
+    until: FloatArray
+    following: FloatArray
+    ends_idle: bool  # draws the fall to 0 after the last step
+
+    def level(self, values: FloatArray) -> Level:
+        """values: one for each step; 0 while the engine idles."""
+        times = np.column_stack((self.start, self.until)).ravel() / 1e9
+        after = np.where(self.until < self.following, 0.0, values)
+        if self.ends_idle:
+            after[-1] = 0.0
+        return Level(times, np.column_stack((values, after)).ravel())
+
+    @property
+    def preemptions_s(self) -> FloatArray:
+        """The starts of the steps that preempted, by recompute or by swap."""
+        did = (numbers(self.steps, "num_preempted") > 0) | (numbers(self.steps, "num_swapped_out") > 0)
+        return np.asarray(self.start[did] / 1e9, dtype=np.float64)
+
+
+def engines_of(run: Run) -> list[Engine]:
+    """The engines of a run that took steps, in the order of their numbers."""
+    parts = split(Requests.of(run.requests), run.manifest)
+    if len(parts) == 1:
+        return [Engine(run.steps, *spans(parts[0], run.steps), ends_idle=False)] if len(run.steps) else []
+    engines = []
+    for number, requests in enumerate(parts):
+        steps = run.steps[numbers(run.steps, "replica") == number].sort_values("start_ns", kind="stable")
+        if len(steps):
+            engines.append(Engine(steps, *spans(requests, steps), ends_idle=True))
+    return engines
+
+
+def total(levels: Sequence[Level]) -> Level:
+    """Their sum: changes where any of them does. Exact for whole numbers."""
+    if len(levels) == 1:
+        return levels[0]
+    times = np.concatenate([level.times_s for level in levels])
+    changes = np.concatenate([np.diff(level.values, prepend=0.0) for level in levels])
+    order = np.argsort(times, kind="stable")
+    times, sums = times[order], np.cumsum(changes[order])
+    last = np.append(times[1:] != times[:-1], True)  # of the changes of one instant, what holds after them
+    return Level(times[last], sums[last])
+
+
+def thin(times: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """At most about `MAX_POINTS` points that keep each bin's extremes, in time order."""
+    if times.size <= MAX_POINTS:
+        return times, values
+    edges = np.linspace(0, times.size, MAX_POINTS // 2 + 1).astype(int)
+    keep = {0, times.size - 1}
+    for low, high in pairwise(edges):
+        keep |= {low + int(np.argmin(values[low:high])), low + int(np.argmax(values[low:high]))}
+    chosen = np.array(sorted(keep))
+    return times[chosen], values[chosen]

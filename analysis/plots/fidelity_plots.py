@@ -1,0 +1,145 @@
+"""Figures of `testbed fidelity`: signed errors with the engine's own spread, requests on both sides, predictors."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis.comparison.fidelity import pair_of
+from analysis.plots import style
+
+Panel = tuple[pd.DataFrame, Mapping[str, float], pd.DataFrame]  # error_table, noise, matched requests
+_SCATTERED = {"ttft_s": "TTFT", "e2e_s": "E2E"}
+_COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
+_LARGE = 100.0  # %: a bar that is longer is cut there, with its number
+_LABEL, _MAX_LINES, _LINE_IN = 28, 4, 0.13  # a row's label: characters of a line, lines, inches of each
+
+
+def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> Figure:
+    """Left: each metric's signed error by load, the spread of repeats behind it. Right: TTFT and E2E of each request,
+    simulated over measured; dashed lines at +-10 %."""
+    with style.styled():
+        figure = Figure(figsize=(style.WIDTH_IN, 5.2 + style.legend_height(list(loads))), layout="constrained")
+        cells = figure.add_gridspec(2, 2, width_ratios=[1.25, 1.0])
+        _errors(figure.add_subplot(cells[:, 0]), loads, name_of)
+        for row, (column, title) in enumerate(_SCATTERED.items()):
+            _scatter(figure.add_subplot(cells[row, 1]), [panel[2] for panel in loads.values()], column, title)
+        style.legend_below(figure, style.marker_handles(len(loads)), list(loads))
+    return figure
+
+
+def _colour(index: int) -> str:
+    return style.COLOURS[index % len(style.COLOURS)]
+
+
+def _errors(axes: Axes, loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> None:
+    paths = [str(path) for path in next(iter(loads.values()))[0]["metric"]]
+    height = 0.8 / len(loads)
+    for index, (errors, noise, _) in enumerate(loads.values()):
+        values = 100.0 * errors["error"].to_numpy(dtype=float)
+        places = np.arange(len(paths)) - 0.4 + height * (index + 0.5)
+        bands = 100.0 * np.array([noise.get(path, 0.0) for path in paths])
+        axes.barh(places, 2 * bands, left=-bands, height=height, color="#DDDDDD", zorder=1)
+        axes.plot(values, places, color=_colour(index), marker=style.marker(index), linestyle="none", zorder=3)
+        axes.hlines(places, 0, values, color=_colour(index), linewidth=1.0, zorder=2)
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.set_yticks(range(len(paths)), [name_of(path) for path in paths])
+    axes.set(ylim=(len(paths) - 0.5, -0.5), xlabel="signed error, % (grey: spread of repeated runs)")
+    axes.grid(visible=False, axis="y")
+    widest = max(abs(edge) for edge in axes.get_xlim())
+    axes.set_xlim(-max(widest, 1.0), max(widest, 1.0))
+
+
+def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str) -> None:
+    pairs = [pair_of(frame, column) for frame in frames]
+    everything = np.concatenate([values for pair in pairs for values in pair])
+    if not everything.size:
+        style.say_empty(axes, f"no {title} on both sides")
+        return
+    factor, unit = style.time_unit(everything)
+    low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
+    for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
+        axes.plot([low, high], [low * level, high * level], color=style.BLACK, linewidth=0.6, linestyle=dashes)
+    for index, (real, sim) in enumerate(pairs):
+        look: dict[str, Any] = {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0}
+        axes.plot(
+            real * factor, sim * factor, color=_colour(index), marker=style.marker(index), rasterized=True, **look
+        )
+    if style.log_if_wide(axes.xaxis, everything * factor, 6.0):
+        style.set_log(axes.yaxis, low, high)
+    axes.set(xlim=(low, high), ylim=(low, high), xlabel=f"measured {title} ({unit})", ylabel=f"simulated ({unit})")
+
+
+def study_figure(
+    runs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]],
+    predictors: Mapping[str, Mapping[str, float]],
+    names: Mapping[str, str],
+) -> Figure:
+    """Left: of each run (ours, measured) the signed errors of the means. Right: each predictor's mean absolute
+    percentage error; a bar beyond 100 % is cut, and says so beside its number. Long labels are broken into lines, and
+    the figure is as tall as its rows need."""
+    left_labels = [_wrapped(name.lstrip("0123456789-") or name, hyphens=True) for name in runs]
+    right_labels = [_wrapped(name) for name in predictors]
+    with style.styled():
+        height = max(_height(left_labels), _height(right_labels), 1.6) + 1.0
+        figure, ((left, right),) = style.grid(1, 2, height)
+        _signed(left, list(runs.values()), left_labels)
+        _predictors(right, list(predictors.values()), right_labels)
+        style.legend_below(figure, style.marker_handles(len(_COMPARED)), [names[key] for key in _COMPARED])
+    return figure
+
+
+def _signed(axes: Axes, runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], labels: Sequence[str]) -> None:
+    for index, key in enumerate(_COMPARED):
+        known = [
+            (place, 100.0 * (ours[key] - measured[key]) / measured[key])
+            for place, (ours, measured) in enumerate(runs) if key in ours and measured.get(key)
+        ]  # fmt: skip
+        axes.plot(
+            [error for _, error in known], [place + 0.2 * (index - 1) for place, _ in known], linestyle="none",
+            color=_colour(index), marker=style.marker(index),
+        )  # fmt: skip
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.set_yticks(range(len(runs)), labels)
+    axes.set(ylim=(len(runs) - 0.5, -0.5), xlabel="signed error of this simulator, %")
+
+
+def _height(labels: Sequence[str]) -> float:
+    """Inches of rows with these labels, all as tall as the tallest needs."""
+    most = max((label.count("\n") + 1 for label in labels), default=1)
+    return max(0.36, 0.1 + _LINE_IN * most) * len(labels)
+
+
+def _wrapped(label: str, *, hyphens: bool = False) -> str:
+    """Broken at spaces (or hyphens) into a few lines, each cut where it is too long; the last word is kept."""
+    text = label.replace("-", "- ") if hyphens else label  # textwrap breaks no hyphen beside a digit
+    lines = textwrap.wrap(text, _LABEL, break_long_words=False, break_on_hyphens=False)
+    if hyphens:
+        lines = [line.replace("- ", "-") for line in lines]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 1], f"… {label.rpartition(' ')[2]}"]
+    return "\n".join(line if len(line) <= _LABEL else line[: _LABEL - 1] + "…" for line in lines)
+
+
+def _predictors(axes: Axes, predictors: Sequence[Mapping[str, float]], labels: Sequence[str]) -> None:
+    values = [100.0 * errors[key] for errors in predictors for key in _COMPARED if key in errors]
+    limit = min(_LARGE, max(values, default=_LARGE)) or 1.0
+    for index, key in enumerate(_COMPARED):
+        for place, errors in enumerate(predictors):
+            if key in errors:
+                value, where = 100.0 * errors[key], place + 0.25 * (index - 1)
+                axes.barh(where, min(value, limit), height=0.23, color=_colour(index))
+                says = f" {value:.0f}" if value <= limit else f" {value:.0f}, cut"
+                axes.text(min(value, limit), where, says, va="center", fontsize=6.5)
+    axes.set_yticks(range(len(predictors)), labels)
+    is_cut = max(values, default=0.0) > limit
+    axes.set(ylim=(len(predictors) - 0.5, -0.5), xlim=(0, (1.3 if is_cut else 1.12) * limit))
+    says = "mean absolute error, % (of runs)"
+    axes.set_xlabel(f"{says}\nlonger bars are cut at {limit:.0f}" if is_cut else says)
+    axes.grid(visible=False, axis="y")

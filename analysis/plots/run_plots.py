@@ -1,0 +1,261 @@
+"""Plots of what happened inside a run: what its steps were made of, the lives of its requests, who was preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast, overload
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from analysis.comparison.arms import Runs, Several, named
+from analysis.explain.decisions import DECISIONS_FILE, absences
+from analysis.load import Run, num_replicas
+from analysis.measures.occupancy import run_end_ns
+from analysis.plots import style
+from analysis.plots.curves import MAX_POINTS, engines_of, total
+from analysis.plots.style import AxesArray
+from analysis.reading.frames import numbers
+from analysis.reading.rows import FloatArray
+from testbed.errors import ConfigError
+from testbed.records.schema import COMPLETED
+
+MAX_RUNS = 6  # beside each other
+_NAMED_ROWS = 60  # of a Gantt chart: more are too narrow for their names
+_KINDS: dict[str, dict[str, Any]] = {
+    "decode": {"facecolor": style.BLUE, "linewidth": 0},
+    "prefill": {"facecolor": style.ORANGE, "linewidth": 0},
+}
+_AWAY: dict[str, Any] = {"facecolor": "white", "edgecolor": style.BLACK, "linewidth": 0.5}
+_PHASES: dict[str, dict[str, Any]] = {
+    "queued": {"facecolor": "#DADADA", "linewidth": 0},
+    **dict(reversed(_KINDS.items())),
+    "preempted (recompute)": _AWAY | {"hatch": "//////"},
+    "preempted (swap)": _AWAY | {"hatch": "......"},
+}
+_ENDS: dict[str, dict[str, Any]] = {
+    "unfinished": {"marker": ">", "color": style.BLACK},
+    "abort": {"marker": "x", "color": style.VERMILLION, "markeredgewidth": 1.5},
+    "ignored": {"marker": "D", "color": style.BLACK},
+}
+
+
+@overload
+def batch_composition(runs: Run, *, ax: Axes | None = None) -> Axes: ...
+@overload
+def batch_composition(runs: Several) -> AxesArray: ...
+def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray:
+    """Decode and prefill tokens of a step over time, stacked; of replicas, the sums of the steps that run at once.
+
+    One run's Axes, or of several runs an array of them, one above the other on the same scales. Of a run with very many
+    steps the mean over short intervals is drawn, and the label says so: extremes of a stack would add up to no step.
+    """
+    each = named(runs)
+    if len(each) > MAX_RUNS or (ax is not None and not isinstance(runs, Run)):
+        most = MAX_RUNS if ax is None else 1
+        raise ConfigError(f"{len(each)} runs are too many for one picture; choose at most {most} of them")
+    with style.styled():
+        if isinstance(runs, Run):
+            panels = np.array([style.only_axes(ax, 2.5)])
+        else:
+            panels = style.grid(max(len(each), 1), 1, 0.7 + 1.5 * max(len(each), 1), sharex=True, sharey=True)[1][:, 0]
+        ends = [_composition_panel(axes, run) for axes, run in zip(panels, each.values(), strict=False)]
+        for axes, label in zip(panels, each, strict=False):
+            axes.set_title("" if isinstance(runs, Run) else label, loc="left")
+            axes.set(xlim=(0, max([end[0] for end in ends])), ylim=(0, 1.03 * max([end[1] for end in ends])))
+        panels[-1].set_xlabel("time since the start of the run (s)")
+        style.legend_under(panels[-1], [Patch(**look) for look in _KINDS.values()], list(_KINDS))
+        return cast(Axes, panels[0]) if isinstance(runs, Run) else panels
+
+
+def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
+    """Returns how far it goes to the right and up."""
+    if not (engines := engines_of(run)):
+        style.say_empty(axes, "no steps recorded")
+        return 1.0, 1.0
+    levels = {
+        kind: total([engine.level(np.nan_to_num(numbers(engine.steps, f"num_{kind}_tokens"))) for engine in engines])
+        for kind in _KINDS
+    }
+    edges, of = np.unique(levels["decode"].times_s), "tokens per step"
+    if num_replicas(run) > 1:
+        of += "\nof all replicas"
+    if edges.size > MAX_POINTS:
+        edges = np.linspace(edges[0], edges[-1], MAX_POINTS // 2 + 1)
+        of += f"\n(mean over {edges[1] - edges[0]:.2g} s)"
+    low = np.zeros(edges.size)
+    for kind, level in levels.items():
+        means = level.mean_between(edges)
+        high = low + np.append(means, means[-1:])
+        axes.fill_between(edges, low, high, step="post", **_KINDS[kind])
+        low = high
+    decodes = np.append(levels["decode"].mean_between(edges), np.nan)
+    axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # else a few are too thin to see
+    axes.set_ylabel(of)
+    return float(edges[-1]), float(high.max())
+
+
+class _Bars(NamedTuple):
+    """Stretches of requests: which row, from when until when in seconds; each `[num_bars]`."""
+
+    rows: FloatArray
+    start_s: FloatArray
+    end_s: FloatArray
+
+
+def gantt(
+    source: Run | pd.DataFrame,
+    *,
+    from_s: float = 0.0,
+    to_s: float | None = None,
+    max_rows: int = 40,
+    request_ids: Sequence[str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The lives of requests, one row each by arrival: queued, prefill, decode; and out of the batch after a preemption.
+
+    source: a run or a frame of requests. Drawn are those that are in the system at some time within [from_s, to_s), the
+    first `max_rows` of them, and the title says of how many; or those of `request_ids`. When a preemption came is known
+    of a run with record.decisions=true; of others the number of preemptions stands beside a request's name. What is
+    computed again after one is drawn as the phase that it interrupted.
+    """
+    requests = source.requests if isinstance(source, Run) else source
+    steps = source.steps if isinstance(source, Run) else pd.DataFrame({"end_ns": np.empty(0, dtype=np.int64)})
+    end_s = run_end_ns(requests, steps) / 1e9
+    lives = _lives(requests, end_s)
+    chosen = lives["end_s"].gt(from_s) & lives["arrival_s"].lt(end_s if to_s is None else to_s)
+    if request_ids is not None:
+        chosen &= lives["request_id"].isin(list(request_ids))
+    rows = lives[chosen].sort_values("arrival_s", kind="stable").head(max_rows).reset_index(drop=True)
+    away = absences(source) if isinstance(source, Run) and (source.path / DECISIONS_FILE).is_file() else None
+    with style.styled():
+        axes = style.only_axes(ax, 1.1 + 0.13 * max(min(len(rows), 80), 4))
+        if rows.empty:
+            style.say_empty(axes, "no request is in the system then")
+            return axes
+        handles = _draw_phases(axes, rows, away or {}) | _draw_ends(axes, rows)
+        _name_rows(axes, rows, with_counts=away is None)
+        if len(rows) < chosen.sum():
+            when = "" if (from_s, to_s) == (0.0, None) else " in this window"
+            axes.set_title(f"the first {len(rows):,} of {chosen.sum():,} requests{when}, by arrival", loc="left")
+        first_s = max(from_s, float(rows["arrival_s"].min()))
+        last_s = min(float(rows["end_s"].max()), np.inf if to_s is None else to_s)
+        axes.set(xlim=(first_s, last_s), xlabel="time since the start of the run (s)")
+        axes.grid(visible=False, axis="y")
+        style.legend_under(axes, list(handles.values()), list(handles))
+    return axes
+
+
+def _lives(requests: pd.DataFrame, end_s: float) -> pd.DataFrame:
+    """The requests' instants in seconds, NaN for one that did not come; end_s: until the run's end if it has none."""
+    names = ("arrival", "first_scheduled", "first_token", "finish")
+    times = {f"{name}_s": numbers(requests, f"{name}_ns") / 1e9 for name in names}
+    finish_s = times.pop("finish_s")
+    lives = pd.DataFrame(times | {"end_s": np.where(np.isnan(finish_s), end_s, finish_s)})
+    lives["ending"] = requests["finish_reason"].fillna("unfinished").to_numpy()
+    return lives.assign(
+        request_id=requests["request_id"].to_numpy(), num_preemptions=numbers(requests, "num_preemptions")
+    )
+
+
+def _draw_phases(
+    axes: Axes, rows: pd.DataFrame, away: Mapping[str, Sequence[tuple[int, int | None, str]]]
+) -> dict[str, Any]:
+    """The handles of the phases that occur."""
+    places = np.arange(len(rows), dtype=np.float64)
+    started = rows["first_scheduled_s"].fillna(rows["end_s"]).to_numpy()
+    token = rows["first_token_s"].fillna(rows["end_s"]).to_numpy()
+    bars = {
+        "queued": _Bars(places, rows["arrival_s"].to_numpy(), started),
+        "prefill": _Bars(places, started, np.maximum(token, started)),
+        "decode": _Bars(places, np.maximum(token, started), rows["end_s"].to_numpy()),
+    }
+    for mode in ("recompute", "swap"):
+        spells = [
+            (row, since / 1e9, (ends if until is None else until / 1e9))
+            for row, name, ends in zip(places, rows["request_id"], rows["end_s"], strict=True)
+            for since, until, how in away.get(name, ())
+            if how == mode
+        ]
+        bars[f"preempted ({mode})"] = _Bars(*np.array(spells, dtype=np.float64).reshape(-1, 3).T)
+    handles: dict[str, Any] = {}
+    for phase, (row, start, end) in bars.items():
+        if (end > start).any():
+            axes.barh(row, end - start, left=start, height=0.72, **_PHASES[phase])
+            handles[phase] = Patch(**_PHASES[phase])
+    starts = np.concatenate([bars[f"preempted ({mode})"].start_s for mode in ("recompute", "swap")])
+    if starts.size:
+        look: dict[str, Any] = {"color": style.BLACK, "marker": "v", "linestyle": "none", "markersize": 2.6}
+        whose = np.concatenate([bars[f"preempted ({mode})"].rows for mode in ("recompute", "swap")])
+        axes.plot(starts, whose - 0.36, **look)
+        handles["preemption"] = style.line_handle(**look)
+    return handles
+
+
+def _draw_ends(axes: Axes, rows: pd.DataFrame) -> dict[str, Any]:
+    """Marks at the ends of those that did not finish; their handles."""
+    handles = {}
+    for ending, look in _ENDS.items():
+        those = rows.index[rows["ending"] == ending]
+        if len(those):
+            mark: dict[str, Any] = {"linestyle": "none", "markersize": 4.0, "clip_on": False} | look
+            axes.plot(rows["end_s"][those], those, **mark)
+            handles[ending] = style.line_handle(**mark)
+    return handles
+
+
+def _name_rows(axes: Axes, rows: pd.DataFrame, *, with_counts: bool) -> None:
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_ylabel("request")
+    if len(rows) > _NAMED_ROWS:
+        axes.set_yticks([])
+        return
+    counts = rows["num_preemptions"].fillna(0).astype(int)
+    labels = [
+        f"{name} (preempted {count} ×)" if with_counts and count else str(name)
+        for name, count in zip(rows["request_id"], counts, strict=True)
+    ]
+    axes.set_yticks(range(len(rows)), labels, fontsize=6.0)
+
+
+_TIMES: dict[str, dict[str, Any]] = {
+    "never preempted": {"color": "#B5B5B5", "marker": "o", "markersize": 2.6},
+    "once": {"color": style.SKY, "marker": "o", "markersize": 4.2},
+    "2 or 3 times": {"color": style.BLUE, "marker": "s", "markersize": 4.2},
+    "4 times or more": {"color": style.VERMILLION, "marker": "^", "markersize": 5.2},
+}
+
+
+def preemption_scatter(source: Run | pd.DataFrame, *, x: str = "num_output_tokens", ax: Axes | None = None) -> Axes:
+    """Who was preempted, and what it cost them: each request's time from first admission to end over its length.
+
+    Undisturbed requests lie along a line, whose slope is the time of a step; how far one lies above it is what being
+    preempted cost it. The wait before the first admission, which no preemption causes, is left out. x: another column
+    of lengths, such as num_prompt_tokens, shows whom the victim policy picks. When they came is on `gantt` and
+    `plots.timeline`. source: a run or a frame of requests, such as `sweep.requests`. Only those that finished.
+    """
+    requests = source.requests if isinstance(source, Run) else source
+    times = numbers(requests, "num_preemptions")
+    stay_s = (numbers(requests, "finish_ns") - numbers(requests, "first_scheduled_ns")) / 1e9
+    done = requests["finish_reason"].isin(COMPLETED).to_numpy() & ~np.isnan(stay_s)
+    classes = dict(zip(_TIMES, (times == 0, times == 1, (times == 2) | (times == 3), times >= 4), strict=True))
+    with style.styled():
+        axes = style.only_axes(ax, 3.3)
+        if not done.any():
+            style.say_empty(axes, "no request finished")
+            return axes
+        (factor, unit), length, handles = style.time_unit(stay_s[done]), numbers(requests, x), {}
+        for name, those in classes.items():
+            if (those & done).any():
+                look = _TIMES[name] | {"linestyle": "none", "markeredgewidth": 0.3, "markeredgecolor": "white"}
+                axes.plot(length[those & done], stay_s[those & done] * factor, rasterized=done.sum() > 5000, **look)
+                handles[f"{name} ({(those & done).sum():,})"] = style.line_handle(**look)
+        style.log_if_wide(axes.xaxis, length[done])
+        if not style.log_if_wide(axes.yaxis, stay_s[done] * factor):
+            axes.set_ylim(0, None)
+        axes.set_xlabel(x.removeprefix("num_").replace("_", " "))
+        axes.set_ylabel(f"first admission to end ({unit})")
+        style.legend_under(axes, list(handles.values()), list(handles))
+    return axes

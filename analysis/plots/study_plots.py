@@ -1,0 +1,345 @@
+"""The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
+
+Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
+Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from analysis.comparison.arms import Runs, grouped, infer_arms, load_keys, named, stated_replicates
+from analysis.comparison.compare import Comparison
+from analysis.comparison.fidelity import pair_of
+from analysis.comparison.wording import change_text
+from analysis.load import Run, Sweep, num_replicas
+from analysis.measures.occupancy import kv_usage, run_end_ns
+from analysis.measures.summary import samples_of
+from analysis.measures.survival import km_steps
+from analysis.plots import style
+from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
+from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
+from analysis.plots.style import AxesArray
+from analysis.plots.sweep_plots import heatmap, pareto
+from analysis.reading.frames import numbers
+from analysis.reading.request_columns import RequestColumns
+from analysis.reading.rows import FloatArray
+
+__all__ = [
+    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
+    "sim_versus_real", "throughput_latency", "timeline",
+]  # fmt: skip
+
+LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
+
+
+def latency_cdf(runs: Runs) -> AxesArray:
+    """Distribution functions of TTFT, TPOT and E2E, one curve a run; with censored requests Kaplan-Meier's.
+
+    A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
+    Axes `[3]`.
+    """
+    runs = named(runs)
+    with style.styled():
+        figure, (panels,) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
+        for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
+            _cdf_panel(axes, {label: _latency_values(run, name) for label, run in runs.items()}, title)
+        panels[0].set_ylabel("share of requests")
+        handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
+        style.legend_below(figure, handles, list(runs))
+    return cast(AxesArray, panels)
+
+
+def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
+    """(observed, censored) seconds of one latency of one run, as `summary.summarise` censors them."""
+    requests, end_ns = RequestColumns.of(run.requests), run_end_ns(run.requests, run.steps)
+    sent = requests.where(requests.whole("arrival_ns") <= end_ns)
+    observed, censored = samples_of(sent, end_ns)[0][name]
+    return observed[~np.isnan(observed)], censored
+
+
+def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], title: str) -> None:
+    axes.set_title(title)
+    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves.values()]])
+    if not everything.size:
+        axes.text(0.5, 0.5, "no request has one", transform=axes.transAxes, ha="center", color=style.GREY)
+        axes.set_xlabel(f"{title} (ms)")
+        return
+    factor, unit = style.time_unit(everything)
+    for index, (observed, censored) in enumerate(curves.values()):
+        if observed.size:
+            values, cdf = km_steps(observed, censored)
+            keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))
+            x = np.append(values[keep[0]], values[keep]) * factor
+            axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", **style.series_style(index))
+    style.log_if_wide(axes.xaxis, everything * factor, ratio=5.0)
+    axes.set_ylim(0.0, 1.02)
+    axes.set_xlabel(f"{title} ({unit})")
+
+
+def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
+    """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
+
+    Runs of one load (equal `trace.*` settings but the seed, and what `report.replicates` names) are replicates: a point
+    is their mean, its bar spans them.
+    A triangle at the top edge is a load at which the quantile was not reached in some replicate. Axes `[2]`.
+    """
+    if isinstance(arms, Sweep):
+        arms = {arm.name: arm.runs for arm in infer_arms(arms.runs)}
+    every = [run for runs in arms.values() for run in runs]
+    loads = load_keys(every, stated_replicates(every))
+    panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
+    with style.styled():
+        figure, (panels,) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
+        for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
+            points = {label: _load_points(runs, name, loads) for label, runs in arms.items()}
+            known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
+            factor, unit = style.time_unit(known)
+            for index, rows in enumerate(points.values()):
+                _load_curve(axes, rows, factor, index)
+            style.log_if_wide(axes.yaxis, known * factor, ratio=8.0)
+            axes.set_xlabel("completed requests per second")
+            axes.set_ylabel(f"{title} ({unit})")
+        handles = [style.line_handle(marker=style.marker(i), **style.series_style(i)) for i in range(len(arms))]
+        style.legend_below(figure, handles, list(arms))
+    return cast(AxesArray, panels)
+
+
+def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[dict[str, Any]]:
+    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached).
+    loads: the settings that make one load another."""
+    points = []
+    for replicates in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in loads])).values():
+        rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
+        offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
+        values = [run.summary[name]["p99"] for run in replicates]
+        known = [value for value in values if value is not None]
+        complete = len(known) == len(values)
+        mean = float(np.mean(known)) if complete else None
+        points.append({"rate": rate, "offered": offered, "mean": mean, "values": known if complete else []})
+    return sorted(points, key=lambda point: (point["offered"], point["rate"]))
+
+
+def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, index: int) -> None:
+    look = style.series_style(index)
+    reached = [row for row in rows if row["mean"] is not None]
+    x, y = [row["rate"] for row in reached], [row["mean"] * factor for row in reached]
+    axes.plot(x, y, marker=style.marker(index), **look)
+    for row in reached:
+        if len(row["values"]) > 1:
+            span = [min(row["values"]) * factor, max(row["values"]) * factor]
+            axes.plot([row["rate"]] * 2, span, color=look["color"], linewidth=0.8, marker="_", markersize=4)
+    lost = [row["rate"] for row in rows if row["mean"] is None]
+    edge = axes.get_xaxis_transform()
+    axes.plot(lost, [0.97] * len(lost), transform=edge, marker="^", linestyle="none", color=look["color"])
+
+
+def timeline(runs: Runs) -> AxesArray:
+    """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted.
+
+    Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
+    Axes `[2, num_runs]`.
+    """
+    runs = named(runs)
+    with style.styled():
+        figure, both = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
+        upper, lower = both
+        for column, (label, run) in enumerate(runs.items()):
+            upper[column].set_title(label)
+            lower[column].set_xlabel("time since the start of the run (s)")
+            if engines := engines_of(run):
+                _timeline_column(upper[column], lower[column], run, engines)
+        upper[0].set_ylim(0, 105)
+        upper[0].set_ylabel("KV blocks in use (%)")
+        lower[0].set_ylabel("requests")
+        lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
+        looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
+        tick = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
+        handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()} | {
+            "preemption": tick
+        }
+        if any(num_replicas(run) > 1 for run in runs.values()):
+            handles["range over replicas"] = Patch(**_BAND)
+        style.legend_below(figure, list(handles.values()), list(handles))
+    return both
+
+
+_QUEUES: dict[str, dict[str, Any]] = {
+    "running": {"color": style.BLUE, "linestyle": "-", "linewidth": 1.1},
+    "waiting": {"color": style.VERMILLION, "linestyle": (0, (4, 1.2)), "linewidth": 1.1},
+    "swapped": {"color": style.GREEN, "linestyle": (0, (1.2, 1.2)), "linewidth": 1.1},
+}
+_BAND: dict[str, Any] = {"color": style.SKY, "alpha": 0.35, "linewidth": 0}
+
+
+def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engine]) -> None:
+    _usage_panel(upper, run, engines)
+    for name, look in _QUEUES.items():
+        counts = [numbers(engine.steps, f"num_{name}") for engine in engines]
+        if name != "swapped" or any(count.any() for count in counts):
+            level = total([engine.level(count) for engine, count in zip(engines, counts, strict=True)])
+            lower.plot(*thin(level.times_s, level.values), drawstyle="steps-post", **look)
+    marks = np.concatenate([engine.preemptions_s for engine in engines])
+    last_s = max(float(engine.until[-1]) for engine in engines) / 1e9
+    marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(last_s, 1.0))))))
+    edge = lower.get_xaxis_transform()
+    if marks.size:  # an empty, unclipped line has no extent, which the layout takes for an infinite one
+        lower.plot(marks, [1.0] * marks.size, "|", transform=edge, color=style.BLACK, markersize=7, clip_on=False)
+
+
+def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
+    """The share of blocks in use: one engine's, filled; of a fleet the mean, in a band from the least to the most."""
+    num, num_blocks = num_replicas(run), run.manifest.get("num_gpu_blocks")
+    usage = [kv_usage(engine.steps, num_blocks) for engine in engines]
+    levels = [engine.level(100.0 * share) for engine, share in zip(engines, usage, strict=True) if share is not None]
+    if not levels:
+        style.say_empty(axes, "size of the pool unknown")
+        return
+    summed = total(levels)
+    x, y = thin(summed.times_s, summed.values / num)
+    low: FloatArray | float = 0.0
+    high = y
+    if num > 1:
+        each = [level.at(x) for level in levels] + [np.zeros(x.size)] * (
+            num - len(levels)
+        )  # some may have done nothing
+        low, high = np.min(each, axis=0), np.max(each, axis=0)
+    axes.fill_between(x, low, high, step="post", **_BAND)
+    axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
+
+
+def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
+    """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals. A change to or
+    from 0, which has no percentage, is written out. A panel is at least _LEAST wide; one with an arm far off goes by
+    the ratio's logarithm, so that half as much and twice as much are as long, and says so. Axes `[num_metrics]`.
+    """
+    arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
+    with style.styled():
+        figure, (panels,) = style.grid(1, max(len(labels), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        for axes, label in zip(panels, labels, strict=False):
+            _bar_panel(axes, {arms.index(row.arm): row for row in rows if row.metric.label == label})
+            axes.set_title(label)
+            axes.set_xlabel("change (%)" if axes.get_xscale() == "linear" else "change (%), log")
+        panels[0].set_yticks(range(len(arms)), arms)
+        panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
+        seen = {_kind(row) for row in rows if row.estimate is not None and row.estimate.scale == "log_ratio"}
+        shown = [kind for kind in _BARS if kind in seen]
+        style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
+    return cast(AxesArray, panels)
+
+
+_FAR = 250.0  # percent
+_LEAST = 2.0  # percent, to each side of 0: else noise would look like an effect
+_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, beside 0
+_BARS: dict[str, dict[str, Any]] = {
+    "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
+    "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
+    "changed": {"facecolor": style.PURPLE, "edgecolor": style.PURPLE},
+    "inside the noise": {"facecolor": "#E6E6E6", "edgecolor": style.GREY, "hatch": "////"},
+    "equivalent": {"facecolor": "#C9C9C9", "edgecolor": style.GREY},
+    "no interval": {"facecolor": "white", "edgecolor": style.BLACK},
+}
+
+
+def _kind(row: Comparison) -> str:
+    if row.is_claim:
+        return "changed" if row.gain == 0 else "better" if row.gain > 0 else "worse"
+    return {"unknown": "no interval", "identical": "equivalent"}.get(row.verdict, row.verdict)
+
+
+def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
+    for place, row in rows.items():
+        estimate = row.estimate
+        if estimate is None or estimate.scale != "log_ratio":
+            said = change_text(row) or "not comparable"
+            axes.text(0, place, f" {said}", va="center", color=style.GREY, fontsize=6.5)
+            continue
+        value, low, high = estimate.percent()
+        axes.barh(place, value, height=0.62, linewidth=0.8, **_BARS[_kind(row)])
+        if np.isfinite([estimate.low, estimate.high]).all():
+            axes.plot([low, high], [place, place], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
+    axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.08)
+    low, high = axes.get_xlim()
+    if high > _FAR:  # one arm far off would leave the others no length
+        _go_by_ratio(axes, high)
+        return
+    low, high = min(low, -_LEAST), max(high, _LEAST)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+
+
+def _go_by_ratio(axes: Axes, high: float) -> None:
+    """Percent over an axis of logarithms of the ratio; high: the end of the axis."""
+    low = max(axes.dataLim.x0, -99.9)
+    ends = [np.log1p(end / 100.0) for end in (min(low, -5.0), high)]
+    room = 0.05 * (ends[1] - ends[0])
+    axes.set_xscale(
+        "function", functions=(lambda x: np.log1p(np.maximum(x, -99.99) / 100.0), lambda y: np.expm1(y) * 100.0)
+    )
+    axes.set_xlim(*(100.0 * np.expm1([ends[0] - room, ends[1] + room])))
+    ticks = [0.0]
+    for tick in _RATIO_TICKS:  # the outermost first, as many as do not touch
+        place = np.log1p(tick / 100.0)
+        if ends[0] <= place <= ends[1] and all(abs(place - np.log1p(one / 100.0)) > 7.0 * room for one in ticks):
+            ticks.append(tick)
+    axes.set_xticks(ticks, [*map(_signed, ticks)])
+    axes.minorticks_off()
+
+
+def _signed(percent: float) -> str:
+    """With a sign, and thousands as k: +900, −50."""
+    if percent == 0.0:
+        return "0"
+    size = f"{abs(percent):.0f}" if abs(percent) < 1e4 else f"{abs(percent) / 1e3:.0f}k"
+    return f"{'+' if percent > 0 else '−'}{size}"
+
+
+def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> AxesArray:
+    """Each request's simulated latency over its real one (above) and their ratio (below), per latency.
+
+    `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the line the
+    simulator is exact; the dashed lines are +-10 %. Axes `[2, 3]`.
+    """
+    with style.styled():
+        figure, both = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
+        upper, lower = both
+        for column, (name, title) in enumerate(LATENCIES.items()):
+            pairs = [pair_of(frame, name) for frame in matched.values()]
+            _scatter_column(upper[column], lower[column], pairs, title)
+        style.legend_below(figure, style.marker_handles(len(matched)), list(matched))
+    return both
+
+
+def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, FloatArray]], title: str) -> None:
+    upper.set_title(title)
+    everything = np.concatenate([np.empty(0), *[values for pair in pairs for values in pair]])
+    if not everything.size:
+        style.say_empty(upper, "no request has one in both")
+        style.say_empty(lower)
+        return
+    factor, unit = style.time_unit(everything)
+    low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
+    upper.plot([low, high], [low, high], color=style.BLACK, linewidth=0.8)
+    for index, (real, sim) in enumerate(pairs):
+        look: dict[str, Any] = {"color": style.COLOURS[index % 7], "marker": style.marker(index)}
+        look |= {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        upper.plot(real * factor, sim * factor, **look)
+        lower.plot(real * factor, sim / real, **look)
+    for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
+        lower.axhline(level, color=style.BLACK, linewidth=0.6, linestyle=dashes)
+    if style.log_if_wide(upper.xaxis, everything * factor, 6.0):
+        for axis in (upper.yaxis, lower.xaxis):
+            style.set_log(axis, low, high)
+    upper.set(xlim=(low, high), ylim=(low, high), ylabel=f"simulated ({unit})")
+    lower.set(xlim=(low, high), ylabel="sim / real", xlabel=f"real {title} ({unit})")
+    style.log_if_wide(lower.yaxis, np.concatenate([sim / real for real, sim in pairs]), 6.0)

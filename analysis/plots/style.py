@@ -1,0 +1,188 @@
+"""The one look of every figure: readable in print, in grey, and by the colour-blind.
+
+Colours are Okabe and Ito's (2008); every series also has its own line style and marker. Only where pyplot is
+interactive, as in a notebook, are figures made by it, so that the cell shows them; rcParams stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
+from numpy.typing import NDArray
+
+from analysis.reading.rows import FloatArray
+
+AxesArray = NDArray[np.object_]
+
+BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#8A8A8A"
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH_IN = 7.2  # a page's text width
+
+STYLE: dict[str, Any] = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.0,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "legend.handlelength": 3.2,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.dpi": 200,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "llm-serving-testbed",
+    "hatch.linewidth": 0.5,
+    "path.simplify": True,
+}
+
+
+def styled() -> Any:
+    """A context in which this style holds; the global rcParams are as before after it."""
+    return mpl.rc_context(cast(Any, STYLE))
+
+
+def grid(num_rows: int, num_columns: int, height_in: float, **options: Any) -> tuple[Figure, AxesArray]:
+    """A figure of a page's width with axes `[num_rows, num_columns]`. Call inside `styled()`."""
+    size: dict[str, Any] = {"figsize": (WIDTH_IN, height_in), "layout": "constrained"}
+    if mpl.is_interactive():
+        from matplotlib import pyplot  # slow to import, and there already
+
+        figure = pyplot.figure(**size)
+    else:
+        figure = Figure(**size)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **options)
+
+
+def only_axes(ax: Axes | None, height_in: float) -> Axes:
+    """`ax`, or the axes of a figure of its own, of a page's width. Call inside `styled()`."""
+    if ax is not None:
+        return ax
+    _, ((axes,),) = grid(1, 1, height_in)
+    return cast(Axes, axes)
+
+
+def series_style(index: int) -> dict[str, Any]:
+    """Colour and line style of the index-th series; 35 combinations before they repeat."""
+    turn = (index + index // len(COLOURS)) % len(LINES)
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[turn]}
+
+
+def marker(index: int) -> str:
+    return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
+
+
+def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:
+    """Writes the figure of what a plot returned to `<stem>.png` and `<stem>.svg`, byte for byte the same each time;
+    returns both paths."""
+    stem = Path(stem)
+    figure = drawn if isinstance(drawn, Figure) else figure_of(drawn)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
+    with styled():
+        figure.savefig(png, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg
+
+
+def figure_of(drawn: Axes | AxesArray) -> Figure:
+    """The figure that these axes are in."""
+    axes = cast(Axes, np.ravel(np.asarray(drawn, dtype=object))[0])
+    return cast(Figure, axes.get_figure(root=True))
+
+
+def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One legend under all axes, where it covers no data; as many columns as fit."""
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels))
+
+
+def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """The legend of one of perhaps several axes of a figure: under its label, where it covers no data."""
+    if labels:
+        below = axes.transAxes + ScaledTranslation(0, -0.46, figure_of(axes).dpi_scale_trans)
+        width_in = axes.get_position().width * figure_of(axes).get_figwidth()
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
+        axes.legend(handles, labels, ncols=_columns(labels, width_in), borderaxespad=0.0, **place)
+
+
+def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
+    """Inches that `legend_below` will take; of a width of 0.77 pages, that `legend_under` will."""
+    return 0.17 * math.ceil(len(labels) / _columns(labels, width_in)) + 0.1 if labels else 0.0
+
+
+def _columns(labels: Sequence[str], width_in: float = WIDTH_IN) -> int:
+    widest_in = 0.058 * max(len(label) for label in labels) + 0.55
+    return max(1, min(len(labels), int(width_in / widest_in)))
+
+
+def line_handle(**style: Any) -> Line2D:
+    return Line2D([], [], **style)
+
+
+def marker_handles(num: int) -> list[Line2D]:
+    """Of so many series of points."""
+    return [line_handle(color=COLOURS[i % len(COLOURS)], marker=marker(i), linestyle="none") for i in range(num)]
+
+
+def time_unit(seconds: FloatArray) -> tuple[float, str]:
+    """(factor, unit) that makes the largest of `seconds` readable: ms below 10 s, else s."""
+    known = seconds[~np.isnan(seconds)]
+    return (1e3, "ms") if not known.size or float(known.max()) < 10.0 else (1.0, "s")
+
+
+def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
+    """A log scale with plain numbers, where all values are positive and span more than `ratio`; says whether."""
+    known = values[~np.isnan(values)]
+    wide = bool(known.size and known.min() > 0 and known.max() / known.min() > ratio)
+    if wide:
+        set_log(axis, float(known.min()), float(known.max()))
+    return wide
+
+
+def set_log(axis: Axis, low: float, high: float) -> None:
+    """A log scale whose ticks read 1, 10, 100, with 3, or 2 and 5, or more over shorter spans: few enough to read."""
+    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+    set_scale("log")
+    decades = math.log10(high / low) if high > low > 0 else 1.0
+    spans = ((0.5, (1.0, 2.0, 3.0, 5.0, 7.0)), (1.2, (1.0, 2.0, 5.0)), (2.0, (1.0, 3.0)))
+    axis.set_major_locator(LogLocator(subs=next((subs for span, subs in spans if decades <= span), (1.0,))))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+    if decades <= 2.5:
+        axis.set_minor_locator(NullLocator())
+
+
+def say_empty(axes: Axes, text: str = "no data") -> None:
+    """Writes `text` where there is nothing to draw."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.set_xticks([])
+    axes.set_yticks([])

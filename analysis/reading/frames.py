@@ -1,0 +1,66 @@
+"""Columns in and out of pandas, exactly: null instants stay null, token lists stay flat Arrow arrays.
+
+Owns nothing but conversions. Instants are int64 ns in the files; here they become float64 ns with NaN for null, which
+is exact below 2**53 ns (104 days). pandas, slow to import, is imported where a frame is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from analysis.reading.rows import FloatArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NULLABLE = frozenset({"turn", "queued_ns", "first_scheduled_ns", "first_token_ns", "finish_ns"})
+
+
+def as_frame(data: Any) -> pd.DataFrame:
+    """A frame from a pandas frame (returned as it is) or an Arrow table (lists stay Arrow, nullable ints stay ints)."""
+    import pandas as pd
+
+    if isinstance(data, pd.DataFrame):
+        return data
+    if not isinstance(data, pa.Table):
+        raise TypeError(f"records are a pandas DataFrame or a pyarrow Table, not {type(data).__name__}")
+    frame: pd.DataFrame = data.to_pandas(types_mapper=_list_dtype)
+    whole = {pa.int64(): pd.Int64Dtype()}
+    for name in sorted(NULLABLE & set(frame.columns)):
+        frame[name] = data.column(name).cast(pa.int64()).to_pandas(types_mapper=whole.get)
+    return frame
+
+
+def _list_dtype(kind: Any) -> Any:
+    import pandas as pd
+
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pd.ArrowDtype(kind) if is_list else None
+
+
+def numbers(frame: pd.DataFrame, name: str) -> FloatArray:
+    """One numeric column as float64 `[num_rows]`, NaN for null."""
+    return frame[name].to_numpy(dtype="float64", na_value=np.nan)
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with only JSON's types: numpy scalars become Python's, NaN and infinities None, -0.0 becomes 0.0; a frame
+    becomes its rows, and what has named fields an object."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if hasattr(value, "to_dict"):
+        value = value.to_dict("records")
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [json_safe(item) for item in value]
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value) + 0.0 if np.isfinite(value) else None
+    return value if value is None or isinstance(value, str) else str(value)

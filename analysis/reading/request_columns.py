@@ -1,0 +1,271 @@
+"""The requests of a run in pieces, each column by column: a column is read when it is first asked for.
+
+Memory is that of a piece, however many requests there are. Token instants, which may be a hundred times as many, are
+gone through batch by batch: what is kept of them is each request's last instant and largest gap. Where they are few all
+are kept: they are gone through three times, and most of that time is unpacking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.reading.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
+from testbed.records.schema import COMPLETED
+
+PIECE_ROWS = 1 << 17  # requests of a piece; as many as a run has in most experiments
+TOKEN_ROWS = 256  # requests whose token instants are in memory at once
+KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
+STRINGS = ("finish_reason", "tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; how many there are."""
+
+    last_ns: FloatArray
+    largest_gap_ns: FloatArray
+    num: IntArray  # -1: not recorded
+
+
+S = TypeVar("S", bound=np.generic)
+_Batch = tuple[int, IntArray, IntArray, BoolArray]  # see RequestColumns._token_batches
+Rule = Callable[["RequestColumns"], BoolArray]
+
+
+class Requests:
+    """Requests of a run: of all rows those that every rule chooses, a rule being asked about those chosen before it."""
+
+    def __init__(self, rows: Rows, rules: tuple[Rule, ...] = (), base: RequestColumns | None = None) -> None:
+        self.rows = rows
+        self._rules = rules
+        self._base = base if base is not None else RequestColumns(rows)  # reads tokens once, where it is the only piece
+
+    @classmethod
+    def of(cls, data: Any) -> Requests:
+        """Of a frame, table, rows, or of requests themselves."""
+        return data if isinstance(data, Requests) else cls(as_rows(data))
+
+    def where(self, rule: Rule) -> Requests:
+        """Only those. rule: from columns to which of their requests are meant."""
+        return Requests(self.rows, (*self._rules, rule), self._base)
+
+    @property
+    def is_one_piece(self) -> bool:
+        return self.rows.num_rows <= PIECE_ROWS
+
+    def pieces(self) -> Iterator[RequestColumns]:
+        """All of them, at most about PIECE_ROWS at once; at least one piece."""
+        if self.is_one_piece:
+            yield self._only
+            return
+        low = 0
+        for part in self.rows.parts(PIECE_ROWS):
+            yield self._chosen(RequestColumns(part, low=low))
+            low += part.num_rows
+
+    @cached_property
+    def _only(self) -> RequestColumns:
+        return self._chosen(self._base)
+
+    def _chosen(self, piece: RequestColumns) -> RequestColumns:
+        for rule in self._rules:
+            piece = piece.where(rule(piece))
+        return piece
+
+    def sum(self, count: Callable[[RequestColumns], Any]) -> Any:
+        """The sum of a number over the pieces; Python's own."""
+        return sum(np.asarray(count(piece)).item() for piece in self.pieces())
+
+    def __len__(self) -> int:
+        return self._num
+
+    @cached_property
+    def _num(self) -> int:
+        return self.sum(len) if self._rules else self.rows.num_rows
+
+
+class RequestColumns:
+    """Columns of `testbed.records.schema.REQUEST_COLUMNS` of some requests, `[num_requests]` each.
+
+    low: the number of the first row among all of the run.
+    """
+
+    def __init__(
+        self, rows: Rows, chosen: BoolArray | None = None, parent: RequestColumns | None = None, low: int = 0
+    ) -> None:
+        self.rows = rows
+        self._low = low
+        self._chosen, self._parent = chosen, parent
+        self._num = rows.num_rows if chosen is None else int(chosen.sum())
+        self._arrays_of: dict[str, list[Any]] = {}  # each column that was asked for, but instants
+        self._kept: list[_Batch] | None = None  # of all tokens, if they are few
+
+    @classmethod
+    def of(cls, data: Any) -> RequestColumns:
+        """Of a frame, table, rows, or of columns themselves."""
+        return data if isinstance(data, RequestColumns) else cls(as_rows(data))
+
+    def __len__(self) -> int:
+        return self._num
+
+    def where(self, chosen: BoolArray) -> RequestColumns:
+        """Only those requests. chosen: `[num_requests]` of these columns."""
+        if chosen.all():
+            return self
+        if self._chosen is not None:
+            among, chosen = chosen, self._chosen.copy()
+            chosen[chosen] = among
+        return RequestColumns(self.rows, chosen, self._parent or self, self._low)
+
+    @property
+    def index(self) -> IntArray:
+        """The number of each among all rows of the run."""
+        rows = np.arange(self._low, self._low + self.rows.num_rows)
+        return rows if self._chosen is None else rows[self._chosen]
+
+    def numbers(self, name: str) -> FloatArray:
+        """float64, NaN for null."""
+        return self._column(name, np.float64, numbers)
+
+    def whole(self, name: str, missing: int = 0) -> IntArray:
+        """int64, exactly; `missing` for null."""
+        return self._column(name, np.int64, partial(whole, missing=missing))
+
+    def is_known(self, name: str) -> BoolArray:
+        """Which are not null."""
+        return self._column(name, np.bool_, is_known)
+
+    def _column(self, name: str, kind: type[S], read: Callable[[Any], NDArray[S]]) -> NDArray[S]:
+        result = np.empty(self.rows.num_rows, dtype=kind)
+        for low, array in self._arrays(name):
+            result[low : low + len(array)] = read(array)
+        return result if self._chosen is None else result[self._chosen]
+
+    def codes(self, name: str, missing: str = "") -> Codes:
+        """A column of strings, as codes."""
+        codes = Codes((array for _, array in self._arrays(name)), missing)
+        if self._chosen is not None:
+            codes.codes = codes.codes[self._chosen]
+        return codes
+
+    @cached_property
+    def reasons(self) -> Codes:
+        """Why each ended; "unfinished" for null."""
+        return self.codes("finish_reason", "unfinished")
+
+    @property
+    def is_completed(self) -> BoolArray:
+        return self.reasons.among(COMPLETED)
+
+    def _arrays(self, name: str) -> Iterator[tuple[int, Any]]:
+        if self._parent is not None:
+            yield from self._parent._arrays(name)
+            return
+        if name not in self._arrays_of:
+            self._arrays_of[name] = [array for (array,) in self.rows.batches([name])]
+        low = 0
+        for array in self._arrays_of[name]:
+            yield low, array
+            low += len(array)
+
+    # --- token instants ---
+
+    @cached_property
+    def tokens(self) -> TokenTimes | None:
+        """None where no token's instant was recorded."""
+        if self._parent is not None:
+            times, chosen = self._parent.tokens, self._chosen
+            if times is None or not (times.num[chosen] >= 0).any():
+                return None
+            return TokenTimes(times.last_ns[chosen], times.largest_gap_ns[chosen], times.num[chosen])
+        if "token_ns" not in self.rows.names:
+            return None
+        last, largest = np.full(len(self), np.nan), np.full(len(self), np.nan)
+        num = np.empty(len(self), dtype=np.int64)
+        for low, flat, offsets, known in self._token_batches():
+            rows = slice(low, low + len(known))
+            num[rows] = np.where(known, np.diff(offsets), -1)
+            last[rows], largest[rows] = _last_and_largest(flat, offsets)
+        return TokenTimes(last, largest, num) if (num >= 0).any() else None
+
+    def num_tokens_since(self, start_ns: int) -> int:
+        """How many tokens were emitted at or after `start_ns`, by the instants of the steps that emitted them.
+
+        Where the sequences of a group emitted together, each step of theirs counts for as many as they emitted in the
+        mean.
+        """
+        per_step = self.whole("num_output_tokens") / np.maximum(self.whole("num_token_steps"), 1)
+        low, total = 0, 0.0
+        for flat, offsets in self._chosen_tokens():
+            since = np.append(0, np.cumsum(flat >= start_ns))[offsets]
+            num_requests = len(offsets) - 1
+            total += float((np.diff(since) * per_step[low : low + num_requests]).sum())
+            low += num_requests
+        return round(total)
+
+    def gaps_ns(self) -> Iterator[IntArray]:
+        """Every gap between two tokens of one request, ns, in batches."""
+        for flat, offsets in self._chosen_tokens():
+            if flat.size > 1:
+                inside = np.ones(flat.size - 1, dtype=np.bool_)
+                borders = offsets[1:-1]
+                inside[borders[(borders > 0) & (borders < flat.size)] - 1] = False
+                yield np.diff(flat)[inside]
+
+    def _chosen_tokens(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """(instants of all tokens, offsets `[num_requests + 1]` of each request's), in batches of requests."""
+        for low, flat, offsets, known in self._token_batches():
+            if self._chosen is None:
+                yield flat, offsets
+            else:
+                chosen, lengths = self._chosen[low : low + len(known)], np.diff(offsets)
+                yield flat[np.repeat(chosen, lengths)], np.append(0, np.cumsum(lengths[chosen]))
+
+    def _token_batches(self) -> Iterator[_Batch]:
+        """(first row, instants, offsets, which are recorded) of batches of all rows."""
+        if self._parent is not None:
+            yield from self._parent._token_batches()
+            return
+        if self._kept is not None:
+            yield from self._kept
+            return
+        are_few = "token_ns" in self.rows.names and int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
+        kept: list[_Batch] = []
+        for batch in self._read_tokens():
+            if are_few:
+                kept.append((batch[0], batch[1].copy(), *batch[2:]))  # Arrow's own buffer may be twice as long
+            yield batch
+        if are_few:
+            self._kept = kept
+
+    def _read_tokens(self) -> Iterator[_Batch]:
+        low = 0
+        if "token_ns" not in self.rows.names:
+            return
+        for (array,) in self.rows.batches(["token_ns"], TOKEN_ROWS):
+            known, offsets = is_known(array), whole(array.offsets)
+            flat, offsets = whole(array.values)[offsets[0] : offsets[-1]], offsets - offsets[0]
+            if not known.all():  # what lies behind a null counts for nothing
+                lengths = np.diff(offsets)
+                flat, offsets = flat[np.repeat(known, lengths)], np.append(0, np.cumsum(np.where(known, lengths, 0)))
+            yield low, flat, offsets, known
+            low += len(array)
+
+
+def _last_and_largest(flat: IntArray, offsets: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Each request's last instant and largest gap between two tokens, ns; NaN for none."""
+    counts = np.diff(offsets)
+    has = counts > 0
+    last, largest = np.full(counts.size, np.nan), np.full(counts.size, np.nan)
+    if has.any():
+        last[has] = flat[offsets[1:][has] - 1]
+        gaps = np.diff(flat, prepend=flat[0])
+        gaps[offsets[:-1][has]] = -1  # a first token closes no gap
+        largest[has] = np.maximum.reduceat(gaps, offsets[:-1][has])
+    return last, np.where(counts >= 2, largest, np.nan)

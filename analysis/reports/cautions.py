@@ -1,0 +1,294 @@
+"""What a reader must know before the findings: each sentence names what would make them mislead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, decided_alike, grouped, is_policy, replicates, unsaid_keys
+from analysis.comparison.compare import ignored
+from analysis.comparison.triggered import never_triggered
+from analysis.load import Run, flatten, relative, swept_keys
+from analysis.measures.statistics import mser5
+from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
+from analysis.reading.files import read_json, read_yaml
+from testbed.errors import RunFolderError
+
+_RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
+_MAX_KEYS = 6  # that are spelt out
+
+
+def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
+    """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
+    arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
+    said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms), *_left_out_start(arms), *_few_requests(arms)]
+    if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
+        what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
+        said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
+    for load, group in loads.items():
+        at_load = f"At {load}: " if load else ""
+        found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin)]
+        found += never_triggered(group)
+        said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
+    return said
+
+
+def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> list[str]:
+    """Which arms lack a run, or requests of one: a sentence for each arm. start: where folders are told from."""
+    said = []
+    for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
+        runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
+        first, reason = entries[0]
+        of = f" of {name}" if name else ""
+        said.append(f"{runs}{of} failed or did not end, and {'is' if len(entries) == 1 else 'are'} left out")
+        said[-1] += f" ({relative(first, start)}: {reason})."
+    said += _ignoring(arms)
+    for arm in arms:
+        if share := _aborted_share(arm):
+            said.append(
+                f"{fmt.share(share)} of the requests of {arm.name} were aborted: they have no E2E, and their TTFT and "
+                "TPOT are of what came before."
+            )
+    return said
+
+
+def _ignoring(arms: Sequence[Arm]) -> list[str]:
+    """Requests that have no latency: a sentence for the arms that ignored as many of as many."""
+    counts = grouped(arms, lambda arm: (num_ignored(arm), sum(run.summary["num_requests"] for run in arm.runs)))
+    told = {count: fmt.listing([arm.name for arm in members]) for count, members in counts.items() if count[0]}
+    apart = ", and are not compared with those of arms that ignored fewer or more" if len(counts) > 1 else ""
+    each = {count: " each" if len(members) > 1 else "" for count, members in counts.items()}
+    return [
+        f"{names} ignored {fmt.number(num)} of {fmt.number(sent)} requests{each[num, sent]} "
+        f"(they can never fit, or nothing admits them): these have no latency, so latencies are of the others{apart}."
+        for (num, sent), names in told.items()
+    ]
+
+
+def _aborted_share(arm: Arm) -> float:
+    sent = sum(run.summary["num_requests"] for run in arm.runs)
+    return sum(run.summary["finish_reasons"]["abort"] for run in arm.runs) / sent if sent else 0.0
+
+
+def num_ignored(arm: Arm) -> int:
+    return sum(map(ignored, arm.runs))
+
+
+def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
+    """What a run that did not end would be called among the arms; where it left no configuration, what its sweep gave
+    it, and where it left nothing, ""."""
+    try:
+        config = flatten(read_yaml(folder / "config.yaml"))
+    except RunFolderError:
+        try:
+            swept = read_json(folder / "manifest.json").get("swept") or {}
+        except RunFolderError:
+            return ""
+        return level_names({key: value for key, value in swept.items() if is_policy(key)})
+    configs = [*(run.flat_config for arm in arms for run in arm.runs), config]
+    policies = [key for key in config if is_policy(key) and len({repr(one.get(key)) for one in configs}) > 1]
+    kept = [key for key in policies if not key.startswith("hydra.")]
+    return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])
+
+
+def _extrapolated(arms: Sequence[Arm]) -> list[str]:
+    """What cost models said of their prices: shares outside of a profile, or filled in."""
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        for run in arm.runs:
+            for note in run.manifest.get("cost_notes") or []:
+                found.setdefault(re.sub(r"[\d.,]+ ?%", "… %", note), []).append(f"{arm.name}: {note}")
+    return [
+        f"Prices, {texts[0]}" + (f" ({len(texts) - 1} more runs say the like, with other shares)" if texts[1:] else "")
+        for texts in found.values()
+    ]
+
+
+def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
+    """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
+    arms = [arm for group in loads.values() for arm in group]
+    num = sum(len(arm.runs) for arm in arms)
+    left = num - sum(len(replicates(arm)) for arm in arms)
+    copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
+    said = []
+    if copies:
+        said.append(
+            f"{copies} of {num} runs repeat another one, decision for decision, and count once: a seed makes no "
+            "replicate of a trace that is recorded, or whose trace.seed is given (docs/traces.md says what does)."
+        )
+    if left > copies:
+        said.append(
+            f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy or a real "
+            "machine varies on one trace says nothing of other traces: the first run on each counts."
+        )
+    return said
+
+
+def _unnamed(arms: Sequence[Arm]) -> list[str]:
+    """Settings in which arms differ beside those that name them: what a preset brings along is its own."""
+    runs = [run for arm in arms for run in arm.runs]
+    named = {key for arm in arms for key in arm.naming}
+    if not named:
+        return []  # one arm, or arms that somebody named
+    bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
+    given = {key for run in runs for key in run.manifest.get("given") or ()}  # of older runs it is not known
+    found = [
+        key
+        for key in swept_keys(runs)
+        if is_policy(key) and key not in named and (key in given or not any(key.startswith(f"{b}.") for b in bundles))
+    ]
+    said = [f"{factor_name(key)} ({_values(arms, key)})" for key in found[:_MAX_KEYS]]
+    said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
+    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
+        per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
+        if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
+            said.append(f"{words} ({_listed(per_arm)})")
+    return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
+
+
+def changed_sources(runs: Sequence[Run]) -> list[str]:
+    """A sentence where runs that are compared were made from files, classes or code of one name and other content."""
+    made = [run.manifest.get("identity") or {} for run in runs]  # older runs do not say
+    by_name: dict[str, set[str]] = {}
+    for part in ("classes", "files"):
+        for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):
+            by_name.setdefault(name, set()).add(content)
+    changed = [name for name, contents in by_name.items() if len(contents) > 1]
+    changed += ["the code of the testbed"] if len({one["code"] for one in made if "code" in one}) > 1 else []
+    if not changed:
+        return []
+    return [
+        f"Between the runs that are compared {fmt.listing(changed)} changed, and what looks like an arm's doing may be "
+        "that: run them again from one state."
+    ]
+
+
+def _values(arms: Sequence[Arm], key: str) -> str:
+    return _listed({arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms})
+
+
+def _listed(per_arm: Mapping[str, str]) -> str:
+    shown = [f"{value} in {arm}" for arm, value in list(per_arm.items())[:_MAX_KEYS]]
+    return "; ".join(shown) + ("; …" if len(per_arm) > _MAX_KEYS else "")
+
+
+def _span(values: Sequence[object]) -> str:
+    distinct = list(dict.fromkeys(fmt.plain(value) for value in values))
+    return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and others"
+
+
+def _outrun(arms: Sequence[Arm]) -> list[str]:
+    """Loads beyond the capacity of some arms."""
+    beyond = {arm.name: [run for run in replicates(arm).values() if is_outrun(run)] for arm in arms}
+    nums = {arm.name: len(replicates(arm)) for arm in arms}
+    named = [name for name, runs in beyond.items() if runs]
+    if not named:
+        return []
+    rates = [run.summary["throughput"] for runs in beyond.values() for run in runs]
+    offered = float(np.mean([rate["offered_per_s"] or 0.0 for rate in rates]))
+    reached = float(np.mean([rate["requests_per_s"] or 0.0 for rate in rates]))
+    is_all = all(len(beyond[arm.name]) == nums[arm.name] for arm in arms)
+    told = [
+        name if len(beyond[name]) == nums[name] else f"{name} (in {len(beyond[name])} of {nums[name]} replicates)"
+        for name in named
+    ]
+    who = "Every arm" if is_all else fmt.listing(told)
+    return [
+        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered:.3g} requests/s came there, "
+        f"{reached:.3g} were served, and more and more were in the system until the last one came. Such latencies "
+        "depend on how long the trace is, and so does how many keep an SLO; compare throughputs there, or lower the "
+        "rate."
+    ]
+
+
+_DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
+
+
+def _draining(arms: Sequence[Arm]) -> list[str]:
+    """Rates of traces that are short beside the time that their last requests take."""
+    runs = [run for arm in arms for run in replicates(arm).values() if not (is_outrun(run) or ignored(run))]
+    rates = [run.summary["throughput"] for run in runs if run.summary["steadiness"] is not None]
+    slow = [rate for rate in rates if rate["requests_per_s"] < _DRAINED * rate["offered_per_s"]]
+    if not slow:
+        return []
+    offered, reached = (float(np.mean([rate[name] for rate in slow])) for name in ("offered_per_s", "requests_per_s"))
+    return [
+        f"Rates are over all of a run, and the traces are short: {offered:.3g} requests/s came and {reached:.3g} were "
+        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
+        "how long these took; a longer trace helps."
+    ]
+
+
+def _uneven(arms: Sequence[Arm]) -> list[str]:
+    """Arms with more replicates than others."""
+    nums = {arm.name: len(replicates(arm)) for arm in arms}
+    if len(set(nums.values())) < 2:
+        return []
+    told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
+    return [
+        f"There are not as many replicates of every arm ({told}{'; …' if len(nums) > _MAX_KEYS else ''}). Means in "
+        f"tables are over all that an arm has, changes over those that it shares with {arms[0].name}."
+    ]
+
+
+def _left_out_start(arms: Sequence[Arm]) -> list[str]:
+    """What report.warmup_s leaves out."""
+    runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
+    if not runs:
+        return []
+    left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
+    warmup_s = runs[0].flat_config.get("report.warmup_s")
+    return [
+        f"Of each run the requests that came in its first {warmup_s:g} s are left out of all numbers "
+        f"(report.warmup_s): {fmt.number(left)} of {fmt.number(left + kept)}."
+    ]
+
+
+_MIN_FOR_P99 = 100  # requests: of fewer, none is expected beyond it
+
+
+def _few_requests(arms: Sequence[Arm]) -> list[str]:
+    """Runs of which P99 is little more than the largest value."""
+    least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_MIN_FOR_P99)
+    if least >= _MIN_FOR_P99:
+        return []
+    return [
+        f"A run has {fmt.number(least)} requests that ended: its P99s are all but its largest values, and say little "
+        "of a tail. More requests help."
+    ]
+
+
+def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
+    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates. An
+    empty system is fast; what is slower than the rest is a burst, and none of the start's."""
+    changes: dict[str, float] = {}
+    for arm in arms:
+        runs = list(replicates(arm).values())
+        each = [0.0 if is_outrun(run) else _change_by_warm_up(run) for run in runs]  # those come to no steady state
+        changes[arm.name] = float(np.median(each))
+    worst = max(changes, key=lambda name: changes[name])
+    if changes[worst] <= margin:
+        return []
+    return [
+        f"The start, when the system is still empty, is part of all numbers: without it (MSER-5's cut) mean TTFT "
+        f"of {worst} would be {fmt.change(100 * changes[worst])} off what is shown. A longer trace helps, or "
+        "report.warmup_s."
+    ]
+
+
+def is_outrun(run: Run) -> bool:
+    return bool((run.summary.get("steadiness") or {}).get("is_outrun"))
+
+
+def _change_by_warm_up(run: Run) -> float:
+    requests = run.requests.sort_values("arrival_ns", kind="stable")
+    start_ns = requests["arrival_ns"].min() + round((run.flat_config.get("report.warmup_s") or 0.0) * 1e9)
+    kept = requests[requests["arrival_ns"] >= start_ns]
+    ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
+    cut = mser5(ttft)
+    return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0

@@ -1,0 +1,192 @@
+"""Sentences on the simulator and the real engine: errors, noise, who picks which policy, and what was not measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, Pair
+from analysis.comparison.compare import Comparison, metric_of
+from analysis.comparison.fidelity import worst_errors
+from analysis.load import Run
+
+_MAX_MISSED = 3  # picks that are named; the table has all
+_TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
+_ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
+
+
+def too_noisy(noise: Mapping[str, float]) -> list[str]:
+    """A warning, one sentence: what real runs say rests on them. noise: of each metric, as `fidelity.real_noise`."""
+    largest, path = _largest(noise)
+    if largest <= _TOO_NOISY:
+        return []
+    return [
+        "The machine was too noisy for a comparison with the real engine: two equal real runs differed by up to "
+        f"{fmt.significant(100 * largest, 2)} % in {metric_of(path).label}. Run it again when the machine is idle; "
+        "on a CPU backend.pace=probe_scaled helps."
+    ]
+
+
+def probe_of(manifest: Mapping[str, Any]) -> int | None:
+    """What a real run's times are scaled to, ns of a probe; None: they are as they were measured."""
+    found: int | None = ((manifest.get("replay") or {}).get("probe") or {}).get("probe_ns")
+    return found
+
+
+def unlike_clocks(probes: Iterable[int | None]) -> tuple[str, ...]:
+    """A warning, one sentence, where times that are compared are not of one clock. probes: as `probe_of`."""
+    found = sorted(set(probes), key=lambda probe: probe or 0)
+    if len(found) < 2:
+        return ()
+    plain = "as they were measured"
+    said = [plain if probe is None else f"scaled to a probe of {fmt.seconds(probe / 1e9)}" for probe in found]
+    return (
+        f"Times that are compared here are {fmt.listing(said)}: errors are off by as much. Give every run, and "
+        "`testbed calibrate`, the same backend.pace and backend.probe_ns.",
+    )
+
+
+def _largest(noise: Mapping[str, float]) -> tuple[float, str]:
+    """Of the metrics that are told, those aside that hang on a few requests; and which it is."""
+    return max(((noise[path], path) for path in _ERRORS_TOLD if path in noise and "p99" not in path), default=(0.0, ""))
+
+
+def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) -> list[str]:
+    """Whether the simulator picks the real engine's best policy, a sentence for each load. rankings: by load, as
+    `fidelity.ranking_agreement` makes them. noise: of equal real runs; empty: none was repeated."""
+    said = []
+    by = "" if noise else " (each policy ran once, so whether that is noise is not known)"
+    for load, ranking in rankings.items():
+        told = ranking[ranking["winner_is_clear"]]
+        where = f"At {load}" if load else "On this trace"
+        if told.empty:
+            said.append(f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked.")
+            continue
+        missed = [
+            f"{metric_of(str(row['metric'])).label} "
+            f"({row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']})"
+            for row in told[~told["same_winner"].astype(bool)].to_dict("records")
+        ]
+        named = missed[:_MAX_MISSED] + ([f"{len(missed) - _MAX_MISSED} more"] if len(missed) > _MAX_MISSED else [])
+        said.append(
+            f"{where} the simulator picks the real engine's best policy in {len(told) - len(missed)} of the "
+            f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
+            + (f"; not in {fmt.listing(named)}." if missed else ".")
+        )
+    return said
+
+
+def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
+    """Of the best policies that the engine tells apart, over metrics and loads: those that the simulator picks, all."""
+    clear = [ranking[ranking["winner_is_clear"]]["same_winner"] for ranking in rankings.values()]
+    return sum(int(same.sum()) for same in clear), sum(map(len, clear))
+
+
+def _share(value: float | None) -> str:
+    return "somewhat" if value is None or math.isnan(value) else f"{fmt.significant(100 * value, 2)} %"
+
+
+def fidelity_findings(
+    pairs: Sequence[Pair],
+    tables: Mapping[str, pd.DataFrame],
+    rankings: Mapping[str, pd.DataFrame],
+    margin: float,
+    noise: Mapping[str, float],
+) -> list[str]:
+    """What the pairs show: whether the best policy is the engine's, the error of each latency and rate, the machine's
+    own noise, the order of the policies. rankings: by load."""
+    said = winners(rankings, noise)
+    known = [path for path in _ERRORS_TOLD if path in noise]
+    for pair in pairs:
+        errors = tables[pair.label].set_index("metric")["error"].dropna()
+        shown = [
+            f"{metric_of(path).label} {fmt.change(100 * errors[path])}" for path in _ERRORS_TOLD if path in errors.index
+        ]
+        if shown:
+            said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
+    if known:
+        told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
+        reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
+        said.append(f"The real engine itself, run again on one trace under one policy, differed by {told}{reach}.")
+    for load, ranking in rankings.items():
+        told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
+        limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")
+        order = f"; the simulator orders {same} of these alike" if told_apart else ", so their order is not checked"
+        said.append(
+            f"Over all metrics{f' at {load}' if load else ''} the real engine tells {told_apart or 'no'} pairs of "
+            f"policies apart by more than {limit}{order}."
+        )
+    return said
+
+
+def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """A warning, one sentence: claimed changes that are smaller than the simulator's measured error of their metric."""
+    worst = {path: 100 * error for path, error in worst_errors(tables.values()).items()}
+    claimed: dict[str, int] = {}
+    smaller: dict[str, int] = {}
+    labels = {row.metric.path: row.metric.label for row in rows}
+    for row in rows:
+        path = row.metric.path
+        if row.is_claim and row.estimate is not None and path in worst:
+            claimed[path] = claimed.get(path, 0) + 1
+            if row.estimate.scale == "log_ratio" and abs(row.estimate.percent()[0]) < worst[path]:
+                smaller[path] = smaller.get(path, 0) + 1
+    if not smaller:
+        return []
+    counted = [
+        f"{num} of {claimed[path]} in {labels[path]} (error up to {fmt.significant(worst[path], 2)} %)"
+        for path, num in smaller.items()
+    ]
+    return [
+        "Changes that are smaller than the simulator's largest measured error in their metric, to be confirmed on the "
+        f"real engine before they are relied on: {fmt.listing(counted)}. Errors that all arms share cancel in a "
+        "change, so this is a caution and not a verdict."
+    ]
+
+
+def not_measured_on(arms: Sequence[Arm], pairs: Sequence[Pair]) -> dict[str, list[str]]:
+    """The devices and models of arms that no real run had, by "device" and "model"."""
+    runs, reals = [run for arm in arms for run in arm.runs], [pair.real for pair in pairs]
+    devices = {str(run.manifest.get("device")) for run in runs}
+    models = {str(run.manifest.get("model")) for run in runs} - {str(real.manifest.get("model")) for real in reals}
+    return {
+        "device": sorted(name for name in devices if not any(_is_of(name, real) for real in reals)),
+        "model": sorted(models),
+    }
+
+
+def _is_of(device: str, real: Run) -> bool:
+    """Whether a real run was on a device of the library: `h100` on `NVIDIA H100 80GB HBM3`, `cpu` on a CPU."""
+    said = re.sub(r"[^a-z0-9]", "", str(real.manifest.get("device")).lower())
+    is_cpu = (real.manifest.get("machine") or {}).get("gpu") is None or "thread" in said
+    return is_cpu if device == "cpu" else re.sub(r"[^a-z0-9]", "", device.lower()) in said
+
+
+def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> list[str]:
+    """What the fidelity numbers do not cover, plainly."""
+    runs = [run for arm in arms for run in arm.runs if run.manifest.get("backend") == "sim"]
+    if not runs:
+        return []
+    if not pairs:
+        return ["No real run was given. How far the simulated numbers are from a real engine was not measured."]
+    said = []
+    for word, names in not_measured_on(arms, pairs).items():
+        measured = sorted({str(pair.real.manifest.get(word)) for pair in pairs})
+        if names:
+            said.append(
+                f"The ablation simulates the {word} {fmt.listing(names)}; the real runs used {fmt.listing(measured)}. "
+                "The error on the former was not measured."
+            )
+    traces = {run.fingerprint for run in runs}
+    if not traces & {pair.real.fingerprint for pair in pairs}:
+        said.append(
+            "The real runs used another trace than the ablation; the errors on its own trace were not measured."
+        )
+    if len(pairs) < len(arms):
+        said.append(f"{len(pairs)} of the policies ran on the real engine; the errors of the others were not measured.")
+    return said

@@ -1,0 +1,61 @@
+"""The report's section on the real engine: how far the simulator is off, and whether it ranks policies alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from analysis.comparison import fidelity
+from analysis.comparison.arms import engine_of
+from analysis.load import Run, relative
+from analysis.plots import study_plots as plots
+from analysis.reports import fidelity_findings, tables
+from analysis.reports.parts import ReportInput, Sections
+
+
+def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
+    """The section on the real engine: tables, plot, sentences, and what was not measured."""
+    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": [], "errors": {}, "rankings": {}}
+    result["not_measured"] = fidelity_findings.not_measured(report.arms, report.pairs)
+    if not report.pairs:
+        return result
+    matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
+    errors = {pair.label: fidelity.error_table(*pair.runs) for pair in report.pairs}
+    engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
+    rankings = _rankings(report, noise) if len(engines) == 1 else {}
+    result |= {"errors": errors, "rankings": rankings}
+    result["said"] = fidelity_findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
+    result["warnings"] = fidelity_findings.smaller_than_error(sections.comparisons, errors)
+    result["tables"] = [tables.error_tables(errors)]
+    if len(engines) > 1:
+        result["tables"].insert(0, tables.side_by_side(report.pairs, engines))
+    result["tables"].append(
+        tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
+    )
+    result["tables"] += [tables.ranking_table(ranking, load) for load, ranking in rankings.items()]
+    caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
+    figure = plots.sim_versus_real(matched)
+    result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
+    real = [run for pair in report.pairs for run in pair.reals]
+    result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
+    result["pairs"] = [
+        (pair.label, *(relative(run.path, sections.out.parent) for run in pair.runs)) for pair in report.pairs
+    ]
+    return result
+
+
+def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
+    """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
+    by_trace: dict[str | None, dict[str, tuple[Run, ...]]] = {}
+    for pair in report.pairs:
+        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = pair.runs
+    several = {trace: pairs for trace, pairs in by_trace.items() if len(pairs) > 1}
+    found = {}
+    for pairs in several.values():
+        offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
+        seed = next(iter(pairs.values()))[1].manifest.get("seed")
+        load = f"{offered:.3g} requests/s, seed {seed}" if len(several) > 1 else ""
+        found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
+    return found

@@ -1,0 +1,147 @@
+"""Sentences from numbers: each says a difference with its interval and how it was got, and nothing beyond that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, replicates
+from analysis.comparison.compare import Comparison
+from analysis.comparison.effects import Effect
+from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
+from analysis.load import Run
+from analysis.measures.checks import failures
+from analysis.measures.statistics import ALIKE
+from analysis.naming import factor_name
+
+
+def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
+    """A sentence on each check that a run's records fail: what else is said rests on them. links: by path."""
+    said = {f"{links[str(run.path)]}: {sentence}": None for run in runs for sentence in failures(run.summary["checks"])}
+    return list(said)
+
+
+def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
+    """A few sentences on one arm: what is better, worse, inside the noise, and what could not be compared.
+
+    `opening` says against what: "Against <baseline>".
+    """
+    return _sentences(f"{opening}, {rows[0].arm}", rows, margin)
+
+
+def effect_finding(effects: Sequence[Effect], margin: float) -> str:
+    """A few sentences on one factor's step, averaged over the other factors; and where its size depends on these."""
+    first = effects[0]
+    name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+    text = _sentences(f"On average over the other factors, {name}", [effect.comparison for effect in effects], margin)
+    uneven = [_interaction_text(effect) for effect in effects if effect.interaction is not None]
+    return text + (f" It depends on the other factors: {'; '.join(uneven)}." if uneven else "")
+
+
+def _interaction_text(effect: Effect) -> str:
+    assert effect.interaction is not None
+    comparison, (cells, least, most, apart) = effect.comparison, effect.interaction
+    if apart.scale == "difference":
+        told = [comparison.metric.write(value) for value in (least, most)]
+        by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
+    else:
+        told = [fmt.change(100.0 * math.expm1(value)) for value in (least, most)]
+        by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
+    return f"{comparison.metric.label} by {told[0]} with {cells[0]} and by {told[1]} with {cells[1]} (apart by {by})"
+
+
+def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
+    """For each metric the arms whose claimed improvement is largest; silence where none is better beyond the noise."""
+    by_arms: dict[tuple[str, ...], list[str]] = {}
+    for metric in dict.fromkeys(row.metric for row in rows):
+        better = [row for row in rows if row.metric is metric and row.is_claim and row.gain > 0]
+        best = [row for row in better if row.gain == max(row.gain for row in better)]
+        if best:
+            names = tuple(row.arm for row in best)
+            by_arms.setdefault(names, []).append(f"{metric.label} ({interval_text(best[0])})")
+    return [
+        f"The largest improvement on {baseline} in {fmt.listing(texts)} is that of {fmt.listing(list(names))}."
+        for names, texts in by_arms.items()
+    ]
+
+
+def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
+        is_alike = row.verdict == "unknown" and row.estimate is not None and row.estimate.method == ALIKE
+        key = "same" if row.verdict in ("identical", "equivalent") else "alike" if is_alike else said
+        told = f"{change_text(row)}: {said}" if is_alike else interval_text(row)
+        text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
+        groups.setdefault(key, []).append(text)
+    parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
+    if parts:
+        sentences = [f"{subject} is {'; '.join(parts)}."]
+    elif "inside the noise" in groups or "same" in groups:
+        sentences = [f"{subject} shows no difference beyond the noise."]
+    else:
+        sentences = [f"{subject}:"]
+    return " ".join([*sentences, *[form(groups[key], margin) for key, form in _CLOSINGS.items() if key in groups]])
+
+
+_CLAIMS = ("better", "worse", "higher", "lower")
+_CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
+    "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
+    "same": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
+    "alike": lambda texts, _: (
+        "No claim is made of what differed equally in so few replicates that chance may do it (up to 5): "
+        f"{fmt.listing(texts)}."
+    ),
+    "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
+    "not comparable": lambda texts, _: (
+        f"Not comparable (zero, not reached, not recorded, or of an arm that ignored requests): {fmt.listing(texts)}."
+    ),
+}
+
+
+def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
+    """How the intervals were got, and over what they generalise."""
+    methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
+    if num_replicates >= 2:
+        return (
+            f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
+            "trace, with 95 % Student intervals; where a value is 0, differences instead. A change counts when its "
+            "p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does how much a "
+            "factor's effect depends on the others); the intervals are those of single comparisons. Holm's correction "
+            "raises the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over "
+            "many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: "
+            "the mean paired difference over its standard deviation."
+        )
+    if "moving blocks" in methods:
+        return (
+            "There is one replicate. Changes are relative; their 95 % intervals are of a moving-block bootstrap over "
+            "the requests of that one trace: they cover the variation within it, not that between traces or seeds, and "
+            "are not corrected for the number of comparisons. Rates of a single run, and tails beyond which fewer than "
+            "five requests lie, have no interval."
+        )
+    return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
+
+
+def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
+    """What a reader must know before using the numbers, beside what the lights and the cautions say."""
+    said = []
+    least = min((len(replicates(arm)) for arm in arms), default=0)
+    if 1 < least < 5:
+        said.append(f"There are only {least} replicates: intervals over so few are wide and lean on normality.")
+    unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
+    if unfinished:
+        said.append(
+            f"{fmt.number(unfinished)} requests were unfinished when their run ended. They are censored, not dropped: "
+            "quantiles are Kaplan–Meier's, a mean over them cannot be known, and each has failed its SLO."
+        )
+    unsent = sum(run.summary.get("num_unsent") or 0 for arm in arms for run in arm.runs)
+    if unsent:
+        said.append(
+            f"{fmt.number(unsent)} requests of the traces were never sent: their session's earlier turn was ignored or "
+            "aborted, or their run was cut off."
+        )
+    if not slo_given:
+        said.append("No SLO was given, so there is no goodput.")
+    return said

@@ -1,0 +1,247 @@
+"""What a report's first screen says: the answer in a few sentences, by the size of effects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, comparable, grouped, num_replicates, replicates
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
+from analysis.comparison.effects import Effect, by_factor
+from analysis.comparison.wording import change_text
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import ALIKE
+from analysis.naming import factor_name
+from analysis.reports.cautions import is_outrun
+
+MAX_SENTENCES = 5
+_MAX_CLAIMS = 2  # of each kind in a sentence
+_MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
+
+
+class Compared(NamedTuple):
+    """What is known at one load; the first arm is the baseline."""
+
+    load: str
+    arms: Sequence[Arm]
+    rows: Sequence[Comparison]
+    effects: Sequence[Effect]  # main effects, of a replicated full design
+
+
+def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
+    """At most MAX_SENTENCES: which arms keep the SLO, who serves most within it, then claimed changes by their size,
+    the largest first. Of one arm what it did, at each load."""
+    if not any(group.rows for group in groups):
+        return [_described(group, slo) for group in groups]
+    kept = [] if slo is None else _kept(groups, slo)
+    return [*kept, *_differences(groups, slo, MAX_SENTENCES - len(kept))]
+
+
+def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
+    """One sentence: the share of requests that keep the SLO, of each arm; of loads beyond the first few, none."""
+    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
+    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
+    if len(told) > _MAX_LOADS:
+        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
+    return [f"{_as_sentence('; '.join(parts))}."] if parts else []
+
+
+def _kept_at(group: Compared, slo: SLO) -> str:
+    share = SLO_METRICS[0]
+    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms if arm.runs}
+    values = {name: value for name, value in known.items() if value is not None}
+    if not values:
+        return ""
+    if not any(values.values()):
+        return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
+    by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
+    (most, best), *others = by_share.items()
+    if not others:
+        both = " both" if len(best) == 2 else ""
+        who = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
+        return f"{who} {'keep' if both else 'keeps'} the SLO for {most} of the requests"
+    said = f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests"
+    if len(by_share) <= _MAX_SHARES:
+        rest = [f"{fmt.listing(names)} for {text}" for text, names in others]
+        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
+    (least, worst) = others[-1]
+    how_sure = _how_sure(group, by_share, (most, least))
+    return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
+
+
+def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
+    """Which of the arms whose shares are told (of all: none given) noise alone may set apart from the baseline."""
+    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
+    shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
+    away = [name for text in shown for name in by_share[text] if name in rows]
+    unclaimed = [name for name in away if not rows[name].is_claim]
+    noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
+    untested = [name for name in unclaimed if name not in noise and not _is_alike(rows[name])]
+    claims = [row for row in _of_factors_too(group) if row.metric is SLO_METRICS[0] and row.is_claim]
+    said = []
+    if noise and not untested and not claims:
+        said.append("no difference beyond the noise")
+    elif noise:
+        said.append(f"the noise may set {fmt.listing(noise)} apart from {base}")
+    if untested:
+        said.append(f"of {'these' if untested == away else fmt.listing(untested)} no interval is known")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _is_alike(row: Comparison) -> bool:
+    """Whether it is the same in all replicates, so few that no interval can be made."""
+    return row.estimate is not None and row.estimate.method == ALIKE
+
+
+def _of_factors_too(group: Compared) -> list[Comparison]:
+    return [*group.rows, *(effect.comparison for effect in group.effects)]
+
+
+def _keeps(names: Sequence[str]) -> str:
+    return "keep" if len(names) > 1 else "keeps"
+
+
+def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
+    """At most so many sentences: who serves most within the SLO, what turns with the load, and the claimed changes."""
+    ranked: list[tuple[float, str]] = []
+    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: at which load
+    num_quiet = num_unknown = 0
+    for group in groups:
+        where = _where(group)
+        for subject, rows, uneven in _subjects(group):
+            claims = [row for row in rows if row.is_claim]
+            if not claims:
+                num_unknown += all(row.verdict == "unknown" for row in rows)
+                num_quiet += any(row.verdict != "unknown" for row in rows)
+                continue
+            for row in claims:
+                claimed.setdefault((subject, row.metric.label), []).append((group.load, row))
+            said_of = where + subject if where else _as_sentence(subject)
+            ranked.append((max(abs(row.gain) for row in claims), f"{said_of}: {_told(claims)}{uneven}."))
+    ranked.sort(key=lambda item: -item[0])
+    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
+    said = [*best[: most - 2], *_turning(claimed), *(text for _, text in ranked)]
+    if not said and num_unknown:
+        return ["There is too little data for a claim: too few replicates, or too few requests of one."]
+    if not said and num_quiet:
+        return ["Nothing that was compared differs beyond the noise."]
+    if len(said) > most:
+        left = len(said) - most + 1
+        said = [*said[: most - 1], f"{left} more differences are below, under “All findings”."]
+    elif num_quiet and len(said) < most:
+        said.append(
+            f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
+        )
+    return said
+
+
+def _where(group: Compared) -> str:
+    """What a sentence on a load begins with."""
+    parts = [f"at {group.load}"] if group.load else []
+    if any(is_outrun(run) for arm in group.arms for run in arm.runs):
+        parts.append("beyond the capacity of some arm")
+    if num_replicates(group.arms) == 1:
+        parts.append("on this one trace")
+    said = ", ".join(parts)
+    return f"{said[0].upper()}{said[1:]}, " if said else ""
+
+
+def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
+    """One sentence on what is better at some loads and worse at others, if anything is: that with the largest loss."""
+    found: list[tuple[float, str]] = []
+    for (subject, label), at_loads in claimed.items():
+        (worst_load, worst), (best_load, best) = (pick(at_loads, key=lambda one: one[1].gain) for pick in (min, max))
+        if worst.gain < 0 < best.gain:
+            found.append(
+                (
+                    worst.gain,
+                    f"{_as_sentence(subject)} turns with the load: {label} is worse at {worst_load} "
+                    f"({change_text(worst)}) and better at {best_load} ({change_text(best)}).",
+                )
+            )
+    return [min(found)[1]] if found else []
+
+
+def _as_sentence(text: str) -> str:
+    """With a capital, where it does not begin with an arm's name, which stays as it is."""
+    is_word = text.startswith(("at ", "no ", "every ", "on average "))
+    return f"{text[0].upper()}{text[1:]}" if is_word else text
+
+
+def _described(group: Compared, slo: SLO | None) -> str:
+    """What one arm did, in means over its replicates."""
+    (arm,) = group.arms
+    runs = list(replicates(arm).values())
+    manifest, values = runs[0].manifest, {}
+    for metric in (*LATENCY, *RATES, *SLO_METRICS):
+        values[metric.label] = metric.write(mean_over_replicates(arm, metric, slo))
+    sent = fmt.number(float(np.mean([run.summary["num_requests"] for run in runs])))
+    offered = fmt.number(float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs])), "req/s")
+    over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""
+    said = (
+        f"{manifest.get('scheduler')} with {manifest.get('model')} on {manifest.get('device')} "
+        f"({manifest.get('backend')}), {sent} requests at {offered}{f' ({group.load})' if group.load else ''}{over}: "
+        f"TTFT {values['mean TTFT']} in the mean and {values['P99 TTFT']} at P99, TPOT {values['mean TPOT']} and "
+        f"{values['P99 TPOT']}, {values['requests/s']} and {values['output tokens/s']} served."
+    )
+    if slo is not None:
+        told = [run.summary_under(slo)["slo"]["attainment_ci95"] for run in runs]
+        interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
+        said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
+    return said + " There is one arm, so nothing is compared."
+
+
+def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
+    """(what against what, its comparisons, in which metrics the average of a factor hides what others make of it).
+    Of a factorial design its factors, and arms in metrics that no factor changes on average."""
+    found: list[tuple[str, list[Comparison], str]] = []
+    for effects in by_factor(group.effects).values():
+        first = effects[0]
+        change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+        uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
+        hidden = f" (in {fmt.listing(uneven)} the effect depends on the other factors)" if uneven else ""
+        subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
+        found.append((subject, [effect.comparison for effect in effects], hidden))
+    known = {effect.comparison.metric.label for effect in group.effects if effect.comparison.is_claim}
+    rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
+    by_arm = grouped(rows, lambda row: row.arm)
+    return found + [(f"{arm} against {group.arms[0].name}", mine, "") for arm, mine in by_arm.items()]
+
+
+def _told(claims: Sequence[Comparison]) -> str:
+    """The largest improvements and the largest losses."""
+    parts = []
+    for word, sign in (("better", 1), ("worse", -1)):
+        mine = sorted((row for row in claims if row.gain * sign > 0), key=lambda row: -abs(row.gain))
+        if mine:
+            texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:_MAX_CLAIMS]]
+            parts.append(f"{word} in {fmt.listing(texts)}")
+    return "; ".join(parts) or "different, in nothing that is better or worse"
+
+
+def _best_within(group: Compared, slo: SLO) -> str:
+    """The arm with the most goodput, where that is a claim: more than the baseline's, beyond the noise; and those that
+    are not told apart from it."""
+    share, goodput = SLO_METRICS
+    better = [row for row in group.rows if row.metric is goodput and row.verdict == "higher" and row.value is not None]
+    if not better:
+        return ""
+    arms = {arm.name: arm for arm in group.arms}
+    base, best = group.arms[0], arms[max(better, key=lambda row: row.value or 0.0).arm]
+    told = [
+        f"{goodput.write(mean_over_replicates(arm, goodput, slo))} "
+        f"({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
+        for arm in (best, base)
+    ]
+    rivals = [arms[row.arm] for row in better if row.arm != best.name]
+    near = [
+        row.arm
+        for row in compare([best, *comparable(rivals, best)], best, [goodput], slo=slo)
+        if row.verdict != "lower"
+    ]
+    also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
+    where = f"At {group.load}, " if group.load else ""
+    return f"{where}{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}."

@@ -1,0 +1,100 @@
+"""What a report is made of, and what is gathered while it is built."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from analysis.comparison.arms import Arm, Pair
+from analysis.comparison.compare import Comparison
+from analysis.load import Run, relative
+from analysis.measures.metrics import SLO
+from analysis.plots import style
+from analysis.reports.first_screen import Compared
+
+DEFAULT_MARGIN = 0.02
+_MAX_SVG_BYTES = 400_000
+_MAX_RAN = 4  # models and devices that are named at the top
+
+
+@dataclass(frozen=True)
+class ReportInput:
+    """What a report is made of. `arms` may span seeds and loads; `commands` default to those in the manifests."""
+
+    arms: Sequence[Arm]
+    pairs: Sequence[Pair] = ()
+    title: str = "Ablation report"
+    question: str = ""
+    baseline: str | None = None  # an arm's name; the first arm by default
+    slo: SLO | Mapping[str, float | None] | None = None
+    margin: float = DEFAULT_MARGIN  # relative change that counts as none
+    replicated: Sequence[str] = ()  # keys of the trace whose values are replicates and no loads
+    commands: Sequence[str] = ()
+    command: str = ""  # that made the report
+    notes: Sequence[str] = ()  # limits that only the author knows
+    cautions: Sequence[str] = ()  # what a reader must know first
+    incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
+
+    @property
+    def runs(self) -> list[Run]:
+        """All that is compared, of arms and of pairs."""
+        return [run for members in (self.arms, self.pairs) for one in members for run in one.runs]
+
+
+class Plot(NamedTuple):
+    title: str
+    caption: str
+    data_uri: str
+    file: str  # the PNG, relative to the report
+
+
+@dataclass
+class Sections:
+    """What is gathered while a report is built."""
+
+    out: Path
+    findings: list[str] = field(default_factory=list)
+    ablation: list[Any] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared
+
+    def plot(self, figure: Any, name: str, title: str, caption: str) -> Plot:
+        png, svg = style.save(figure, self.out.with_name(f"{self.out.stem}_files") / name)
+        small = svg.stat().st_size <= _MAX_SVG_BYTES
+        kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
+        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        return Plot(title, caption, uri, relative(png, self.out.parent))
+
+
+def what_ran(runs: Sequence[Run]) -> str:
+    """Which models ran where, simulated or measured."""
+    said: dict[str, None] = {}
+    for run in runs:
+        on = f"{run.manifest.get('model')} on {run.manifest.get('device')}"
+        is_simulated = run.manifest.get("backend") == "sim"
+        said[f"simulated: {on}, cost={run.manifest.get('cost')}" if is_simulated else f"measured: {on}"] = None
+    shown = [*said][:_MAX_RAN]
+    more = f"; and {len(said) - len(shown)} more" if len(said) > len(shown) else ""
+    text = "; ".join(shown) + more
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def baseline_text(report: ReportInput, baseline: Arm) -> str:
+    if len(report.arms) < 2:
+        return ""
+    is_point = baseline.runs[0].manifest.get("point") is not None
+    why = "the first point of the sweep" if is_point else "the first run, in the order of the folders"
+    why += "; --baseline or report.baseline names another"
+    return f"Baseline: {baseline.name}, {'as named' if report.baseline else why}."
+
+
+def default_question(arms: Sequence[Arm], baseline: Arm) -> str:
+    if len(arms) == 1:
+        return f"How does {baseline.name} serve {'this trace' if len(arms[0].runs) == 1 else 'these traces'}?"
+    variants = f"{len(arms) - 1} variants" if len(arms) > 2 else next(a.name for a in arms if a.name != baseline.name)
+    return f"How {'do' if len(arms) > 2 else 'does'} {variants} differ from {baseline.name} on the same trace?"

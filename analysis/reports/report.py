@@ -1,0 +1,350 @@
+"""The ablation report: one self-contained HTML page, and the same as Markdown, from run folders.
+
+`write_report` takes arms and sim-real pairs as they are given; `report_from_folders` infers both from what was swept.
+Next to `<out>.html` it writes `<out>.md` and `<out>_files/` with every figure as PNG and SVG; the HTML needs neither.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from analysis.comparison import fidelity
+from analysis.comparison.arms import (
+    Arm,
+    by_load,
+    comparable,
+    find_arm,
+    grouped,
+    infer_arms,
+    infer_pairs,
+    join_repeats,
+    num_replicates,
+    paired_replicates,
+    replicates,
+    unsaid_keys,
+)
+from analysis.comparison.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
+from analysis.comparison.effects import Effect, by_factor, main_effects, one_factor_away
+from analysis.comparison.groups import differing, experiments, left_out, refuse_unused
+from analysis.comparison.study import check_warm_up, stated, stated_slo
+from analysis.load import Run, align, load_sweep, num_replicas, relative
+from analysis.measures.metrics import SLO
+from analysis.measures.summary import summary_value
+from analysis.plots import study_plots as plots
+from analysis.reports import fidelity_findings, findings, tables
+from analysis.reports.cautions import cautions, changed_sources, is_outrun, lost
+from analysis.reports.fidelity_section import fidelity_section
+from analysis.reports.first_screen import Compared, answer
+from analysis.reports.parts import (
+    DEFAULT_MARGIN,
+    Plot,
+    ReportInput,
+    Sections,
+    baseline_text,
+    default_question,
+    what_ran,
+)
+from analysis.reports.reproduce import MAX_COMMANDS, sweep_commands
+from analysis.reports.trust import trust
+from testbed.errors import RunFolderError
+
+_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
+_MAX_CURVES = 8
+
+
+def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
+    """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
+    if not report.arms:
+        raise RunFolderError("a report needs at least one arm with a run")
+    check_warm_up(
+        [*(run for arm in report.arms for run in arm.runs), *(run for pair in report.pairs for run in pair.runs)]
+    )
+    path = Path(out).with_suffix(".html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sections = Sections(path)
+    slo = SLO.parse(report.slo)
+    baseline = find_arm(report.arms, report.baseline)
+    loads = by_load(report.arms, report.replicated)
+    groups = _comparable_groups(sections, loads, baseline.name)
+    for load, arms in groups.items():
+        _ablation(sections, load, arms, report, slo)
+    _run_plots(sections, groups, baseline, report)
+    context = _context(report, sections, baseline, slo)
+    context["cautions"] += lost(report.arms, report.incomplete, path.parent)
+    context["cautions"] += cautions(groups, report.margin, report.replicated)
+    context["answer"] = answer(sections.compared, slo)
+    context["main_figure"] = _main_figure(sections)
+    environment = Environment(
+        loader=PackageLoader("analysis.reports"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["md"] = _markdown
+    environment.autoescape = True
+    html = environment.get_template("report.html.j2").render(context)
+    environment.autoescape = False
+    markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
+    for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
+        file.write_text(text, encoding="utf-8")
+    return path
+
+
+def report_from_folders(
+    folders: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    title: str | None = None,
+    baseline: str | None = None,
+    question: str | None = None,
+    slo: SLO | Mapping[str, float | None] | None = None,
+    margin: float | None = None,
+    command: str = "",
+) -> Path:
+    """A report on every complete run at or below `folders`: arms from what was swept, pairs from traces and policies.
+    Baseline, question, SLO and margin: as given, else as the runs' own configurations state them.
+
+    Simulated runs are the arms (real ones where there are no others); a simulated run that only serves to be compared
+    with a real one is no arm where others are. Of several experiments the largest is reported. What is left out
+    (incomplete runs, the other experiments) is named.
+    """
+    if not folders:
+        raise RunFolderError("no run folder given")
+    sweeps = [load_sweep(folder) for folder in folders]
+    runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
+    align(runs)
+    pairs = join_repeats(infer_pairs(runs))
+    sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
+    paired = {pair.sim.path for pair in pairs}
+    traces = {run.fingerprint for run in sims if run.path not in paired}
+    chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)
+    others = [other for other in others if not {run.path for run in other} <= paired]
+    compared = [*chosen, *(run for pair in pairs for run in pair.runs)]
+    refuse_unused(compared, {str(folder): sweep.runs for folder, sweep in zip(folders, sweeps, strict=True)})
+    counted = {run.path for run in (*sims, *compared)}
+    others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
+    arms = infer_arms(chosen)
+    report = ReportInput(
+        arms=arms,
+        pairs=pairs,
+        cautions=[left_out(chosen, other, Path(out).parent) for other in others],
+        title=title or ("Ablation report" if len(arms) > 1 else "Run report"),
+        question=question or stated(chosen, "question") or "",
+        baseline=baseline or stated(chosen, "baseline"),
+        slo=slo or stated_slo(chosen),
+        margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
+        replicated=stated(chosen, "replicates") or (),
+        command=command,
+        incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
+    )
+    return write_report(report, out)
+
+
+def _main_figure(sections: Sections) -> Plot | None:
+    """Of the load at which most arms are compared, of several the heaviest; of those that some arm kept up with, if
+    there is one."""
+    drawn = [
+        (any(not is_outrun(run) for arm in known.arms for run in arm.runs), len(known.arms), place)
+        for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True))
+        if group["plots"]
+    ]
+    return sections.ablation[max(drawn)[2]]["plots"][0] if drawn else None
+
+
+def _comparable_groups(
+    sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
+) -> dict[str, list[Arm]]:
+    """Load -> its baseline (the report's, else the first arm there) and the arms that share a trace with it.
+
+    RunFolderError when there are arms to compare and none can be.
+    """
+    groups = {}
+    for load, arms in loads.items():
+        ordered = sorted(arms, key=lambda arm: arm.name != baseline_name)
+        groups[load] = comparable(ordered, ordered[0])
+        at_load = f"At {load} " if load else ""
+        if ordered[0].name != baseline_name:
+            sections.notes.append(f"{at_load}the baseline is {ordered[0].name}: {baseline_name} has no run there.")
+        missing = [arm.name for arm in arms if arm.name not in {kept.name for kept in groups[load]}]
+        if missing:
+            sections.notes.append(
+                f"{at_load}not compared, because on other traces or seeds than {ordered[0].name}: {'; '.join(missing)}."
+            )
+    names = {arm.name for arms in loads.values() for arm in arms}
+    if len(names) > 1 and all(len(arms) < 2 for arms in groups.values()):
+        first, *others = [arm for arms in loads.values() for arm in arms]
+        other = [run for arm in others for run in arm.runs]
+        raise RunFolderError(
+            f"nothing to compare: the arms ran different traces ({differing(first.runs, other)}). "
+            "Report them separately, or run them on one trace"
+        )
+    return groups
+
+
+def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
+    """Tables, bars and findings at one load; the first arm is the baseline."""
+    baseline = arms[0]
+    at_load = f" at {load}" if load else ""
+    rates = (*RATES, *(SLO_METRICS if slo else ()))
+    rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
+    sections.comparisons += rows
+    num = num_replicates(arms)
+    inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
+    method = findings.interval_method(rows, num) if len(arms) > 1 else ""
+    is_new = all(method != other["method"] for other in sections.ablation)  # said once
+    group: dict[str, Any] = {"load": load, "method": method if is_new else ""}
+    args = (arms, baseline)
+    group["tables"] = [
+        tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
+        tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
+        tables.ablation_table(
+            f"What happened inside{at_load} (means over replicates)", *args, inside, (), report.margin, slo
+        ),
+    ]
+    effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
+    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
+    if effects:
+        parts = {"latency": LATENCY, "throughput": rates}
+        group["tables"] = [
+            tables.effects_table(
+                f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
+                [effect for effect in effects if effect.comparison.metric in part], report.margin,
+            )
+            for what, part in parts.items()
+        ] + group["tables"]  # fmt: skip
+    if len(arms) > 1:
+        group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
+        said = _said(rows, effects, arms, baseline, report.margin, num)
+        sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
+    sections.ablation.append({"plots": []} | group)
+
+
+def _said(
+    rows: Sequence[Comparison],
+    effects: Sequence[Effect],
+    arms: Sequence[Arm],
+    baseline: Arm,
+    margin: float,
+    num_replicates: int,
+) -> list[str]:
+    """The findings: of a replicated factorial design the main effects, else a few sentences on each arm.
+
+    Of an unreplicated factorial design only the arms one factor away from the baseline are told; the tables have all.
+    """
+    if effects and num_replicates > 1:
+        said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
+        return said + findings.best_arms(rows, baseline.name)
+    near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
+    by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
+    nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
+    return [
+        findings.arm_finding(
+            of_arm, f"{'Against' if nums[name] > 1 else 'On this one trace, against'} {baseline.name}", margin
+        )
+        for name, of_arm in by_arm.items()
+    ]
+
+
+def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
+    figure = plots.ablation_bars([row for row in rows if row.metric.path in _HEADLINE])
+    caption = (
+        "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
+        "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
+    )
+    title = f"Change against the baseline{f' at {load}' if load else ''}"
+    return sections.plot(figure, f"ablation_{index}", title, caption)
+
+
+def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput) -> None:
+    """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
+    load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
+    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
+    first = {arm.name: next(iter(replicates(arm).values())) for arm in ordered}
+    at_load = [run for arm in arms for run in arm.runs]
+    which = tables.replicate_name(next(iter(first.values())), at_load)
+    where = f"{f' at {load}' if load else ''}, {which}"
+    dropped = len(arms) - len(ordered)
+    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if dropped else ""
+    sections.plots.append(
+        sections.plot(
+            plots.latency_cdf(first),
+            "latency_cdf",
+            f"Latency distributions{where}",
+            f"Share of requests within a latency, queueing included.{note}",
+        )
+    )
+    runs = [run for arm in report.arms for run in arm.runs]
+    if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
+        every = {
+            arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
+            for arm in ordered
+        }
+        caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
+        figure = plots.throughput_latency(every)
+        sections.plots.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
+    shown = _timeline_choice(first)
+    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
+    if any(num_replicas(run) > 1 for run in shown.values()):
+        caption += " Of several replicas: the mean of their shares, and the sums of their queues."
+    figure = plots.timeline(shown)
+    sections.plots.append(sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption))
+
+
+def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
+    """The baseline and the arm whose mean TTFT is furthest from it."""
+    (name, base), *others = first.items()
+    reference = summary_value(base.summary, "ttft_s.mean") or 0.0
+
+    def distance(item: tuple[str, Run]) -> float:
+        return abs((summary_value(item[1].summary, "ttft_s.mean") or reference) - reference)
+
+    return {name: base} | (dict([max(others, key=distance)]) if others else {})
+
+
+def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
+    runs = [run for arm in report.arms for run in arm.runs]
+    everything = report.runs
+    links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
+    noise = fidelity.real_noise([pair.reals for pair in report.pairs])
+    replayed = [fidelity_findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay")]
+    clocks = fidelity_findings.unlike_clocks(replayed)
+    commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
+    measured = fidelity_section(report, sections, noise)
+    rankings: Mapping[str, Any] = measured["rankings"]
+    missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
+    versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
+    return {
+        "title": report.title,
+        "question": report.question or default_question(report.arms, baseline),
+        "ran": what_ran(everything),
+        "baseline": baseline_text(report, baseline),
+        "cautions": [
+            *findings.failed_checks(links, everything),
+            *missed,
+            *changed_sources(everything),
+            *fidelity_findings.too_noisy(noise),
+            *clocks,
+            *report.cautions,
+        ],
+        "findings": sections.findings,
+        "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
+        "slo": None if slo is None else tables.slo_text(slo),
+        "ablation": sections.ablation,
+        "plots": sections.plots,
+        "fidelity": {"warnings": [], "setup": None} | measured,
+        "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
+        "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
+        "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
+        "commands": [*commands, *([report.command] if report.command else [])],
+        "max_commands": MAX_COMMANDS,
+        "versions": [version for version in versions if version],
+        "runs": tables.runs_table(report.arms, links),
+        "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
+    }
+
+
+def _markdown(text: Any) -> str:
+    """Text that Markdown takes literally: markup characters are escaped, line ends become spaces."""
+    escaped = "".join(f"\\{char}" if char in "\\`*_[]<>|#" else char for char in str(text))
+    return " ".join(escaped.split("\n"))

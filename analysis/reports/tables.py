@@ -1,0 +1,242 @@
+"""The report's tables as plain cells, which the HTML and the Markdown template both print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, Pair, engine_of, infer_arms, replicates, stated_replicates
+from analysis.comparison.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
+from analysis.comparison.effects import Effect, by_factor
+from analysis.comparison.fidelity import RATES
+from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
+from analysis.load import Run, num_replicas, swept_keys
+from analysis.measures.checks import outline
+from analysis.measures.metrics import SLO
+from analysis.measures.summary import summary_value
+from analysis.naming import factor_name, is_seed
+
+MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
+
+
+class Cell(NamedTuple):
+    """A cell: its text, smaller lines under it, and a kind (better, worse, noise, head) for its look."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def ablation_table(
+    caption: str,
+    arms: Sequence[Arm],
+    baseline: Arm,
+    metrics: Sequence[Metric],
+    comparisons: Sequence[Comparison],
+    margin: float,
+    slo: SLO | None,
+) -> Table:
+    """Arms x metrics: the value, and for all but the baseline its change, interval and verdict."""
+    found = {(row.arm, row.metric.path): row for row in comparisons}
+    rows = []
+    for arm in [baseline, *[arm for arm in arms if arm.name != baseline.name]]:
+        is_baseline = arm.name == baseline.name
+        cells = [Cell(arm.name, ("baseline",) if is_baseline else (), "head")]
+        for metric in metrics:
+            row = found.get((arm.name, metric.path))
+            value = metric.write(mean_over_replicates(arm, metric, slo) if row is None else row.value)
+            if row is None:
+                cells.append(Cell(value))
+            else:
+                said = verdict_text(row, margin)
+                kind = {"better": "better", "worse": "worse"}.get(said, "noise")
+                size = "" if row.effect is None else f"d = {row.effect:.2g}"
+                cells.append(Cell(value, tuple(note for note in (interval_text(row), said, size) if note), kind))
+        rows.append(tuple(cells))
+    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
+
+
+def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:
+    """Factors x metrics: the main effect, its interval, verdict, and the range over single cells."""
+    groups = by_factor(effects)
+    metrics = list(dict.fromkeys(effect.comparison.metric.label for effect in effects))
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
+        cells = [Cell(factor_name(first.factor), (step, f"mean of {first.num_cells} pairs of arms"), "head")]
+        found = {effect.comparison.metric.label: effect for effect in group}
+        for label in metrics:
+            effect = found.get(label)
+            if effect is None or effect.comparison.estimate is None:
+                cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
+                continue
+            said = verdict_text(effect.comparison, margin)
+            notes = tuple(note for note in (bounds_text(effect.comparison), said) if note)
+            cells.append(Cell(change_text(effect.comparison), notes, said if said in ("better", "worse") else "noise"))
+        rows.append(tuple(cells))
+    return Table(caption, ("factor", *metrics), tuple(rows))
+
+
+def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Table:
+    """What was run, on what: one row a fact, its values joined where runs differ."""
+
+    def values(*keys: str) -> str:
+        found: list[str] = []
+        for run in runs:
+            value: Any = run.manifest
+            for key in keys:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value not in (None, "", [], {}):
+                found.append(_fact(value))
+        distinct = list(dict.fromkeys(found))
+        if len(distinct) > MAX_FACTS:
+            return f"{len(distinct)} different, the first: {'; '.join(distinct[:MAX_FACTS])}"
+        return "; ".join(distinct) or fmt.NOTHING
+
+    facts = [
+        ("trace", values("trace", "name")),
+        ("requests in the trace", values("trace", "num_requests")),
+        ("trace fingerprint", values("trace", "fingerprint")),
+        ("notes on the trace", values("trace", "notes")),
+        ("seeds", ", ".join(dict.fromkeys(fmt.plain(seed) for seed in seeds)) or fmt.NOTHING),
+        ("backend", values("backend")),
+        ("model", values("model")),
+        ("device", values("device")),
+        ("cost model", values("cost")),
+        ("attention", values("attention")),
+        ("GPU KV blocks × block size", f"{values('num_gpu_blocks')} × {values('block_size')}"),
+        *([("CPU KV blocks", values("num_cpu_blocks"))] if any(run.has_swapped for run in runs) else []),
+        *(_fleet_facts(values("num_replicas"), values("router")) if any(num_replicas(run) > 1 for run in runs) else []),
+        ("machine that ran it", values("machine")),
+        ("pace of the replay", values("replay", "pace")),
+        ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
+        ("code version", values("code_version")),
+        ("core", values("core")),
+        ("core compiled by", values("compiler")),
+        ("packages", values("versions")),
+        ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
+        ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
+    ]
+    rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
+    return Table(caption, ("", ""), rows)
+
+
+def _fleet_facts(nums: str, routers: str) -> list[tuple[str, str]]:
+    return [("replicas, each with blocks of its own", nums), ("router", routers)]
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {fmt.plain(item)}" for key, item in value.items() if item not in (None, ""))
+    return ", ".join(fmt.plain(item) for item in value) if isinstance(value, list) else fmt.plain(value)
+
+
+def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
+    """Metrics x pairs: real -> simulated, and the signed error below."""
+    labels = list(errors)
+    rows = []
+    for index, path in enumerate(next(iter(errors.values()))["metric"]):
+        is_rate = path.split(".")[-1] in RATES
+        unit = "tok/s" if "token" in path else "req/s"
+        cells = [Cell(metric_of(path).label, kind="head")]
+        for label in labels:
+            real, sim, error = (_float(errors[label][name].iloc[index]) for name in ("real", "sim", "error"))
+            written = [fmt.number(v, unit) if is_rate else fmt.seconds(v) for v in (real, sim)]
+            said = fmt.NOTHING if error is None else fmt.change(100 * error)
+            cells.append(Cell(" → ".join(written), (said,), "strong"))
+        rows.append(tuple(cells))
+    caption = "Each metric, real → simulated, and below it the signed relative error, (sim − real) / real"
+    return Table(caption, ("metric", *labels), tuple(rows))
+
+
+_SIDE_BY_SIDE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99")
+
+
+def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
+    """Policies and metrics x engines: what the simulator says, and what each engine did."""
+    found: dict[Path, dict[str, Run]] = {}
+    for pair in pairs:
+        found.setdefault(pair.sim.path, {"sim": pair.sim})[engine_of(pair.real)] = pair.real
+    names = {id(run): arm.name for arm in infer_arms([runs["sim"] for runs in found.values()]) for run in arm.runs}
+    rows = []
+    for runs in found.values():
+        for path in _SIDE_BY_SIDE:
+            values = [summary_value(runs[name].summary, path) if name in runs else None for name in ("sim", *engines)]
+            cells = [Cell(fmt.NOTHING if value is None else fmt.seconds(value)) for value in values]
+            policy = (names[id(runs["sim"])],) if len(found) > 1 else ()
+            rows.append((Cell(metric_of(path).label, policy, "head"), *cells))
+    return Table("The same trace and policy, simulated and on each engine", ("metric", "sim", *engines), tuple(rows))
+
+
+def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
+    """Per latency and pair: how far single requests are off."""
+    rows = []
+    for label, frame in errors.items():
+        for item in frame.to_dict("records"):
+            texts = [_float(item[name]) for name in ("median_error", "abs_error_p90", "abs_error_p99")]
+            median, *tails = [fmt.NOTHING if value is None else fmt.change(100 * value) for value in texts]
+            head = Cell(TIMES[str(item["metric"])], (label,) if len(errors) > 1 else (), "head")
+            counts = (Cell(fmt.number(item["num"])), Cell(fmt.number(item["num_unmatched"])))
+            rows.append((head, *counts, Cell(median), *[Cell(tail.lstrip("+")) for tail in tails]))
+    headers = ("latency", "requests", "in one run only", "median error", "P90 of |error|", "P99 of |error|")
+    return Table("Error of single requests, matched by id", headers, tuple(rows))
+
+
+def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
+    """Per metric: Kendall's tau of the policies' order, and both winners."""
+    rows = []
+    for item in ranking.to_dict("records"):
+        tau = _float(item["kendall_tau"])
+        same = {True: "yes", False: "no"}.get(item["same_winner"], fmt.NOTHING)
+        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
+        told_apart = item["num_told_apart"]
+        cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
+        cells += [str(item[name] or fmt.NOTHING) for name in ("sim_winner", "real_winner")]
+        rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))
+    headers = ("metric", "policies", "Kendall's τ", "pairs ordered alike", "best in sim", "best in real", "same")
+    caption = (
+        f"Do simulator and real engine rank the policies alike{f' at {load}' if load else ''}? "
+        "Kendall's τ is 1 for the same order, 0 for unrelated orders and −1 for the reverse."
+    )
+    return Table(caption, headers, tuple(rows))
+
+
+def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(arm, replicate, link) of every run."""
+    every = [run for arm in arms for run in arm.runs]
+    return [
+        (arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in replicates(arm).values()
+    ]
+
+
+def replicate_name(run: Run, every: Sequence[Run]) -> str:
+    """Its seed, and those settings of the trace that were called replicates, as far as runs differ in them."""
+    keys = [key for key in swept_keys(every) if key.split(".")[0] == "trace" and not is_seed(key)]
+    stated = stated_replicates(every)
+    told = [fmt.plain(run.flat_config.get(key)) for key in keys if any(key.startswith(name) for name in stated)]
+    seeds = {one.manifest.get("seed") for one in every}
+    return ", ".join([*told, *([f"seed {fmt.plain(run.manifest.get('seed'))}"] if len(seeds) > 1 or not told else [])])
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None or value != value else float(value)
+
+
+def slo_text(slo: SLO) -> str:
+    """The limits in words."""
+    names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency"}
+    parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in slo.limits.items()]
+    return fmt.listing(parts)

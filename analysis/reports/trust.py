@@ -1,0 +1,199 @@
+"""How far to trust a report: one light each for fidelity, prices, replicates, load and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, Pair, grouped, num_replicates
+from analysis.comparison.compare import metric_of
+from analysis.comparison.fidelity import worst_errors
+from analysis.load import Run
+from analysis.measures.checks import failures
+from analysis.reports.cautions import is_outrun, num_ignored
+from analysis.reports.fidelity_findings import not_measured_on, num_picked
+from analysis.reports.first_screen import Compared
+
+_DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
+_FEW = 5  # replicates: below, intervals are wide
+_MOSTLY = 0.75  # of the requests: what replicates share says as much as what they do not
+_NEAR, _FAR = 0.05, 0.15  # of measured errors
+_ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens_per_s")
+
+Level = Literal["good", "fair", "poor"]
+_LEVELS = ("good", "fair", "poor")
+
+
+class Trust(NamedTuple):
+    """One light: what it is about, how far to trust it, and why."""
+
+    about: str
+    level: Level
+    why: str
+
+
+def trust(
+    groups: Sequence[Compared],
+    pairs: Sequence[Pair],
+    errors: Mapping[str, pd.DataFrame],
+    rankings: Mapping[str, pd.DataFrame] = {},
+    num_left_out: int = 0,
+) -> list[Trust]:
+    """The lights: fidelity, prices, replicates, load, records. errors, rankings: of the pairs, by label and by load, as
+    analysis/comparison/fidelity.py makes them. num_left_out: runs that failed or did not end."""
+    arms = [arm for group in groups for arm in group.arms]
+    runs = [run for arm in arms for run in arm.runs]
+    lights = [_fidelity(arms, pairs, errors, rankings)]
+    if any(run.manifest.get("backend") == "sim" for run in runs):
+        lights.append(_prices(runs))
+    lights.append(_replicates(groups, runs))
+    lights.append(_load(groups))
+    return [*lights, _records(arms, num_left_out)]
+
+
+def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
+    num = min((num_replicates(group.arms) for group in groups if group.arms), default=0)
+    if num < 2:
+        return Trust("replicates", "poor", "one replicate: nothing says how the result varies between traces")
+    given = grouped((step for run in runs for step in _steps(run)), lambda step: str(step.get("name")))
+    drawn = [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
+    stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
+    others = [f"other {name}" for name in dict.fromkeys(stated) if name != "trace.transforms" or not drawn]
+    how = f", by {fmt.listing([*drawn, *others])}" if drawn or others else ""
+    found = [_shared([run for arm in group.arms for run in arm.runs], drawn) for group in groups]
+    level, shared = max(found, key=lambda one: _LEVELS.index(one[0]))
+    return Trust("replicates", level if num >= _FEW or level == "poor" else "fair", f"{num} replicates{how}{shared}")
+
+
+def _steps(run: Run) -> list[Mapping[str, Any]]:
+    """The trace's transformations."""
+    return [step for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
+
+
+def _shared(runs: Sequence[Run], drawn: Sequence[str]) -> tuple[Level, str]:
+    """The most that replicates of one load are worth, which have requests in common; and what is to be said of that."""
+    narrow = "intervals are narrower than those of other traces would be"
+    if any(early_end > late_start for (_, early_end), (late_start, _) in pairwise(sorted(set(map(_window, runs))))):
+        return "poor", f": their windows overlap, so {narrow}"
+    steps = [step for run in runs for step in _steps(run)]
+    kept = [float(step.get("fraction", 1.0)) for step in steps if step.get("name") == "thin"]
+    if not {"window", "bootstrap", "sample_sessions"}.isdisjoint(drawn):
+        return "good", ""
+    if kept:
+        told = f": each shares {fmt.share(max(kept))} of another's requests, so {narrow}"
+        return "poor" if max(kept) > _MOSTLY else "fair", told
+    if any(step.get("name") == "set_rate" and step.get("by") == "thin" for step in steps):
+        return "fair", f": each shares a part of another's requests, so {narrow}"
+    if "jitter" in drawn:
+        return "poor", " of the same requests: how the result hangs on exact arrivals, and nothing of other traces"
+    return "good", ""
+
+
+def _window(run: Run) -> tuple[float, float]:
+    """What is cut out of its trace, in s."""
+    spans = [(run.flat_config.get("trace.start_s"), run.flat_config.get("trace.end_s"))]
+    spans += [(step.get("start_s"), step.get("end_s")) for step in _steps(run) if step.get("name") == "window"]
+    return max(start or 0.0 for start, _ in spans), min(float("inf") if end is None else end for _, end in spans)
+
+
+def _ignoring(arms: Sequence[Arm]) -> str:
+    """The arms that ignored requests, "" for none."""
+    return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
+
+
+def _load(groups: Sequence[Compared]) -> Trust:
+    arms = [arm for group in groups for arm in group.arms]
+    if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
+        return Trust("load", "fair", "not judged: requests came all at once")
+    beyond = _where_so(groups, is_outrun)
+    untold = _where_so(groups, lambda run: run.summary["steadiness"]["is_outrun"] is None)
+    said = [f"beyond the capacity of {beyond}"] * bool(beyond)
+    if untold:
+        said.append(f"not judged for {untold}: the trace ends before it shows whether the engine keeps up")
+    if said:
+        return Trust("load", "fair", "; ".join(said))
+    if ignored := _ignoring(arms):
+        return Trust("load", "fair", f"{ignored} ignored requests: less was served than came")
+    return Trust("load", "good", "every arm kept up with what came")
+
+
+def _where_so(groups: Sequence[Compared], is_so: Callable[[Run], bool]) -> str:
+    """The arms of which some run is so, at their loads; one name for all."""
+    by_load: dict[str, str] = {}
+    for group in groups:
+        names = [arm.name for arm in group.arms if any(map(is_so, arm.runs))]
+        if names:
+            by_load[group.load] = "every arm" if len(names) == len(group.arms) > 1 else fmt.listing(names)
+    by_name = grouped(by_load, lambda load: by_load[load])
+    told = [f"{who}{f' at {fmt.listing(loads)}' if any(loads) else ''}" for who, loads in by_name.items()]
+    is_all = list(by_name) == ["every arm"] and len(by_load) == len(groups) > 1
+    return "every arm" if is_all else "; ".join(told)
+
+
+def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:
+    runs = [run for arm in arms for run in arm.runs]
+    failed = [text for run in runs for text in failures(run.summary["checks"])]
+    if failed:
+        return Trust("records", "poor", failed[0])
+    known = [check["holds"] for run in runs for check in run.summary["checks"].values()]
+    if not all(known):
+        return Trust("records", "fair", "not all checks could be made; the setup says which")
+    if num_left_out:
+        return Trust("records", "fair", f"{num_left_out} of the runs failed or did not end, and say nothing here")
+    if ignored := _ignoring(arms):
+        return Trust("records", "fair", f"requests of {ignored} were ignored, and have no latency")
+    return Trust("records", "good", "all checks hold")
+
+
+_PRICES: dict[str, tuple[Level, str]] = {
+    "calibrated": ("good", "fitted to a measured profile, and inside of it"),
+    "recorded": ("good", "a real run's own"),
+    "tables": ("fair", "looked up in tables of measured operators"),
+    "roofline": ("fair", "from a data sheet"),
+}
+
+
+def _prices(runs: Sequence[Run]) -> Trust:
+    notes = [note for run in runs for note in run.manifest.get("cost_notes") or []]
+    if notes:
+        return Trust("prices", "fair", notes[0])
+    known = [_PRICES.get(str(run.manifest.get("cost")), ("poor", "made up: they show a mechanism")) for run in runs]
+    worst = max(known, key=lambda one: _LEVELS.index(one[0]))
+    return Trust("prices", *worst)
+
+
+def _fidelity(
+    arms: Sequence[Arm],
+    pairs: Sequence[Pair],
+    errors: Mapping[str, pd.DataFrame],
+    rankings: Mapping[str, pd.DataFrame],
+) -> Trust:
+    runs = [run for arm in arms for run in arm.runs]
+    if all(run.manifest.get("backend") != "sim" for run in runs):
+        return Trust("fidelity", "good", "measured on a real engine, nothing is simulated")
+    if not pairs:
+        return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
+    found = worst_errors(errors.values())
+    worst = {path: found[path] for path in _ERRORS if path in found}
+    told = fmt.listing(
+        [
+            f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %"
+            for path in (*_ERRORS, "ttft_s.p99")
+            if path in found
+        ]
+    )
+    most = max(worst.values(), default=1.0)
+    level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
+    num_same, num_clear = num_picked(rankings)
+    if num_same < num_clear:
+        level = "poor" if level == "poor" or 2 * num_same <= num_clear else "fair"
+        told += f"; of {num_clear} best policies of the engine it picks {num_same}"
+    other = [word for word, names in not_measured_on(arms, pairs).items() if names]
+    if other:
+        level = "poor" if level == "poor" else "fair"
+        return Trust("fidelity", level, f"of another {fmt.listing(other)}: errors up to {told}")
+    return Trust("fidelity", level, f"measured on this model and device: errors up to {told}")

@@ -1,0 +1,349 @@
+"""Profiles the real engine and fits the simulator's prices to it: the measuring half of every sim-against-real table.
+
+The profile is a set of steps that the ordinary loop ran, so a measured step holds everything that a step costs:
+scheduling, input preparation, forward pass, sampling, host overheads. real/profiler brings the grid's about.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.names import device_named
+from experiments.runs.collector import fewer_collections
+from experiments.runs.environment import describe_driver, describe_versions
+from experiments.wiring import build
+from experiments.wiring.build_engine import build_real_backend, computes_beside
+from real.config import RealConfig
+from sim.cost.calibrated import Calibration
+from sim.cost.calibration import calibrate
+from sim.cost.calibration_file import save_calibration
+from sim.cost.linear import fit_linear, save_fit
+from testbed.core.commands import StepView
+from testbed.core.interfaces import Recorder
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
+from testbed.policies.config import SchedulerConfig
+from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords, Recorders
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter
+from testbed.specs.profiles import Profile, ProfileManifest, number_repeats, write_profile
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
+from testbed.traces.inbox import TraceInbox
+from testbed.traces.schema import Trace
+
+if TYPE_CHECKING:  # it needs numpy, and a torch engine to be of any use
+    from real.clocks import Clock
+    from real.profiler.measure import Profiled, Recorded, Unit
+
+PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
+PROFILE_SEED = 1_000_003  # of the profiling traces: not a seed that an experiment would use
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured. is_quick: a coarse grid. repeats: of each step of the grid. num_requests: of the largest
+    ordinary load; 0: no loads. max_s: when it ends with what there is."""
+
+    is_quick: bool = False
+    repeats: int = 3
+    num_requests: int = 24
+    max_s: float = 540.0
+
+
+QUICK = Extent(is_quick=True, repeats=2, num_requests=10)
+
+
+def profile(config: RunConfig, extent: Extent = QUICK, *, command: str = "") -> Profile:
+    """As `measure_profile`, all of it. Raises KeyboardInterrupt if it was interrupted."""
+    measurement = measure_profile(config, extent, command=command)
+    if measurement.profiled.is_interrupted:
+        raise KeyboardInterrupt
+    return measurement.profile
+
+
+class Measurement(NamedTuple):
+    """profiled: how much of what was wanted was measured. num_gpu_blocks: of the engine. clock: see its `describe`."""
+
+    profile: Profile
+    profiled: Profiled
+    num_gpu_blocks: int
+    clock: dict[str, Any] | None
+
+
+def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> Measurement:
+    """Steps of the real engine of `config`, for a cost model to be fitted to: a designed grid, and ordinary loads.
+
+    The grid says what each size costs on its own; the loads, whole-prompt and chunked, from one running sequence to as
+    many as fit, have batches as runs have them. Traces are generated for this purpose only, so what is predicted later
+    was not seen here. Raises ConfigError if the engine has no room for steps.
+    """
+    backend: Any = build_real_backend(config, swaps=True)  # their time is measured too
+    from real.clocks import make_clock
+    from real.profiler.measure import measure
+
+    assert isinstance(config.backend, RealConfig), "only the real engine is profiled"
+    pace = "probe_scaled" if config.backend.pace == "probe_scaled" else "as_fast_as_possible"
+    clock = make_clock(replace(config.backend, pace=pace), backend)
+    with tempfile.TemporaryDirectory(prefix="testbed-profile-") as scratch, closing(backend):
+        measured = (config, backend, clock, extent, Path(scratch))
+        units = [*_grid(*measured), *_loads(*measured)]
+        num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
+        bar = tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5)
+        with bar, fewer_collections():  # as runs have it
+            profiled = measure(
+                units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
+            )
+    manifest = replace(_manifest(config, backend, command), probe_ns=getattr(clock, "probe_ns", None))
+    profile = Profile(manifest, number_repeats(profiled.steps))
+    return Measurement(profile, profiled, backend.num_gpu_blocks, clock.describe())
+
+
+def together(*profiles: Profile) -> Profile:
+    """Profiles of the same engine, measured by the same clock, as one, under the manifest of the first."""
+    assert len({one.manifest.probe_ns for one in profiles}) == 1, "times of different probes do not go together"
+    steps = [(step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps]
+    return Profile(profiles[0].manifest, number_repeats(steps))
+
+
+def _is_cpu(backend: RealConfig) -> bool:
+    from real.device import resolve_device
+
+    return resolve_device(backend.device).type == "cpu"
+
+
+def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
+    assert isinstance(config.backend, RealConfig)
+    is_cpu = _is_cpu(config.backend)
+    captured_decodes, captured_tokens = backend.largest_captured
+    return ProfileManifest(
+        device="cpu" if is_cpu else device_named(backend.device_description) or config.device.name,
+        device_description=backend.device_description,
+        driver="" if is_cpu else describe_driver(),
+        versions=describe_versions(),
+        attention=backend.attention_name,
+        captured_decodes=captured_decodes,
+        captured_tokens=captured_tokens,
+        model={name: value for name, value in asdict(config.model).items() if name != "path"},
+        block_size=config.cache.block_size,
+        dtype="fp8" if config.model.dtype == "fp8" else config.backend.dtype or config.model.dtype,
+        kv_dtype=config.cache.kv_dtype,
+        sliding_window=config.sliding_window,
+        tensor_parallel_size=config.tensor_parallel_size,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The cost model that predicts a profile's left-out steps best, and the overrides that choose it."""
+
+    cost: str
+    overrides: list[str]
+    description: str
+    calibration: Calibration
+
+
+def fit_and_save(measured: Profile, folder: Path) -> Fitted:
+    """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profile(folder / PROFILE_FILE, *measured)
+    calibration = calibrate(measured)
+    save_calibration(calibration, folder / "calibrated-cost.json")
+    linear = fit_linear(
+        [(step.shape, step.total_ns) for step in measured.steps], sliding_window=measured.manifest.sliding_window
+    )
+    about = {"model": measured.manifest.model["name"], "block_size": measured.manifest.block_size}
+    save_fit(linear, folder / "linear-cost.json", **about)
+    best = calibration.quality["all"]
+    errors = {
+        "calibrated": (best.median, best.p90),
+        "linear": (linear.median_relative_error, linear.p90_relative_error),
+    }
+    cost = min(errors, key=lambda name: sum(errors[name]))
+    other = "linear" if cost == "calibrated" else "calibrated"
+    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}"]
+    if cost == "calibrated":
+        overrides.append(f"device={measured.manifest.device}")
+    description = (
+        f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
+        f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"
+    )
+    return Fitted(cost, overrides, description, calibration)
+
+
+def describe(calibration: Calibration) -> str:
+    """The fit as text: errors by region, coefficients, curves, range."""
+    manifest = calibration.manifest
+    lines = [
+        f"{manifest.model['name']} ({manifest.dtype}) on {manifest.device} ({manifest.device_description}), "
+        f"attention {manifest.attention or '-'}, block size {manifest.block_size}",
+        f"relative error of shapes that were left out ({calibration.num_folds} folds)",
+        f"  {'region':<8} {'steps':>7} {'shapes':>7} {'median':>8} {'P90':>8} {'bias':>8}   repeats differ by",
+    ]
+    for region, quality in calibration.quality.items():
+        noise = "-" if quality.noise is None else f"{quality.noise:.1%}"
+        errors = f"{quality.median:>8.1%} {quality.p90:>8.1%} {quality.bias:>+8.1%}"
+        lines.append(f"  {region:<8} {quality.num_steps:>7,} {quality.num_shapes:>7,} {errors}   {noise}")
+    lines.append("coefficients, ns")
+    lines += [f"  {name:<22} {value:>14,.4g}" for name, value in asdict(calibration.coefficients).items()]
+    for name, curve in (("decode", calibration.decode_curve), ("prefill", calibration.prefill_curve)):
+        lines.append(f"{name} curve: " + ", ".join(f"{tokens} -> {ns / 1e6:.3g} ms" for tokens, ns in curve))
+    lines.append("profiled range")
+    for region, features in calibration.ranges.items():
+        spans = ", ".join(f"{name} {low:,} to {high:,}" for name, (low, high) in features.items())
+        lines.append(f"  {region:<8} {spans}")
+    return "\n".join(lines)
+
+
+# --- what is measured ---
+
+
+def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
+    """The episodes of the grid, under a scheduler that plans what comes."""
+    assert isinstance(config.backend, RealConfig)
+    from real.profiler.grid import Room, anywhere, design
+    from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
+
+    fill_with_noise(backend.cache.gpu.whole)
+    bounds = build.limits(config)
+    room = Room(
+        config.cache.block_size, backend.num_gpu_blocks, backend.num_cpu_blocks,
+        bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
+    )  # fmt: skip
+    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    # a CPU reads blocks that lie anywhere more slowly than neighbours
+    scattered = anywhere(pools.num_gpu_blocks, PROFILE_SEED) if _is_cpu(config.backend) else []
+
+    def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
+        plain = SchedulerConfig(
+            "profiler", composition="prefill_first" if decodes_wait else "unified", max_num_seqs=bounds.max_num_seqs,
+            max_num_batched_tokens=budget, max_model_len=bounds.max_model_len, watermark=0.0,
+        )  # fmt: skip
+        cache = replace(config.cache, watermark=None, eviction="lru")
+        if caching is not None:
+            cache = replace(cache, prefix_caching=caching)
+        scheduler = build.build_scheduler(replace(config, scheduler=plain, cache=cache), pools)
+        if scattered:
+            scheduler.blocks.hand_out_in(scattered)
+        return scheduler
+
+    sampling = replace(build.sampling_params(config), n=1, best_of=None, beam_width=0)
+    bench = Bench(
+        backend, clock, room, make_scheduler, partial(_recorded, config, scratch), build.vocab_size(config), sampling
+    )
+    return [
+        Unit(partial(run_episode, bench, episode, number))
+        for number, episode in enumerate(design(room, is_quick=extent.is_quick, seed=PROFILE_SEED))
+    ]
+
+
+@contextmanager
+def _recorded(config: RunConfig, scratch: Path, recorder: Recorder) -> Iterator[Recorded]:
+    """The recorder, beside those of a real run, for which steps pay as that run's do: on a GPU they are late."""
+    from real.late_records import LateRecords
+
+    records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl", decision)
+    with closing(records), closing(tape):
+        if not computes_beside(config):
+            yield Recorders(records, tape, recorder), None
+            return
+        with closing(LateRecords().of(Recorders(records, tape))) as late:
+            yield Recorders(late, recorder), late.catch_up
+
+
+_COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # with a budget, or the own
+
+
+def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
+    """Ordinary loads, each under each way to batch them."""
+    from real.profiler.measure import Unit
+
+    if not extent.num_requests:
+        return []
+    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    longest = max(
+        16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
+    )
+    a_load = partial(_load_steps, config, backend, clock, pools)
+    return [
+        Unit(partial(a_load, composition, budget, trace, scratch), is_repeated=False)
+        for composition, budget in _COMPOSITIONS
+        for trace in _traces(extent.num_requests, longest)
+    ]
+
+
+def _load_steps(
+    config: RunConfig,
+    backend: Any,
+    clock: Clock,
+    pools: build.Pools,
+    composition: str,
+    budget: int | None,
+    trace: Trace,
+    scratch: Path,
+) -> list[tuple[BatchShape, Spans, int]]:
+    """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
+    from real.driver import run as drive
+
+    changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
+    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
+    collector = _Collector()
+    with _recorded(config, scratch, collector) as (recorder, catch_up):
+        loop = serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder)
+        drive(loop, backend, clock, catch_up=catch_up)
+    return collector.steps
+
+
+class _Collector(NoRecords):
+    """Keeps shape, spans and duration of each step. A `Recorder`."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[BatchShape, Spans, int]] = []
+
+    def committed(self, step: StepView) -> None:
+        if not step.plan.shape.is_empty:
+            self.steps.append((step.plan.shape, step.result.spans, step.end_ns - step.plan_ns))
+
+
+def _traces(num_requests: int, max_tokens: int) -> list[Trace]:
+    """Traces that tell the coefficients apart: batch size, context, prompt length and cached prefix vary on their own.
+
+    Many short contexts; as many of mixed length; few long ones; and users who come back at once, a few and more, whose
+    turns hit the cache: between their prompts are but a few decodes of contexts that differ, as in traffic.
+    """
+    few = max(2, num_requests // 4)
+    users = {"arrival": "all_at_once", "think_time_s": 0.0}
+    shapes: list[tuple[int, int, int, dict[str, Any]]] = [
+        (num_requests, 8, max(8, max_tokens // 16), {"arrival": "all_at_once"}),
+        (num_requests, 8, max(8, max_tokens // 2), {"arrival": "all_at_once"}),
+        (few, max_tokens // 2, max_tokens, {"arrival": "all_at_once"}),
+        (num_requests, 8, max(8, max_tokens // 4), {**users, "min_turns": 3, "max_turns": 3}),
+        (num_requests, 8, max(8, max_tokens // 8), {**users, "min_turns": 8, "max_turns": 8}),
+    ]
+    return [
+        generate(
+            SyntheticConfig(
+                num_requests=count,
+                prompt=LengthConfig("uniform", min_tokens=shortest, max_tokens=longest),
+                output=LengthConfig("uniform", min_tokens=8, max_tokens=96),
+                max_session_tokens=max_tokens + 96,
+                **options,
+            ),
+            PROFILE_SEED + index,
+        )
+        for index, (count, shortest, longest, options) in enumerate(shapes)
+    ]

@@ -1,0 +1,183 @@
+"""`testbed calibrate`: a profile of the real engine, and cost models fitted to it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.commands.arguments import Parser
+from testbed.checks import require, require_whole
+from testbed.errors import ConfigError, RunFolderError
+
+if TYPE_CHECKING:
+    from experiments.calibration.calibrate import Extent, Measurement
+    from testbed.specs.profiles import Profile
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
+    options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
+    if command != "all" and options.out is not None and options.out.exists() and not options.overwrite:
+        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    return _COMMANDS.get(command, _all)(options, shlex.join(["testbed", "calibrate", *arguments]))
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    name = "testbed calibrate" if command == "all" else f"testbed calibrate {command}"
+    parser = Parser(
+        name,
+        description={
+            "all": "Profile the real engine, fit cost models to it, write both into a folder.",
+            "profile": "Run the real engine over a grid of steps and ordinary loads; write what steps took.",
+            "fit": "Fit cost=calibrated to a profile, cross-validate, write the fit.",
+        }[command],
+        epilog="Parts of it: `testbed calibrate profile`, `testbed calibrate fit`." if command == "all" else None,
+    )
+    if command == "fit":
+        parser.add_argument("profile", type=Path, help="a profile's .parquet (docs/cost-models.md)")
+        parser.add_argument("--out", type=Path, help="where to write the fit (.json), for cost.path")
+        parser.add_argument("--folds", type=int, default=5, help="of the cross-validation (5)")
+    else:
+        parser.add_argument("overrides", nargs="*", help="key=value pairs, as of `testbed run`")
+        parser.add_argument("--quick", action="store_true", help="a coarse grid, each step twice, small loads")
+        parser.add_argument("--repeats", type=int, help="of each step of the grid (3; quick: 2)")
+        parser.add_argument("--requests", type=int, help="of the largest ordinary load; 0: none (24; quick: 10)")
+        parser.add_argument("--max-seconds", type=float, help="end then, with what there is (540)")
+        parser.add_argument(
+            "--out", type=Path, required=command == "profile",
+            help="where to write the profile (.parquet)" if command == "profile"
+            else "folder of profile and fits (runs/calibration-<model>-<time>)",
+        )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    return parser
+
+
+def _fit(options: argparse.Namespace, command: str) -> int:
+    from experiments.calibration.calibrate import describe
+    from sim.cost.calibration import calibrate
+    from sim.cost.calibration_file import save_calibration
+    from testbed.specs.profiles import read_profile
+
+    require_whole("--folds", options.folds, 2, 20)
+    calibration = calibrate(read_profile(options.profile), options.folds)
+    if options.out is not None:
+        save_calibration(calibration, options.out)
+    print(describe(calibration))
+    if options.out is not None:
+        print(f"wrote {options.out}; use it with cost=calibrated cost.path={options.out}")
+    return 0
+
+
+def _profile(options: argparse.Namespace, command: str) -> int:
+    from testbed.specs.profiles import write_profile
+
+    measurement = _measure(options, command, _extent(options), options.out.parent)
+    write_profile(options.out, *measurement.profile)
+    print(_written(options.out, measurement.profile))
+    return _ending(measurement)
+
+
+def _all(options: argparse.Namespace, command: str) -> int:
+    from experiments.calibration.calibrate import PROFILE_FILE, describe, fit_and_save
+    from testbed.specs.profiles import write_profile
+
+    for item in options.overrides:
+        if "=" not in item:
+            raise ConfigError(f"`testbed calibrate {item}`: expected key=value pairs, or one of {', '.join(_COMMANDS)}")
+    extent = _extent(options)
+    folder: Path = options.out or _default_folder(options.overrides)
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not options.overwrite:
+        raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
+    measurement = _measure(options, command, extent, folder)
+    file = folder / PROFILE_FILE
+    write_profile(file, *measurement.profile)  # before the fit, which may refuse a part of a profile
+    print(_written(file, measurement.profile))
+    fitted = fit_and_save(measurement.profile, folder)
+    print(describe(fitted.calibration))
+    print(f"best         {fitted.description}")
+    print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
+    print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
+    return _ending(measurement)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {"fit": _fit, "profile": _profile}
+
+
+def _default_folder(overrides: list[str]) -> Path:
+    from experiments.configuration.compose import compose_config
+
+    name = compose_config(["backend=real", *overrides]).model.name
+    return Path("runs", f"calibration-{name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}")
+
+
+def _extent(options: argparse.Namespace) -> Extent:
+    """Raises ConfigError for what cannot be measured."""
+    from experiments.calibration.calibrate import QUICK, Extent
+
+    given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
+    known = {name: value for name, value in given.items() if value is not None}
+    extent = replace(QUICK if options.quick else Extent(), **known)
+    require_whole("--repeats", extent.repeats, 1, 100)
+    if extent.num_requests:
+        require_whole("--requests", extent.num_requests, 4, 10_000, also=", or 0 for no loads")
+    require("--max-seconds", extent.max_s, extent.max_s > 0, "a finite number above 0")
+    return extent
+
+
+def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:
+    """folder: of what is measured. Raises ConfigError if there is nothing to measure, or nothing was."""
+    from experiments.calibration.calibrate import measure_profile
+    from experiments.configuration.compose import compose_config
+    from experiments.runs.run_folder import require_writable
+
+    config = compose_config(["backend=real", *options.overrides])
+    if not config.is_real:
+        raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
+    require_writable(folder)
+    weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9
+    print(
+        f"profile      {config.model.name}, {weights_gb:.3g} GB of weights: they are made or read first, then steps "
+        f"are measured for at most {extent.max_s:.0f} s (--max-seconds)",
+        flush=True,
+    )
+    measurement = measure_profile(config, extent, command=command)
+    if not measurement.profile.steps:
+        raise ConfigError(f"nothing was measured: {measurement.profiled.ended_by}; raise --max-seconds")
+    return measurement
+
+
+def _written(file: Path, profile: Profile) -> str:
+    num_shapes = len({step.shape for step in profile.steps})
+    return f"wrote {file}: {len(profile.steps):,} steps of {num_shapes:,} shapes on {profile.manifest.device}"
+
+
+def _ending(measurement: Measurement) -> int:
+    """Says by what clock it was measured, and if not all was; the exit status."""
+    from experiments.commands.listing import clock_line
+
+    profiled = measurement.profiled
+    if measurement.clock is not None:
+        print(clock_line(measurement.clock))
+    if profiled.ended_by is None:
+        return 0
+    print(
+        f"note         the profile is a part: {profiled.ended_by} after {profiled.num_units:,} of "
+        f"{profiled.num_wanted:,} episodes, which came in random order"
+    )
+    return INTERRUPTED if profiled.is_interrupted else 0
+
+
+def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
+    """The command that simulates what was profiled, at its prices."""
+    kept = [item for item in overrides if not item.startswith(("backend", "device=", "cache.num_gpu_blocks"))]
+    device = f"device={measurement.profile.manifest.device}"
+    pool = f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"
+    return ["testbed", "run", *kept, *dict.fromkeys([device, *fitted]), pool]

@@ -1,0 +1,280 @@
+"""`testbed run`: the Hydra app around `experiments.runs.run.execute`. Sweeps are experiments/sweeps/sweep.py's."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import redirect_stderr, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.commands.arguments import UsageError
+from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
+from experiments.configuration.config import RunConfig, register
+from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable
+from experiments.runs.environment import ask_early
+from experiments.runs.origin import Origin, kept_in
+from experiments.runs.run import INTERRUPTED, RunResult, execute
+from experiments.runs.run_folder import check_priced, named_folder, read_config
+from hydra_plugins.testbed_sweeper import PointsSweeper
+from testbed.errors import ConfigError, TestbedError
+from testbed.foreign_text import nearest
+
+
+class RunFailedError(TestbedError):
+    """A run ended partial, or with requests that could never fit; its folder says more."""
+
+
+def run_app(arguments: list[str]) -> int:
+    """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
+    arguments = [_with_quotes(item) for item in _with_searched(arguments)]
+    sources = [item for item in arguments if item.startswith("from=")]
+    if sources:
+        return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
+    ask_early()
+    flags, overrides = _split(arguments)
+    if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
+        sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
+        swept = with_swept(overrides) if sweeps else overrides
+        check(swept, is_sweep=sweeps)
+        overrides = _for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides
+    register()
+    Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["testbed run", *flags, *overrides]  # argparse wants flags first
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
+    try:
+        with in_one_line(overrides), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
+            hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(_job)()
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return 0
+
+
+def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
+    """What Hydra is given. Raises ConfigError where another sweeper than ours would give every point every key."""
+    others = [item for item in overrides if item.startswith("hydra/sweeper=") and item != "hydra/sweeper=testbed"]
+    partial = [item for item, made in zip(overrides, of_points, strict=True) if item != made]
+    if others and partial:
+        raise ConfigError(
+            f"{partial[0]}: some of the swept options have no such key; leave out {others[0]}, or the key"
+        )
+    return of_points
+
+
+_SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+_PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
+_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
+_UNCHECKED = {"--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
+_ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+_FLAGS = (  # Hydra's
+    *("--help", "--hydra-help", "--version", "--resolve", "--run", "--config-dir"), *_PRIMARY, *_WITH_VALUE, *_ACTIONS
+)  # fmt: skip
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that there are not, or that
+    exclude each other."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for item in arguments:
+        is_value = bool(flags) and flags[-1] in _WITH_VALUE and "=" not in item
+        (flags if item.startswith("-") or is_value else overrides).append(item)
+        name = item.partition("=")[0]
+        if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # they may be shortened
+            raise UsageError(
+                f"unrecognized arguments: {item}; {nearest(name, _FLAGS)}`testbed run --help` lists what there is"
+            )
+    if others := [item for item in flags if item.partition("=")[0] in _PRIMARY]:
+        raise ConfigError(
+            f"{others[0]}: a run has one configuration; options of your own, as experiment/mine.yaml, go into a folder "
+            "that --config-dir names"
+        )
+    actions = [item for item in flags if item.partition("=")[0] in _ACTIONS]
+    if len(actions) > 1:
+        raise ConfigError(f"{' and '.join(actions)} ask for different things; give one")
+    return flags, overrides
+
+
+def _with_searched(arguments: list[str]) -> list[str]:
+    """The arguments with hydra.searchpath for --config-dir, which says the same: a point's command repeats it."""
+    made: list[str] = []
+    left = iter(arguments)
+    for item in left:
+        flag, equals, value = item.partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            made.append(item)
+            continue
+        named = value if equals else next(left, "")
+        folder = Path(named).absolute()
+        if not named.strip() or not folder.is_dir():
+            raise ConfigError(f"{flag} is {named!r}; name a folder of your own options, as {flag}=my_conf")
+        made.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
+    return made
+
+
+def _with_quotes(argument: str) -> str:
+    """As the shell gives it: Hydra's grammar has few characters outside quotes, and a folder's comma is no sweep."""
+    key, equals, value = argument.partition("=")
+    if key in ("hydra.run.dir", "hydra.sweep.dir") and equals:
+        named_folder(key, value.strip("'\""))
+        if "," in value and "${" not in value and value[0] not in "'\"":
+            return f"{key}={literal(value)}"
+    return argument if argument.startswith(("-", "from=")) else readable(argument)
+
+
+class _WithoutFraming:
+    """Standard error without Hydra's line before an error of ours and without usage: one line says it better."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not text.startswith(("Error executing job with overrides", "usage: ")):
+            self._stream.write(text.removeprefix("testbed run: "))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _job(node: DictConfig) -> dict[str, Any] | None:
+    """What Hydra runs: a run, or with another sweeper than ours a point.
+
+    Of a sweep's failures only the first is raised: each is printed.
+    """
+    info = HydraConfig.get()
+    folder = Path(info.runtime.output_dir)
+    try:
+        return _run_point(node, folder) if info.mode is RunMode.MULTIRUN else _run_once(node, folder)
+    except TestbedError as error:
+        if info.mode is RunMode.MULTIRUN:
+            print(f"failed       {folder}: {error}")
+        raise
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # Hydra has made it: it goes where nothing was written
+
+
+def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
+    info = HydraConfig.get()
+    if swept := info.sweeper.get("params"):
+        raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
+    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
+    return _finish(_executed(_config_of(node), folder, of_hydra))
+
+
+def _config_of(node: DictConfig) -> RunConfig:
+    raw = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(raw, dict)
+    config = RunConfig.from_container({str(key): value for key, value in raw.items()})
+    return checked(_given("task"), config)
+
+
+def _given(kind: str) -> list[str]:
+    """The overrides of this kind (task, hydra) as they were given: a text may hold what would be resolved."""
+    overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
+    return [str(item) for item in overrides]
+
+
+def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
+    register()  # a launcher may have started this process
+    info, config = HydraConfig.get(), _config_of(node)
+    named_folder("hydra.sweep.dir", info.sweep.dir)
+    place = _place_of_point(config, folder, info.sweep.subdir != ".")
+    if place is None:
+        return None
+    try:  # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
+        result = _executed(config, place, [])
+    except TestbedError as error:
+        given = _given("task")
+        Origin.of(given).say_failed(place, config, str(error), shlex.join(["testbed", "run", *given]))
+        raise
+    return _finish(result)
+
+
+def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult:
+    given = _given("task")
+    command = shlex.join(["testbed", "run", *of_hydra, *given])
+    return execute(config, folder, command=command, origin=Origin.of(given))
+
+
+def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
+    """Where a point is run that Hydra's own app has come to, what is in its way set aside; None: it was run before."""
+    from experiments.runs.identity import identity_of
+    from experiments.sweeps.points import Known, holds_another, is_done, refuse_others  # not at the top, as above
+
+    identity = identity_of(config)
+    folder = folder if is_named else folder / identity.name
+    if config.overwrite:
+        return folder
+    if is_done(folder, identity):
+        print(f"done before  {folder}")
+        return None
+    refuse_others([folder] if holds_another(folder, config) else [])
+    for why, place in Known(folder.parent).make_room(folder, identity):
+        print(f"set aside    ({why}): {place}")
+    return folder
+
+
+def _finish(result: RunResult) -> dict[str, Any]:
+    """Prints what came out; raises RunFailedError when the exit status must not be 0."""
+    from experiments.commands.listing import print_summary
+
+    print_summary(result)
+    if result.exit_status:
+        error = RunFailedError(result.message)
+        error.exit_status = result.exit_status
+        if result.exit_status == INTERRUPTED:
+            raise KeyboardInterrupt(result.message)
+        raise error
+    if result.message:
+        print(f"note: {result.message}", file=sys.stderr)
+    return result.summary
+
+
+def config_from(source: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a run's folder, checked as any other, with overrides laid over it."""
+    saved = read_config(source)
+    config = compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
+    check_priced(source, config, overrides)
+    return config
+
+
+def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Another backend has as many replicas, and their router, unless it is said otherwise."""
+    keys = [item.partition("=")[0] for item in overrides]
+    if not {"backend=sim", "backend=real"}.intersection(overrides) or saved.get("num_replicas", 1) == 1:
+        return []
+    names = [name for name in ("num_replicas", "router") if f"backend.{name}" not in keys]
+    return [f"backend.{name}={literal(saved[name])}" for name in names]
+
+
+def _run_from(source: str, overrides: list[str]) -> int:
+    """Repeats the run of a folder, with the overrides laid over its configuration."""
+    if not source:
+        raise ConfigError("from= needs the folder of a run")
+    folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
+    kept = []
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or key.startswith(("-", "+", "~")):
+            raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
+        if key == "hydra.run.dir":
+            folder = named_folder(key, parsed(item).value())
+        else:
+            kept.append(item)
+    config = config_from(Path(source), kept)
+    command = shlex.join(["testbed", "run", f"from={source}", *overrides])
+    _finish(execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept])))
+    return 0

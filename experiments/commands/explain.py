@@ -1,0 +1,139 @@
+"""`testbed explain`: why did this request wait? Owns where the decisions come from; `analysis/` says what they mean.
+
+Most runs are made without decisions, but each can be had again: a simulated run is repeated, a real run's tape is
+replayed, and the decision digest must be the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow.parquet as pq
+
+from analysis.explain.decisions import DECISIONS_FILE
+from analysis.load import Run, load_run, num_replicas
+from experiments.commands.app import config_from
+from experiments.commands.arguments import Parser, folder_named
+from experiments.configuration.settings import RecordConfig
+from experiments.runs.parity import check_parity, num_tapes
+from experiments.runs.run import INTERRUPTED, execute
+from experiments.runs.run_folder import refuse_overwrite
+from experiments.wiring.engines import RunRecords, fleet_digest
+from testbed.core.commands import StepView
+from testbed.errors import RunFolderError
+from testbed.records.recorders import NoRecords
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    parser = Parser("testbed explain", description="Why did this request wait?")
+    parser.add_argument("run", type=folder_named, help="a run folder")
+    parser.add_argument("request", nargs="?", help="a request's id; without: all requests in sum")
+    parser.add_argument(
+        "--keep", type=folder_named, metavar="FOLDER", help="keep the run with its decisions here, for pandas"
+    )
+    options = parser.parse_args(arguments)
+    from analysis.explain.frames import refuse_unknown  # not at the top: pandas is slow to import
+    from analysis.explain.request import explain_request
+    from analysis.explain.whole_run import explain_run
+
+    if options.request is not None:
+        refuse_unknown(load_run(options.run), options.request)
+    with explained(options.run, options.keep) as (run, source):
+        text = explain_run(run) if options.request is None else explain_request(run, options.request)
+    print(text)
+    print(f"\nsource       {source}")
+    return 0
+
+
+@contextmanager
+def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str]]:
+    """The run with decisions that say of each preemption for whom it was; and where they are from.
+
+    keep: where the folder that has them stays; None: it goes. Raises TestbedError where they cannot be had.
+    """
+    run = load_run(folder)
+    has_steps = pq.read_metadata(run.path / "steps.parquet").num_rows > 0
+    is_simulated, has_tape = run.manifest.get("backend") == "sim", any(folder.glob("tape*.jsonl"))
+    has_decisions = (folder / DECISIONS_FILE).is_file()
+    is_explained = run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)
+    if has_decisions and has_steps and is_explained:
+        yield run, f"{folder / DECISIONS_FILE}{'' if keep is None else f'; nothing to keep in {keep}'}"
+        return
+    if not (is_simulated or has_tape):
+        missing = "no steps (record.steps=false)" if has_decisions else "no decisions.jsonl"
+        raise RunFolderError(
+            f"{folder} has {missing} and no tape to replay: who waited for whom is not known; make the run again with "
+            "record.explain=true record.steps=true"
+        )
+    if keep is not None:
+        refuse_overwrite(keep, overwrite=False, key="--keep", allow=None)
+    with TemporaryDirectory(prefix="testbed-explain-") as scratch:
+        target = keep or Path(scratch, "run")
+        source = _repeat(run, target) if is_simulated else _replay(run, target)
+        _lay_over(run, target)
+        yield load_run(target), source if keep is None else f"{source}; kept in {keep}"
+
+
+def _repeat(run: Run, target: Path) -> str:
+    """Simulates it again, decisions recorded. Raises RunFolderError if it is not the same run."""
+    changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
+    cut = None if run.is_complete else _Until(pq.read_metadata(run.path / "steps.parquet").num_rows)
+    result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
+    if result.exit_status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if run.is_complete:
+        if result.status != "complete":
+            raise RunFolderError(f"{run.path} cannot be repeated: {result.message}")
+        is_same = result.manifest["digest"] == run.manifest["digest"]
+    else:  # as far as it came
+        digests = [pq.read_table(path / "steps.parquet", columns=["digest"])["digest"] for path in (run.path, target)]
+        is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
+    if not is_same:
+        raise RunFolderError(
+            f"{run.path} was repeated and decided otherwise: its code, its trace or a class that it names has changed "
+            "since; make the run again with record.explain=true"
+        )
+    return f"the run was simulated again: the same decision digest ({run.manifest['digest'] or 'of every step'})"
+
+
+class _Until(NoRecords):
+    """Ends a simulation after so many steps: what was recorded of the run says nothing of more."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_left = num_steps
+
+    def committed(self, step: StepView) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            raise RunFolderError("the steps that were recorded are over")
+
+
+def _replay(run: Run, target: Path) -> str:
+    """Replays its tape, decisions recorded. Raises RunFolderError if it decides otherwise."""
+    target.mkdir(parents=True, exist_ok=True)
+    with closing(RunRecords(RecordConfig(explain=True), target, num_tapes(run.path))) as records:
+        reports = [check_parity(run.path, one, replica=number) for number, one in enumerate(records.recorders)]
+    for divergence in [report.divergence for report in reports if report.divergence is not None]:
+        raise RunFolderError(
+            f"{run.path}: its tape, replayed, decides otherwise at step {divergence.step} ({divergence.reason}); "
+            "`testbed parity` shows it"
+        )
+    shutil.copy(run.path / "config.yaml", target)
+    digest = fleet_digest([report.digest for report in reports])
+    return f"the run's tape was replayed: the same decision digest ({digest})"
+
+
+def _lay_over(run: Run, target: Path) -> None:
+    """The run's own records beside the decisions; its steps, if it recorded them. Those of replicas that were replayed
+    one after the other stay as they were replayed: in the order of the decisions."""
+    names = ["requests.parquet", "manifest.json", "done"]
+    is_in_order = run.manifest.get("backend") == "sim" or num_replicas(run) == 1
+    names += ["steps.parquet"] if is_in_order and pq.read_metadata(run.path / "steps.parquet").num_rows else []
+    for name in names:
+        if (run.path / name).exists():
+            shutil.copy(run.path / name, target)

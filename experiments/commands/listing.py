@@ -1,0 +1,155 @@
+"""What commands print: options, traces, summaries. Plain text, one line a thing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from experiments.runs.run import RunResult
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.traces.transforms import TRANSFORMS
+
+DESCRIPTIONS = {
+    "backend": {
+        "sim": "a SimPy model prices each step",
+        "real": "the engine runs a model on CUDA or the CPU",
+        "vllm": "vLLM runs it, with the scheduler that is chosen (docs/vllm.md)",
+    },
+    "trace": {
+        "synthetic": "generated: arrivals, lengths, sessions, users, shared prompts, RAG, agents, tenants",
+        "azure": "Azure LLM inference trace, 2023 or 2024 CSV (trace.path)",
+        "burstgpt": "BurstGPT CSV (trace.path)",
+        "mooncake": "Mooncake JSONL with hash_ids (trace.path)",
+        "bailian": "Qwen/Bailian JSONL with hash_ids (trace.path)",
+        "sharegpt": "ShareGPT JSON (trace.path, trace.tokenizer)",
+        "servegen": "ServeGen clients, requests drawn by trace.seed (trace.path: archive or folder)",
+        "lengths": "CSV of prompt and output lengths; arrivals by trace.arrival, trace.rate, ... (trace.path)",
+        "agentic": "agentic coding sessions as JSON, with sub-agents (trace.path: archive or folder)",
+        "jsonl": "our own schema as JSON lines (trace.path)",
+        "csv": "our own schema as CSV (trace.path)",
+        "parquet": "our own schema as Parquet, or a frozen trace (trace.path)",
+    },
+    "cost": {
+        "roofline": "from the model's shape and the device's data sheet",
+        "tables": "operators looked up in measured tables of the device, else the roofline (cost.path; docs/tables.md)",
+        "calibrated": "a fit to measured steps (cost.profile or cost.path)",
+        "linear": "coefficients, fitted to measured steps",
+        "constant": "every step takes cost.step_s seconds",
+        "recorded": "the tape of a real run (cost.run)",
+    },
+}
+
+
+def print_listing(only: str | None) -> None:
+    """Prints every group's options, or those of one group."""
+    from experiments.configuration import policies
+    from experiments.configuration.config import register
+    from experiments.configuration.options import options
+
+    register()
+    groups: dict[str, Iterable[tuple[str, str]]] = {
+        "backend": DESCRIPTIONS["backend"].items(),
+        "scheduler": _described("scheduler", options("scheduler")),
+        **{group: _documented(named) for group, named in policies.GROUPS.items()},
+        "trace": DESCRIPTIONS["trace"].items(),
+        "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],
+        "model": _described("model", options("model")),
+        "device": _described("device", options("device")),
+        "cost": DESCRIPTIONS["cost"].items(),
+        "experiment": _described("experiment", options("experiment")),
+    }
+    if only is not None and only not in groups:
+        raise ConfigError(unknown(f"there is no group {only!r}", only, list(groups)))
+    for group, rows in groups.items():
+        if only in (None, group):
+            print(group)
+            for name, text in rows:
+                print(f"  {name:<24} {text}")
+
+
+def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
+    """Options that are YAML files: their first comment line describes them."""
+    folder = files("experiments.conf") / group
+    described = []
+    for name in names:
+        file = folder / f"{name}.yaml"
+        lines = [line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
+        described.append((name, lines[0][2:] if lines else ""))
+    return described
+
+
+def _documented(made_by: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Options that are classes or functions, with the first line of the docstring in their source: compiled ones have
+    none."""
+    return [(name, _first_line(maker)) for name, maker in made_by.items()]
+
+
+def _first_line(maker: Any) -> str:
+    source = Path(__file__).parents[2] / f"{maker.__module__.replace('.', '/')}.py"
+    nodes = ast.parse(source.read_text(encoding="utf-8")).body
+    defined = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    (own,) = [node for node in defined if node.name == maker.__name__]
+    return (ast.get_docstring(own) or "").partition("\n")[0]
+
+
+def print_summary(result: RunResult) -> None:
+    """Prints what ran, the headline numbers, and where the run is."""
+    summary = result.summary
+    print(_what(result.manifest))
+    ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)
+    print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
+    throughput = summary["throughput"]
+    if throughput["output_tokens_per_s"] is not None:
+        rates = f"{throughput['requests_per_s']:.4g} req/s, {throughput['output_tokens_per_s']:.4g} output tok/s"
+        print(f"throughput   {rates} over {summary['duration_s']:,.4g} s")
+    for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
+        values = summary[key]
+        print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
+    hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
+    print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
+    if summary["slo"] is not None:
+        kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
+        if kept is not None:
+            print(f"SLO          kept by {kept:.2%} of requests, goodput {goodput:.4g} req/s")
+    replicas = summary["replicas"]
+    if replicas is not None:
+        uneven, done = replicas["imbalance"]["computed_tokens"], "computed"
+        if uneven is None:  # steps were not kept
+            uneven, done = replicas["imbalance"]["requests"], "was sent"
+        said = "nothing came" if uneven is None else f"the busiest {done} {uneven:.3g} times the mean"
+        print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
+    probe = (summary["replay"] or {}).get("probe")
+    if probe is not None:
+        print(clock_line(probe))
+    for note in result.notes:
+        print(f"note         {note}")
+    print(f"{result.status:<12} {result.folder}")
+
+
+def clock_line(probe: dict[str, Any]) -> str:
+    """By what time was scaled; see ProbeScaledClock.describe."""
+    slow, probe_ns = probe["slowness"], probe["probe_ns"]
+    return (
+        f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long (P10 "
+        f"{slow['p10']:.2f}, P90 {slow['p90']:.2f}); for runs to compare: backend.pace=probe_scaled "
+        f"backend.probe_ns={probe_ns}"
+    )
+
+
+def _what(manifest: dict[str, Any]) -> str:
+    """Which model ran where, under which scheduler, on which trace; of a simulation also whose prices it had."""
+    on, trace = f"{manifest['model']} on {manifest['device']}", manifest["trace"]["name"]
+    by = f"scheduler={manifest['scheduler']}, trace {trace}"
+    if manifest["backend"] == "sim":
+        return f"simulated    {on}, cost={manifest['cost']}, {by}"
+    return f"measured     {on}{', in vLLM' if manifest['backend'] == 'vllm' else ''}, {by}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "not reached"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

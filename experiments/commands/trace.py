@@ -1,0 +1,263 @@
+"""`testbed trace`: inspect, convert, synthesise and freeze traces. Owns what these commands print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.commands.arguments import Parser
+from experiments.runs.run_folder import is_same_file
+from testbed.checks import require_whole
+from testbed.errors import ConfigError, RunFolderError
+from testbed.foreign_text import unknown
+from testbed.traces.frozen import freeze_trace
+from testbed.traces.readers import READERS, open_trace
+from testbed.traces.readers.open_text import format_suffix
+from testbed.traces.schema import TraceRequest, TraceSource
+from testbed.traces.serialize import write_csv, write_jsonl
+from testbed.traces.stream import CountedTrace
+from testbed.traces.summary import WINDOWS_S, TraceSummary, summarise
+
+USAGE = """usage: testbed trace <command> ...
+
+  inspect <format> <file>               what is in a trace: a table, with --plots <folder> figures too
+  convert <format> <file> <out>         to our own schema: .jsonl, .csv (.gz, .zst), .parquet by the name of <out>
+  synthesise <out> [key=value ...]      writes a generated trace: trace=synthetic, keys as of `testbed run`
+  freeze <out>.parquet [key=value ...]  any trace of `testbed run`, drawn and transformed, as one Parquet file
+  <format> <file>                       the same as inspect
+
+formats: """
+_FORMATS = (*READERS, "auto")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status. Raises TestbedError in one line."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE + ", ".join(_FORMATS))
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name in _FORMATS:
+        name, rest = "inspect", arguments
+    commands = {"inspect": _inspect, "convert": _convert, "synthesise": _synthesise, "freeze": _freeze}
+    if name not in commands:
+        raise ConfigError(unknown(f"there is no trace command or format {name!r}", name, [*commands, *_FORMATS]))
+    return commands[name](rest)
+
+
+def _inspect(arguments: list[str]) -> int:
+    parser = _parser("inspect", "What is in a trace: counts, arrivals, lengths, sessions, shared prefixes.")
+    _add_source(parser)
+    parser.add_argument("--block-size", type=int, default=16, help="of the engine, for shared prefixes (16)")
+    parser.add_argument("--plots", type=Path, help="write figures (PNG and SVG) into this folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that exist")
+    options = parser.parse_args(arguments)
+    require_whole("--block-size", options.block_size, 1)
+    if options.plots is not None and not options.overwrite and (options.plots / "arrivals.png").exists():
+        raise RunFolderError(f"{options.plots} already holds figures of a trace; choose another --plots or --overwrite")
+    trace = _open(options)
+    summary = summarise(_bar(trace, trace.num_requests, "inspect"))
+    print_summary(trace.name, summary, trace.notes, options.block_size)
+    if options.plots is not None:
+        _plot(trace.name, summary, options.plots)
+    return 0
+
+
+def _convert(arguments: list[str]) -> int:
+    parser = _parser("convert", "Write a trace in our own schema; it is read back with the same fingerprint.")
+    _add_source(parser)
+    parser.add_argument("out", type=Path, help="a new .jsonl, .csv (.gz, .zst) or .parquet")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    options = parser.parse_args(arguments)
+    _check_out(options.out, options.overwrite, [options.file])
+    _write(_open(options), options.out)
+    return 0
+
+
+def _synthesise(arguments: list[str]) -> int:
+    return _from_overrides("synthesise", "Write a generated trace.", arguments, ["trace=synthetic"])
+
+
+def _freeze(arguments: list[str]) -> int:
+    says = "Write any trace, drawn and transformed, as one Parquet file that both backends read (trace=parquet)."
+    return _from_overrides("freeze", says, arguments, [])
+
+
+def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[str]) -> int:
+    from experiments.configuration.compose import compose_config
+    from experiments.wiring.traces import build_source
+
+    parser = _parser(name, says)
+    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `testbed run`; trace. may be left out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    options = parser.parse_intermixed_args(arguments)
+    if name == "freeze" and options.out.suffix != ".parquet":
+        raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
+    config = compose_config([*defaults, *(_in_trace_group(item) for item in options.overrides)])
+    others = [step["path"] for step in config.trace.transforms if "path" in step]
+    _check_out(options.out, options.overwrite, [path for path in (config.trace.path, *others) if path])
+    _write(build_source(config), options.out)
+    return 0
+
+
+def _in_trace_group(override: str) -> str:
+    """`rate=8` as `trace.rate=8`; keys of other groups, and trace=<format>, as they are."""
+    from experiments.configuration.config import GROUPS
+
+    if "=" not in override:
+        raise ConfigError(f"{override!r} is no key=value; give keys as of `testbed run`, such as rate=8 or seed=1")
+    head = override.split("=", 1)[0].lstrip("+~").split(".", 1)[0]
+    return override if head in (*GROUPS, "seed", "experiment") else f"trace.{override}"
+
+
+def _write(trace: TraceSource, out: Path) -> None:
+    """Writes the trace, whole or not at all, in the form that the file's name says, and prints what was written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent) as folder:
+        written = Path(folder) / out.name
+        num, digest = _write_to(trace, written)
+        written.replace(out)
+    print(f"{out}: {num:,} requests, fingerprint {digest}")
+    for note in trace.notes:
+        print(f"  note: {note}")
+
+
+def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
+    """Returns the number of requests and the fingerprint."""
+    if out.suffix == ".parquet":
+        info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
+        return info.num_requests, info.fingerprint
+    write = write_csv if format_suffix(out) == ".csv" else write_jsonl
+    with _bar(None, trace.num_requests, "write") as bar:
+        counted = CountedTrace(trace, lambda row: bar.update())
+        write(counted, out)
+    return counted.num_read, str(counted.fingerprint)
+
+
+def print_summary(name: str, summary: TraceSummary, notes: Iterable[str], block_size: int) -> None:
+    """Prints the table of `testbed trace inspect`."""
+    num, duration = summary.num_requests, summary.duration_s
+    print(f"{name}: {num:,} requests in {duration:,.1f} s, fingerprint {summary.fingerprint}")
+    for line in (*_arrival_lines(summary), *_length_lines(summary), *_sharing_lines(summary, block_size)):
+        print(f"  {line}")
+    for note in notes:
+        print(f"  note: {note}")
+
+
+def _arrival_lines(summary: TraceSummary) -> Iterator[str]:
+    rate, cv = summary.rate, summary.gap_cv
+    if rate is None:
+        yield f"arrivals        {len(summary.arrivals_s):,}, all at one instant"
+        return
+    kind = "" if cv is None else f", CV of gaps {cv:.2f}"
+    yield f"arrivals        {rate:.4g} per s{kind}"
+    dispersions = [(window, summary.dispersion(window)) for window in WINDOWS_S]
+    known = ", ".join(f"{window:g} s {value:.3g}" for window, value in dispersions if value is not None)
+    if known:
+        yield f"dispersion      of counts per {known} (Poisson: 1)"
+    if summary.equal_share > 0.05:
+        yield (
+            f"batches         {summary.equal_share:.0%} of arrivals at the instant of the one before; "
+            "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true)"
+        )
+
+
+def _length_lines(summary: TraceSummary) -> Iterator[str]:
+    import numpy as np
+
+    known = summary.outputs[summary.outputs > 0]
+    for label, values in (("prompt tokens", summary.prompts), ("output tokens", known)):
+        if not len(values):
+            continue
+        p50, p90, p99 = np.percentile(values, (50, 90, 99))
+        spread = f"P50 {p50:,.0f}, P90 {p90:,.0f}, P99 {p99:,.0f}, max {values.max():,}"
+        yield f"{label:<15} {values.sum():,}: mean {values.mean():,.0f}, {spread}"
+    if summary.num_free_outputs:
+        yield f"free outputs    {summary.num_free_outputs:,} requests: the model decides (a real engine only)"
+    if len(known) > 2 and known.std() and summary.prompts.std() and len(known) == len(summary.prompts):
+        correlation = np.corrcoef(np.log(summary.prompts), np.log(known))[0, 1]
+        yield f"correlation     {correlation:+.2f} of log prompt and log output length"
+
+
+def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
+    if summary.turns:
+        num = sum(summary.turns.values())
+        total = sum(turns * count for turns, count in summary.turns.items())
+        closed = summary.num_requests - len(summary.arrivals_s)
+        yield (
+            f"sessions        {num:,} with {total / num:.3g} turns on average, at most {max(summary.turns)}; "
+            f"{closed:,} closed-loop turns"
+        )
+    if summary.tenants:
+        ranked = sorted(summary.tenants.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{tenant} {count / summary.num_requests:.0%}" for tenant, count in ranked[:5])
+        yield f"tenants         {len(ranked)}: {named}{', …' if len(ranked) > 5 else ''}"
+    if summary.num_cancelled:
+        yield f"cancelled       {summary.num_cancelled:,} requests are cancelled some time after they arrive"
+    yield (
+        f"shared prefixes {summary.shared():.1%} of prompt tokens with an infinite cache "
+        f"({summary.shared(block_size):.1%} in whole blocks of {block_size})"
+    )
+
+
+def _plot(name: str, summary: TraceSummary, folder: Path) -> None:
+    from analysis.plots import style
+    from analysis.plots.trace_plots import TraceColumns, all_plots
+
+    columns = TraceColumns(name, summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
+    values = [summary.dispersion(window) for window in WINDOWS_S]
+    for stem, figure in all_plots(columns, WINDOWS_S, values).items():
+        png, _ = style.save(figure, folder / stem)
+        print(f"  {png} and .svg")
+    if not summary.hits.any():
+        for kind in ("png", "svg"):
+            (folder / f"prefixes.{kind}").unlink(missing_ok=True)  # of a trace that was here before
+        print("  no figure of prefixes: no prompt shares one")
+
+
+def _open(options: argparse.Namespace) -> TraceSource:
+    if options.format not in _FORMATS:
+        raise ConfigError(unknown(f"there is no trace format {options.format!r}", options.format, _FORMATS))
+    more: dict[str, Any] = {}
+    if options.tokenizer is not None:
+        from experiments.wiring.traces import load_tokenizer
+
+        if options.format != "sharegpt":
+            raise ConfigError(f"--tokenizer goes with sharegpt only, not with {options.format}; leave it out")
+        more["tokenizer"] = load_tokenizer(options.tokenizer)
+    if options.limit is not None:
+        require_whole("--limit", options.limit, 1)
+    from experiments.wiring.traces import reading
+
+    with reading():
+        return open_trace(options.format, options.file, options.limit, **more)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("format", help=", ".join(_FORMATS))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--limit", type=int, help="read at most this many rows")
+    parser.add_argument("--tokenizer", help="sharegpt: a local folder with a tokenizer")
+
+
+def _parser(name: str, says: str) -> argparse.ArgumentParser:
+    return Parser(f"testbed trace {name}", description=says)
+
+
+def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
+    if format_suffix(out) not in (".jsonl", ".csv", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
+        raise ConfigError(f"{out}: unknown extension; name it .jsonl, .csv (.gz or .zst behind it) or .parquet")
+    if out.exists() and not overwrite:
+        raise RunFolderError(f"{out} exists; choose another file or pass --overwrite")
+    if any(is_same_file(out, Path(source)) for source in sources):
+        raise RunFolderError(f"{out} is what is read; choose another file")
+
+
+def _bar(rows: Iterable[TraceRequest] | None, total: int | None, label: str) -> tqdm[Any]:
+    """Progress: silent when standard error is no terminal."""
+    return tqdm(rows, total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)

@@ -1,0 +1,199 @@
+"""Configurations from Python: Hydra's groups and overrides without its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.configuration.config import GROUPS, RunConfig, register
+from experiments.configuration.keys import PLAIN, too_large
+from experiments.configuration.options import options
+from experiments.configuration.overrides import check, is_value, library_of, literal, parsed
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+
+
+def compose_config(overrides: list[str]) -> RunConfig:
+    """The configuration that `testbed run <overrides>` would have. Raises ConfigError in one line."""
+    return checked(overrides, RunConfig.from_container(compose_raw(overrides)))
+
+
+def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
+    """The configuration that the overrides made, if it is not refused for what they ask for."""
+    from experiments.configuration.on_device import check_device  # not at the top: it composes too
+
+    check_device(overrides, config)
+    return config
+
+
+def compose_raw(overrides: list[str]) -> dict[str, Any]:
+    """The same as plain containers. Raises ConfigError in one line.
+
+    What was chosen together before in this process, as the points of a sweep do, is read once: the values are laid over
+    a copy of it.
+    """
+    check(overrides)
+    with in_one_line(overrides):
+        return _laid_over(_chosen([item for item in overrides if not is_value(item)]), overrides)
+
+
+def with_swept(overrides: Sequence[str]) -> list[str]:
+    """The overrides, after what the overlay that they name sweeps, but for keys that they set themselves."""
+    named = [item for item in overrides if item.startswith("experiment=")]
+    if not named or parsed(named[-1]).is_sweep_override():
+        return list(overrides)
+    given = {item.partition("=")[0] for item in overrides}
+    searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
+    swept = _swept_by([*searched, named[-1]])
+    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+
+
+def _swept_by(overlay: list[str]) -> dict[str, str]:
+    """What an overlay sweeps: {key: values with commas between them}. Raises ConfigError in one line."""
+    check(overlay)
+    with in_one_line(overlay), _hydra():
+        node = compose("config", overrides=overlay, return_hydra_config=True)
+        return {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
+
+
+@contextmanager
+def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
+    """Within, what Hydra and OmegaConf still complain of is raised as a ConfigError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        cause = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
+        raise ConfigError(_line(error) + cause) from None
+    except OverflowError:
+        raise too_large(max(overrides, key=len, default="")) from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    """Within, `compose` is ours; what the caller's process had set up of Hydra is as it was afterwards."""
+    register()
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("experiments.conf", version_base="1.3"):
+            yield
+    finally:
+        if before is not None:
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().initialize(before)
+
+
+def _chosen(choices: list[str]) -> DictConfig:
+    """What these choices of options make: a copy, to lay values over."""
+    global _registered
+    if _stored() != _registered:  # an option of the user's was stored again
+        _composed.cache_clear()
+    node = deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
+    _registered = _stored()  # with the schemas that were made when they were asked for
+    return node
+
+
+@lru_cache(maxsize=64)
+def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
+    """stamps: of the user's own files, which may be edited between two calls."""
+    with _hydra():
+        return compose("config", overrides=list(choices))
+
+
+def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """The node with the values that the overrides give, resolved."""
+    for override in [parsed(item) for item in overrides if is_value(item)]:
+        key, value, is_added = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
+        is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
+        if override.is_add() and is_there and not isinstance(value, dict | list):  # as Hydra has it
+            raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
+        OmegaConf.update(node, key, value, force_add=is_added)
+    raw = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def _stored() -> list[ConfigNode]:
+    """Every option that is registered with Hydra."""
+    nodes: list[ConfigNode] = []
+    groups = [ConfigStore.instance().repo]
+    for group in groups:
+        for value in group.values():
+            if isinstance(value, dict):
+                groups.append(value)
+            elif value is not None:
+                nodes.append(value)
+    return nodes
+
+
+_registered: list[ConfigNode] = []
+
+
+def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
+    """A run's saved configuration with overrides over it, both checked against the groups' schemas.
+
+    An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
+    """
+    given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
+        parsed(item).key_or_group for item in overrides if is_value(item)
+    }
+    kept = {key: value for key, value in saved.items() if key not in given}
+    own = {key: value for key, value in kept.items() if isinstance(value, dict) and "_target_" in value}
+    chosen = {group: _option(group, saved) for group in GROUPS}
+    check(overrides, chosen=chosen | dict.fromkeys(own), laid_on={key: kept[key] for key in kept if key not in own})
+    with in_one_line(overrides):
+        choices = [item for item in overrides if not is_value(item)]
+        node = _chosen([*(f"{group}={chosen[group]}" for group in GROUPS if group not in given), *choices])
+        for key, value in kept.items():
+            if key in own:  # a user's own class: it has no schema
+                with open_dict(node):
+                    node[key] = OmegaConf.create(value)
+            else:
+                OmegaConf.update(node, key, value)
+        return RunConfig.from_container(_laid_over(node, overrides))
+
+
+def _option(group: str, saved: dict[str, Any]) -> str:
+    """The option whose schema the group's saved values have."""
+    names = options(group)
+    name = saved.get(group, {}).get("name")
+    if name in names:
+        return str(name)
+    return "_schema" if group in ("scheduler", "model", "device") else names[0]
+
+
+def to_overrides(settings: dict[str, Any]) -> list[str]:
+    """Python settings as overrides: a string chooses a group's option, a dict sets keys (`name` chooses the option).
+
+    {"scheduler": "decode_first", "cache": {"block_size": 32}, "seed": 1} becomes
+    ["scheduler=decode_first", "cache.block_size=32", "seed=1"].
+    """
+    chosen: list[str] = []
+    values: list[str] = []
+    tops = (*GROUPS, "experiment", *PLAIN)
+    for key, value in settings.items():
+        if key not in tops:
+            raise ConfigError(unknown(f"there is no group {key!r}", key, tops))
+        if isinstance(value, dict):
+            value = dict(value)
+            if "name" in value:
+                chosen.append(f"{key}={value.pop('name')}")
+            values += [f"{key}.{name}={literal(item, f'{key}.{name}')}" for name, item in value.items()]
+        else:
+            chosen.append(f"{key}={literal(value, key)}")
+    return chosen + values

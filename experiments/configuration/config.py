@@ -1,0 +1,285 @@
+"""The configuration of a run: Hydra's side of it (groups, schemas) and the typed object that the rest sees.
+
+`register` fills Hydra's ConfigStore; `RunConfig.from_container` is the only way from Hydra's nodes to components'
+dataclasses. No DictConfig goes further than this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from experiments.configuration.device_file import device_of
+from experiments.configuration.settings import (
+    GONE,
+    AgenticTraceConfig,
+    MooncakeTraceConfig,
+    RecordConfig,
+    RecordedConfig,
+    ReportConfig,
+    SamplingConfig,
+    ShareGPTTraceConfig,
+    SimConfig,
+    SloConfig,
+    SyntheticTraceConfig,
+    TensorParallelConfig,
+    TraceConfig,
+)
+from experiments.configuration.structured import editable, freeze
+from real.config import RealConfig
+from real.vllm.config import VllmConfig
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
+from testbed.blocks.config import CacheConfig
+from testbed.checks import choose
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.policies.config import SchedulerConfig
+from testbed.specs.device import DeviceSpec
+from testbed.specs.hf_config import load_hf_config
+from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
+from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.generator_config import SyntheticConfig
+
+TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
+    "synthetic": SyntheticTraceConfig,
+    "azure": TraceConfig,
+    "burstgpt": TraceConfig,
+    "mooncake": MooncakeTraceConfig,
+    "bailian": TraceConfig,
+    "sharegpt": ShareGPTTraceConfig,
+    "servegen": TraceConfig,
+    "lengths": TraceConfig,
+    "agentic": AgenticTraceConfig,
+    "jsonl": TraceConfig,
+    "csv": TraceConfig,
+    "parquet": TraceConfig,
+}
+TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component adds to the keys of its group
+    "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
+}  # fmt: skip
+COST_CONFIGS: dict[str, type] = {
+    "roofline": RooflineConfig, "tables": TablesConfig, "calibrated": CalibratedConfig, "linear": LinearConfig,
+    "constant": ConstantConfig,
+}  # fmt: skip
+BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
+GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
+FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
+JUDGING = ("slo", "report")  # groups that decide nothing of a run
+
+
+@dataclass
+class Root:
+    """The top level; each group is filled by the option that was chosen."""
+
+    backend: Any = MISSING
+    scheduler: Any = MISSING
+    cache: Any = MISSING
+    trace: Any = MISSING
+    model: Any = MISSING
+    device: Any = MISSING
+    cost: Any = MISSING
+    sampling: Any = MISSING
+    record: Any = MISSING
+    slo: Any = MISSING
+    report: Any = MISSING
+    seed: int = 0
+    overwrite: bool = False  # replace a run that the folder already has
+    allow_ignored: bool = False  # exit with 0 although requests could never fit
+    points_per_job: int | None = None  # of a sweep; null: one on a cluster, and as many as there are on one machine
+
+
+@dataclass
+class SweeperConfig:
+    """`hydra/sweeper=testbed`: experiments/plugins."""
+
+    _target_: str = "hydra_plugins.testbed_sweeper.PointsSweeper"
+    params: dict[str, str] | None = None
+
+
+@cache
+def register() -> None:
+    """Tells Hydra of every structured option, once; its schema is made when it is asked for."""
+    store = ConfigStore.instance()
+    store.store(name="_root", node=Root)
+    store.store(group="hydra/sweeper", name="testbed", node=SweeperConfig)
+    for group, classes in _structured_options().items():
+        options = _Options(group, classes)
+        options.update(store.repo.get(group, {}))  # a user's, registered before
+        store.repo[group] = options
+
+
+def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
+    """The classes whose fields an option has, by group and option; later classes win."""
+    return {
+        "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name), "vllm": (VllmConfig, _Name)},
+        "scheduler": {"_schema": (SchedulerConfig,)},
+        "cache": {"default": (CacheConfig,)},
+        "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},
+        "model": {"_schema": (ModelSpec,)},
+        "device": {"_schema": (TensorParallelConfig, DeviceSpec)},
+        "cost": {name: (cls, _Name) for name, cls in COST_CONFIGS.items()} | {"recorded": (RecordedConfig,)},
+        "sampling": {"default": (SamplingConfig,)},
+        "record": {"default": (RecordConfig,)},
+        "slo": {"default": (SloConfig,)},
+        "report": {"default": (ReportConfig,)},
+    }
+
+
+@dataclass(frozen=True)
+class _Name:
+    """The option's, in groups whose components have none."""
+
+    name: str = ""
+
+
+class _Options(dict[str, Any]):
+    """A group of Hydra's ConfigStore: file names and their ConfigNodes. Of most nothing but the name is ever asked, so
+    a node is made when it is."""
+
+    def __init__(self, group: str, classes: dict[str, tuple[type, ...]]) -> None:
+        super().__init__({f"{name}.yaml": None for name in classes})
+        self._group, self._classes = group, classes
+
+    def __getitem__(self, file: str) -> ConfigNode:
+        made: ConfigNode | None = super().__getitem__(file)
+        if made is None:
+            name = file.removesuffix(".yaml")
+            twin = editable(*self._classes[name])
+            if hasattr(twin, "name") and not name.startswith("_"):
+                twin.name = name
+            made = self[file] = ConfigNode(file, OmegaConf.structured(twin), self._group, None, None)
+        return made
+
+    def keys(self) -> Any:
+        """What Hydra offers in its help; the schemas that files build on are found by name alone."""
+        return dict.fromkeys(name for name in self if not name.startswith("_")).keys()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
+        return self  # Hydra copies its sources before it composes, and each node once more when it loads it
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, typed. `raw` is the resolved configuration as plain containers, as config.yaml has it.
+
+    overwrite, allow_ignored and points_per_job say how this command behaves, not what the run is: they are not kept.
+    """
+
+    backend: SimConfig | RealConfig | VllmConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    trace: TraceConfig
+    model: ModelSpec
+    device: DeviceSpec
+    tensor_parallel_size: int
+    sampling: SamplingConfig
+    record: RecordConfig
+    slo: SloConfig
+    report: ReportConfig
+    seed: int
+    overwrite: bool
+    allow_ignored: bool
+    raw: dict[str, Any]
+
+    @property
+    def is_real(self) -> bool:
+        """Whether this testbed's engine runs it."""
+        return isinstance(self.backend, RealConfig)
+
+    @property
+    def is_simulated(self) -> bool:
+        return isinstance(self.backend, SimConfig)
+
+    @property
+    def backend_name(self) -> str:
+        """sim, real or vllm."""
+        return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
+
+    @property
+    def sliding_window(self) -> int | None:
+        """What attention looks back at: what the cache was told, else what the model was trained with."""
+        return self.model.sliding_window if self.cache.sliding_window is None else self.cache.sliding_window
+
+    @property
+    def forced(self) -> str:
+        """What of the outputs is forced: of vLLM's no tokens can be, but as many."""
+        return "lengths" if self.is_vllm and self.trace.forced == "tokens" else self.trace.forced
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM runs it."""
+        return isinstance(self.backend, VllmConfig)
+
+    @classmethod
+    def from_container(cls, raw: dict[str, Any]) -> RunConfig:
+        """Converts and validates a resolved configuration. Raises ConfigError in one line."""
+        options = {name: bool(raw.get(name, False)) for name in ("overwrite", "allow_ignored")}
+        raw = {key: value for key, value in raw.items() if key not in ("experiment", "points_per_job", *options)}
+        raw = {**{group: {} for group in JUDGING}, **raw}  # configurations of before had none
+        missing = [group for group in GROUPS if not isinstance(raw.get(group), dict)]
+        if missing:
+            raise ConfigError(f"the configuration lacks {', '.join(missing)}")
+        tops = [item.name for item in fields(Root)]
+        for key in raw:
+            if key.startswith("hydra/"):
+                raise ConfigError(
+                    f"{key} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"
+                )
+            if key not in tops:
+                raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
+        name = raw["backend"].get("name")
+        choose("backend", name, BACKENDS)
+        model = _model(raw["model"])
+        cache = freeze(CacheConfig, "cache", raw["cache"])
+        if cache.kv_dtype is not None:
+            choose("cache.kv_dtype", cache.kv_dtype, KV_DTYPE_BYTES)
+        trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
+        for group in GROUPS:
+            _refuse_strays(group, raw[group])
+        return cls(
+            backend=freeze(BACKENDS[name], "backend", raw["backend"]),
+            scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
+            cache=cache,
+            trace=freeze(trace_class, "trace", raw["trace"]),
+            model=model,
+            device=device_of(raw["device"]),
+            tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
+            sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
+            record=freeze(RecordConfig, "record", raw["record"]),
+            slo=freeze(SloConfig, "slo", raw["slo"]),
+            report=freeze(ReportConfig, "report", raw["report"]),
+            seed=raw.get("seed", 0),
+            **options,
+            raw=raw,
+        )
+
+
+def _refuse_strays(group: str, values: dict[str, Any]) -> None:
+    """Refuses a key that was forced in with `+` or stands in a file, and that nothing would ever read."""
+    if "_target_" in values:
+        return  # the class that it names knows its own arguments
+    register()
+    options = ConfigStore.instance().repo[group]
+    files = [file for file in (f"{values.get('name')}.yaml", "default.yaml", "_schema.yaml") if file in options]
+    if not files:
+        return  # a name that whoever builds the group will refuse
+    known = list(options[files[0]].node)
+    for key in values:
+        if key not in known:
+            if f"{group}.{key}" in GONE:
+                raise ConfigError(f"{group}.{key} {GONE[f'{group}.{key}']}; leave it out")
+            raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
+
+
+def _model(values: dict[str, Any]) -> ModelSpec:
+    """The model's shape. A checkpoint or config.json at `model.path` overrides it, and gives its folder's name."""
+    spec = freeze(ModelSpec, "model", values)
+    if spec.path is None:
+        return spec
+    shape, place = load_hf_config(spec.path), Path(spec.path).absolute()
+    return replace(spec, name=(place.parent if place.suffix == ".json" else place).name, **shape)

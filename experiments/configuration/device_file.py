@@ -1,0 +1,78 @@
+"""A user's own device file (`device.path`): YAML with the fields of DeviceSpec, each checked where it stands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.configuration.structured import freeze
+from testbed.errors import DeviceError
+from testbed.foreign_text import not_yaml, parsed, shown, unknown
+from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 takes 3.35e12 for text
+
+
+def device_of(values: dict[str, Any]) -> DeviceSpec:
+    """The `device` group's spec; a file at `device.path` replaces the fields that it has. Raises TestbedError."""
+    spec = freeze(DeviceSpec, "device", values)
+    return spec if spec.path is None else replace(spec, **read_device_file(spec.path))
+
+
+def read_device_file(path: str | Path) -> dict[str, Any]:
+    """The fields of a device file. Raises DeviceError naming file, line, field, value and what was expected."""
+    file = Path(path)
+    if not file.is_file():
+        raise DeviceError(
+            f"device.path: no file at {path}; expected YAML with fields of a device, as memory_bytes: 80e9"
+        )
+    try:
+        node = parsed(partial(yaml.compose, Loader=yaml.SafeLoader), file.read_bytes())
+    except (ValueError, yaml.YAMLError) as error:
+        raise DeviceError(f"{path}{not_yaml(error)}; expected fields of a device") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise DeviceError(f"{path}: expected fields of a device, one a line, as memory_bytes: 80e9")
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        place, name = f"{path}, line {key_node.start_mark.line + 1}", _text(key_node)
+        if name == "defaults":
+            continue  # as the library's own files have it
+        if name not in DEVICE_FIELDS:
+            raise DeviceError(unknown(f"{place}: unknown field {shown(name)}", name[:60], list(DEVICE_FIELDS)))
+        if name in found:
+            raise DeviceError(f"{place}: {name} stands twice")
+        value = _value(value_node)
+        if not DEVICE_FIELDS[name].holds(value):
+            raise DeviceError(f"{place}: {name} is {_shown(value_node)}; it must be {DEVICE_FIELDS[name].text}")
+        found[name] = value
+    return found
+
+
+def _value(node: yaml.Node) -> Any:
+    """What YAML says, with numbers as a person writes them."""
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    loader = yaml.SafeLoader("")
+    try:
+        value = loader.construct_object(node)
+    except (yaml.YAMLError, ValueError):
+        return node.value
+    finally:
+        loader.dispose()
+    if isinstance(value, str) and node.style is None and _NUMBER.fullmatch(value):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(key: yaml.Node) -> str:
+    """The name of a field."""
+    return str(key.value) if isinstance(key, yaml.ScalarNode) else "not a name"
+
+
+def _shown(node: yaml.Node) -> str:
+    return shown(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"

@@ -1,0 +1,294 @@
+"""The keys that there are once options are chosen: whether one is among them, and whether it takes a value.
+
+What is wrong is one line that names the key as it was typed, and the nearest that there is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from hydra.conf import HydraConf
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+from omegaconf.errors import ValidationError
+
+from experiments.configuration.config import GROUPS, Root
+from experiments.configuration.options import (
+    CONF,
+    OVERLAYS,
+    Library,
+    Schema,
+    all_options,
+    dotted,
+    fields_of,
+    is_group,
+    is_optional,
+    nested,
+    plain,
+    read_option,
+)
+from experiments.configuration.settings import GONE
+from testbed.errors import ConfigError
+
+PLAIN = tuple(item.name for item in fields(Root) if item.name not in GROUPS)  # keys outside groups
+_KINDS: dict[Any, tuple[Any, str]] = {
+    int: (IntegerNode, "a whole number"),
+    float: (FloatNode, "a number"),
+    bool: (BooleanNode, "true or false"),
+    str: (StringNode, "a text"),
+}
+_LISTS = {  # examples of keys that have a list
+    "trace.transforms": "[{name: thin, fraction: 0.5}]",
+    "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
+}
+_DEFINING = {  # keys that have no value of their own
+    "model": ("name", "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+    "device": ("name", "kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
+}  # fmt: skip
+_PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
+_TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys whose values a text takes
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that there are when these options are chosen."""
+
+    library: Library
+    options: dict[str, list[str | None]]
+
+    @cached_property
+    def all(self) -> list[str]:
+        """Dotted, of the first option of each group."""
+        schemas = [(group, self._schemas(group)[0]) for group in GROUPS]
+        return [*(key for group, schema in schemas for key in dotted(schema, group)), *PLAIN]
+
+    def _schemas(self, group: str) -> list[Schema | None]:
+        return [None if name is None else self.library.schema(group, name) for name in self.options[group]]
+
+    def has(self, key: str) -> list[bool]:
+        """Whether each chosen option of a key's group has the key: of a class of the user's, what its file says."""
+        group = key.partition(".")[0]
+        found = []
+        for option, schema in zip(self.options[group], self._schemas(group), strict=True):
+            contents = () if option is None else self.library.contents(group, option)
+            said = [name for content in contents for name, _ in _items(content, f"{group}.")]
+            found.append(option is None or _is_among(key, dotted(schema, group) if schema is not None else said))
+        return found
+
+    def check_file(self, group: str, option: str | None) -> None:
+        """Checks what a file of the user's own says, if the option is one. Raises ConfigError naming file and line."""
+        file = None if option is None else self.library.file(group, option)
+        if file is None or file.is_relative_to(CONF):
+            return
+        if group not in (*GROUPS, OVERLAYS) or "_target_" in read_option(file):
+            return
+        content, text = read_option(file), file.read_text(encoding="utf-8")
+        packages = {"_global_": "", "_group_": f"{group}.", group: f"{group}."}
+        named = _PACKAGE.search(text)
+        prefix = packages.get(named[1] if named else "_group_")
+        if prefix is None:
+            return  # somewhere in a group: Hydra says what is wrong
+        if prefix == f"{OVERLAYS}.":
+            raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
+        content.pop("defaults", None)
+        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        alone = replace(self, options=self.options | ({group: [option]} if group in GROUPS else {}))
+        self._mappings.update(prefix + key for key, value in _items(content, "") if isinstance(value, dict))
+        for key, value in _items(content, ""):
+            if isinstance(value, dict):
+                continue
+            try:
+                alone.check_value(prefix + key, value, str(value), is_added=False)
+            except ConfigError as error:
+                raise ConfigError(f"{file}, line {_line_of(key, lines)}: {error}") from None
+        self._refuse_gaps(group, option or "", file)
+
+    def _refuse_gaps(self, group: str, option: str, file: Path) -> None:
+        """Raises ConfigError for a model or device that leaves out what defines it: it would be another's."""
+        said = {key for content in self.library.contents(group, option) for key in content}
+        missing = [key for key in _DEFINING.get(group, ()) if key not in said]
+        if missing and "path" not in said:
+            begin = f"[{self.library.names(group)[0]}, _self_]"
+            raise ConfigError(
+                f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "
+                f"defaults: {begin}"
+            )
+
+    @cached_property
+    def _mappings(self) -> set[str]:
+        """Dotted keys that are mappings: by the files of the chosen options, and by what was checked since."""
+        return {
+            key
+            for group, options in self.options.items()
+            for option in options
+            for content in (() if option is None else self.library.contents(group, option))
+            for key, value in _items(content, "" if group == OVERLAYS else f"{group}.")
+            if isinstance(value, dict)
+        }
+
+    def check_value(self, key: str, value: Any, shown: str, *, is_added: bool) -> None:
+        """Raises ConfigError if there is no such key, or its values are of another type."""
+        top, *path = key.split(".")
+        if top == "hydra":
+            schemas: list[Schema | None] = [HydraConf]
+            if len(path) > 1 and path[0] in ("launcher", "sweeper"):
+                group = f"hydra/{path[0]}"
+                schemas = self._schemas(group)
+                top, path = f"hydra.{path[0]}", path[1:]
+        elif top in GROUPS:
+            schemas, has = self._schemas(top), self.has(key)
+            if any(has):  # the others of a sweep do without it
+                schemas = [schema for schema, one in zip(schemas, has, strict=True) if one]
+        elif top in PLAIN:
+            schemas, top, path = [Root], "", [top, *path]
+        else:
+            raise self._unknown(key)
+        for schema in schemas:
+            if schema is not None:
+                self._check_in(schema, top, path, value, shown, is_added=is_added)
+
+    def _check_in(self, schema: Schema, place: str, path: list[str], value: Any, shown: str, *, is_added: bool) -> None:
+        if not path:
+            for name, inner in value.items() if isinstance(value, dict) else ():
+                self._check_in(schema, place, [str(name)], inner, str(inner), is_added=is_added)
+            return
+        name, *rest = path
+        key, kinds = f"{place}.{name}".lstrip("."), fields_of(schema)
+        if name not in kinds:
+            if not is_added:
+                raise self._unknown(".".join((key, *rest)), schema, place)
+            return
+        kind = kinds[name]
+        inner_schema = nested(kind)
+        if inner_schema is not None and not (value is None and is_optional(kind)):
+            if not rest and not isinstance(value, dict) and "${" not in shown:
+                raise ConfigError(f"{key} is {shown!r}; it is a group of keys: set one as {key}.<key>=<value>")
+            self._check_in(inner_schema, key, rest, value, shown, is_added=is_added)
+        elif rest:
+            whole = f"unknown key '{'.'.join((key, *rest))}'; {key}"
+            if kind is not Any and get_origin(plain(kind)) is not dict:
+                raise ConfigError(f"{whole} has no keys of its own")
+            if kind is Any and isinstance(schema, type) and not is_added and key not in self._mappings:
+                raise ConfigError(f"{whole} is given whole, as in '{key}={{{rest[0]}: …}}'")
+            self._mappings.add(key)
+        else:
+            if kind is Any and isinstance(value, dict):
+                self._mappings.add(key)
+            self._check_taken(key, value)
+            _check_type(key, kind, value, shown)
+
+    def _check_taken(self, key: str, value: Any) -> None:
+        """Raises ConfigError if a value is to be taken from a key that there is not."""
+        for taken in _TAKEN.findall(value) if isinstance(value, str) else ():
+            if not self._is_there(taken):
+                raise ConfigError(
+                    f"{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
+                    f"${{seed}}, or write \\${{{taken}}} for the text itself"
+                )
+
+    def _is_there(self, key: str) -> bool:
+        """Whether it may be: a class of the user's, and a value that is given whole, know their own keys."""
+        group = key.partition(".")[0]
+        if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
+            return True
+        return _is_among(key, self.all)
+
+    def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
+        """What to say of a key that is not there: where it is, or what is."""
+        if key in GONE:
+            return ConfigError(f"{key} {GONE[key]}; leave it out")
+        if key.endswith("._target_") and place in GROUPS:
+            return ConfigError(
+                f"{key}: {place} is a whole group, so a class of your own for it goes into a file of your own folder, "
+                f"as my_conf/{place}/mine.yaml; choose it with --config-dir=my_conf {place}=mine (docs/extending.md)"
+            )
+        top = key.partition(".")[0] if not place.startswith("hydra.") else place
+        group = top.replace(".", "/")
+        owners = [
+            option
+            for option, other in (all_options(group) if is_group(group) else {}).items()
+            if other is not None and key in dotted(other, top)
+        ]
+        if owners:
+            of = f"{key} is a key of {group}={' or '.join(owners)}"
+            return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
+        own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
+        known = [f"{place}.{name}" for name in own] if group.startswith("hydra") else self.all
+        near = get_close_matches(key, [*GROUPS, *known] if "." not in key else known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if schema is None or not place:
+            tops = dict.fromkeys(name.partition(".")[0] for name in known)
+            return ConfigError(f"unknown key {key!r}; {hint}at the top there are: {', '.join(tops)}")
+        has = f"has: {', '.join(own)}" if own else "has no keys"
+        return ConfigError(f"unknown key {key!r}; {hint}{place} {has}")
+
+
+def _is_among(key: str, names: list[str]) -> bool:
+    """Whether a key is, or one that it is part of, or has."""
+    return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names)
+
+
+def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a file, those of its mappings after the mapping: (dotted key, value)."""
+    for name, value in content.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _items(value, f"{prefix}{name}.")
+
+
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """Where the keys of a file stand: (dotted key, line)."""
+    for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{name.value}", name.start_mark.line + 1
+        yield from _lines(inner, f"{prefix}{name.value}.")
+
+
+def _line_of(key: str, lines: dict[str, int]) -> int:
+    """Of a key that another mapping brings (`<<: *name`): where it is brought to."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return lines.get(key, 1)
+
+
+def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
+    """Raises ConfigError if a value is not of a key's type, as OmegaConf converts it."""
+    if kind is Any or (isinstance(value, str) and "${" in value):
+        return
+    if value is None:
+        if not is_optional(kind):
+            raise ConfigError(f"{key} is null; it must have a value")
+        return
+    kind, may_be_absent = plain(kind), is_optional(kind)
+    if get_origin(kind) is list:
+        if not isinstance(value, list | tuple):
+            example = f"{key}={_LISTS.get(key, '[a, b]')}"
+            raise ConfigError(f"{key} is {shown!r}; it must be a list, as in '{example}' (quoted for the shell)")
+        for item in value:
+            _check_type(f"an item of {key}", get_args(kind)[0], item, str(item))
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        if str(value) not in kind.__members__:
+            raise ConfigError(f"{key} is {shown!r}; it must be one of: {', '.join(kind.__members__)}")
+    elif kind in _KINDS:
+        node, wanted = _KINDS[kind]
+        if value == "" and may_be_absent:
+            raise ConfigError(f"{key} has no value; give one, or null for none")
+        try:
+            node(value)
+        except ValidationError:
+            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}") from None
+        except OverflowError:
+            raise too_large(f"{key}={shown}") from None
+
+
+def too_large(override: str) -> ConfigError:
+    """The error for a whole number that no float holds, given where a number is wanted."""
+    cut = override if len(override) <= 80 else override[:77] + "..."
+    return ConfigError(f"{cut}: it must be a number that a float holds")

@@ -1,0 +1,63 @@
+"""Which entry of the model and device libraries is meant by the names that drivers, tools and Hugging Face give."""
+
+from __future__ import annotations
+
+import re
+
+from experiments.configuration.options import options
+
+_DRIVERS = {  # what a driver says, the longer before what it begins with
+    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "B300": "b300",
+    "GB200": "gb200", "GB300": "gb300", "L40S": "l40s", "RTX 4090": "rtx4090",
+    "RTX PRO 6000 (Blackwell )?Server": "rtx_pro_6000_server", "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x",
+    "T4": "t4",
+}  # fmt: skip
+_ALIASES = {  # Hugging Face's name, without what says nothing of the shape
+    "mistralnemo": "mistral_nemo_12b", "metallama3.18b": "llama3.1_8b", "metallama3.170b": "llama3.1_70b",
+    "metallama3.1405b": "llama3.1_405b", "metallama38b": "llama3_8b", "metallama370b": "llama3_70b",
+}  # fmt: skip
+_NO_SHAPE = re.compile(r"(?i)(?<![a-z0-9])(instruct|hf|chat|base|it|2407|2409|2501)(?![a-z0-9])")
+
+
+def device_named(*said: str) -> str | None:
+    """The library's device that the first of these names that means one means: as the library has it (`h100`), in a
+    driver's description (`NVIDIA H100 80GB HBM3`), or but for spaces, underscores and case (`RTXPRO6000`)."""
+    entries = options("device")
+    for name in said:
+        found = name if name in entries else _of_driver(name) or _alike(name, entries)
+        if found is not None:
+            return found
+    return None
+
+
+def device_of_run(description: str) -> str | None:
+    """The library's device for what a manifest says of where a run was measured; None: no such device is known."""
+    is_cpu = description == "cpu" or re.search(r", \d+ threads?$", description)
+    return "cpu" if is_cpu else device_named(description)
+
+
+def model_named(name: str) -> str | None:
+    """The library's model that goes by this name, its own or Hugging Face's (`meta-llama/Llama-3.1-8B-Instruct`)."""
+    entries = options("model")
+    if name in entries:
+        return name
+    words = _NO_SHAPE.sub("", name.rsplit("/", 1)[-1])
+    return _ALIASES.get(_plain(words)) or _alike(words, entries)
+
+
+def _of_driver(description: str) -> str | None:
+    spaced = description.replace("_", " ")
+    return next((name for words, name in _DRIVERS.items() if re.search(rf"\b{words}\b", spaced, re.IGNORECASE)), None)
+
+
+def _alike(name: str, entries: list[str]) -> str | None:
+    """The one entry whose letters and digits are the name's, with dots if that tells (opt-1.3b is not opt-13b)."""
+    for dot in (".", ""):
+        found = [entry for entry in entries if _plain(entry, dot) == _plain(name, dot)]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _plain(name: str, dot: str = ".") -> str:
+    return re.sub(rf"[^a-z0-9{dot}]", "", name.lower())

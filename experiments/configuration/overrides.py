@@ -1,0 +1,301 @@
+"""Overrides (`key=value`), checked against options and dataclasses before Hydra composes: a mistake is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from numbers import Number
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+
+from experiments.configuration.config import GROUPS
+from experiments.configuration.keys import PLAIN, Keys
+from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown, unknown
+
+_EXTRAS = {  # launchers, and what to install for each
+    "joblib": "joblib", "ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"
+}  # fmt: skip
+
+
+def check(
+    overrides: Sequence[str],
+    *,
+    chosen: Mapping[str, str | None] | None = None,
+    laid_on: Mapping[str, Any] | None = None,
+    is_sweep: bool = False,
+) -> None:
+    """Raises ConfigError, in one line, for an override that Hydra would refuse or could not make sense of.
+
+    chosen: the option of each group where no override says another (None: a class of the user's, which knows its keys);
+    by default the shipped configuration's. laid_on: values that the overrides are laid on. is_sweep: whether a key may
+    have several values.
+    """
+    items = [parsed(text) for text in overrides]
+    for item in items:
+        if item.is_sweep_override() and not is_sweep:
+            raise ConfigError(
+                f"{item.input_line} has several values: add -m to run each of them, or put them in brackets if the "
+                "key's value is a list"
+            )
+    overlaid = [str(item.value()) for item in items if item.key_or_group == OVERLAYS and not item.is_delete()]
+    if len(overlaid) > 1:
+        raise ConfigError(
+            f"{OVERLAYS} is given {len(overlaid)} times, and only the last would count; lay several over one another "
+            f"as {OVERLAYS}=[{','.join(overlaid)}]"
+        )
+    keys = _keys(items, library_of(overrides), chosen or {})
+    for group, names in keys.options.items():
+        for option in names:
+            keys.check_file(group, option)
+    for key, value in (laid_on or {}).items():
+        keys.check_value(key, value, str(value), is_added=False)
+    for item in items:
+        _check(item, keys)
+
+
+def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | None]) -> Keys:
+    """Those of the options that the overrides choose. Raises ConfigError for an option that there is not."""
+    given = {
+        name: _named(library, name, item)
+        for name, item in _choices(items).items()
+        if not (item.is_add() and name.startswith("hydra/"))  # it may lie where only Hydra looks
+    }
+    overlays = given.pop(OVERLAYS, [])
+    base = {**defaults(), **chosen}
+    laid = [{**base, **library.of_overlay(str(overlay))} for overlay in overlays] or [base]
+    options = {name: list(dict.fromkeys(one.get(name, base.get(name)) for one in laid)) for one in laid for name in one}
+    return Keys(library, options | {name: names for name, names in given.items() if names} | {OVERLAYS: overlays})
+
+
+def of_points(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
+    """A sweep's overrides for Hydra: a key that only some of the swept options have is swept too, over its one value,
+    so that it comes with the points and not with what all have in common. swept: the overrides and what they bring."""
+    keys = _keys([parsed(text) for text in swept], library_of(overrides), {})
+    made = []
+    for text in overrides:
+        item, (key, _, value) = parsed(text), text.partition("=")
+        is_common = item.is_sweep_override() or all(_has(keys, item))
+        value = value or "''"
+        made.append(text if is_common else f"{key}={value},{value}")
+    return made
+
+
+def of_one_point(overrides: Sequence[str], library: Library) -> list[str]:
+    """A point of a sweep without the keys that only others of the swept options have: `backend=sim,real
+    backend.pace=cpu_time` sets the engine's pace."""
+    items = [parsed(text) for text in overrides]
+    keys = _keys(items, library, {})
+    return [text for text, item in zip(overrides, items, strict=True) if any(_has(keys, item))]
+
+
+def _has(keys: Keys, item: Override) -> list[bool]:
+    """Whether the chosen options of a key's group have it; [True] for what is no key of a group, or is added."""
+    group, _, name = item.key_or_group.partition(".")
+    is_key = group in GROUPS and name and not item.is_add() and not item.is_force_add() and not item.is_delete()
+    return keys.has(item.key_or_group) if is_key else [True]
+
+
+def _check(item: Override, keys: Keys) -> None:
+    """Raises ConfigError in one line."""
+    key = item.key_or_group
+    if key.startswith("hydra.sweeper.params"):
+        raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
+    if item.is_delete() and key != OVERLAYS:
+        raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
+    if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
+        return
+    group, _, name = key.partition(".")
+    for value in _values(item, keys.library):
+        shown = str(value) if item.is_sweep_override() else str(item.input_line).partition("=")[2]
+        if name == "name" and group in GROUPS and value in keys.library.names(group) and [value] != keys.options[group]:
+            raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
+        keys.check_value(key, value, shown, is_added=item.is_add() or item.is_force_add())
+
+
+def is_sweep(overrides: Sequence[str]) -> bool:
+    """Whether an overlay among them says so."""
+    items = [parsed(text) for text in overrides]
+    library, overlay = library_of(overrides), _choices(items).get(OVERLAYS)
+    names = [] if overlay is None else _names(library, overlay)
+    contents = [content for name in names if isinstance(name, str) for content in library.contents(OVERLAYS, name)]
+    return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@cache
+def parsed(override: str) -> Override:
+    """Raises ConfigError if it is none."""
+    try:
+        item = _parser().parse_override(readable(override))
+        if item.key_or_group:
+            return item
+    except HydraException:
+        pass
+    raise ConfigError(
+        f"cannot read the override {override!r}: expected key=value; a value that is a text with a comma, a bracket or "
+        "a quote has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
+    )
+
+
+def readable(override: str) -> str:
+    """The override as it is, or in quotes the plain text of its value, which Hydra's grammar cannot read: é, =, (1)."""
+    key, _, value = override.partition("=")
+    if not value or value[0] in "[{'\"" or "," in value:
+        return override
+    try:
+        _parser().parse_override(override)
+        return override
+    except HydraException:
+        return f"{key}={literal(value)}"
+
+
+def literal(value: Any, key: str = "a value") -> str:
+    """A Python value in the grammar of Hydra's overrides. Raises ConfigError for one that it does not have."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(literal(item, key) for item in value) + "]"
+    if not isinstance(value, str | PathLike | Number):
+        raise ConfigError(
+            f"{key} is {shown(value)}; give a number, a text, a list or a dict. A class of your own goes by its "
+            "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
+        )
+    text = str(value)
+    if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+@cache
+def defaults() -> dict[str, str]:
+    """The option that each group has if nobody says another."""
+    return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
+
+
+def library_of(overrides: Sequence[str]) -> Library:
+    """What there is to choose from, in the folders too that hydra.searchpath names."""
+    return Library(tuple(_own_folders(overrides)))
+
+
+def _own_folders(overrides: Sequence[str]) -> Iterator[Path]:
+    for item in map(parsed, overrides):
+        if item.key_or_group == "hydra.searchpath" and isinstance(places := item.value(), list):
+            yield from map(_folder, map(str, places))
+
+
+def _folder(place: str) -> Path:
+    """Of file://folder or pkg://module, as Hydra has it."""
+    kind, _, name = place.rpartition("://")
+    if kind != "pkg":
+        return Path(name)
+    try:
+        return Path(str(files(name)))
+    except ImportError:
+        raise ConfigError(f"hydra.searchpath: there is no package {name!r}") from None
+
+
+def _choices(items: list[Override]) -> dict[str, Override]:
+    """The override that chooses of each group, the last one if there are several."""
+    return {
+        item.key_or_group: item
+        for item in items
+        if not item.is_delete() and item.package is None and is_group(item.key_or_group) and not _sets_keys(item)
+    }
+
+
+def _sets_keys(item: Override) -> bool:
+    """Whether a group's override is no name: group={key: value}."""
+    if not item.is_sweep_override():
+        return isinstance(item.value(), dict)
+    values = [] if isinstance(item.value(), Glob) else _values(item, Library())
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
+def _values(item: Override, library: Library) -> list[Any]:
+    """One, or those that are swept; of a sweep that is no list, none."""
+    if not item.is_sweep_override():
+        return [item.value()]
+    try:
+        return _swept(item, library, item.sweep_iterator)
+    except (ValueError, TypeError, HydraException):
+        return []  # swept_values says what is wrong with it
+
+
+def _swept(item: Override, library: Library, listed: Callable[[], Iterator[Any]]) -> list[Any]:
+    """What is swept, as `listed` has it; of a glob the options whose names it has."""
+    pattern = item.value()
+    if isinstance(pattern, Glob):
+        return list(pattern.filter(library.names(item.key_or_group)))
+    return list(listed()) if item.is_discrete_sweep() else []
+
+
+def swept_values(item: Override, library: Library) -> list[str]:
+    """key=value for each value that is swept. Raises ConfigError if there is none, or no list can be made of them."""
+    key = item.get_key_element()
+    if not item.is_discrete_sweep():
+        raise ConfigError(f"{item.input_line}: only lists of values are swept: {key}=a,b,c")
+    try:
+        values = _swept(item, library, item.sweep_string_iterator)
+    except (ValueError, TypeError, HydraException) as error:
+        raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
+    if not values:
+        raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
+    return [f"{key}={value}" for value in values]
+
+
+def _names(library: Library, item: Override) -> list[Any]:
+    """Of the options that an override chooses: experiment=[a,b] lays several overlays over one another."""
+    values = _values(item, library)
+    is_list = item.key_or_group == OVERLAYS and len(values) == 1 and isinstance(values[0], list)
+    return values[0] if is_list else values
+
+
+def _named(library: Library, group: str, item: Override) -> list[str | None]:
+    """The options that an override chooses. Raises ConfigError if there is no such option."""
+    names = library.names(group)
+    found: list[str | None] = []
+    for value in _names(library, item):
+        if value is None and group.startswith("hydra/"):
+            found.append(None)
+            continue
+        if not isinstance(value, str) or not value:
+            what = "names no option" if value in ("", None) else "is no name of an option"
+            raise ConfigError(
+                f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
+            )
+        option = value.removesuffix(".yaml")
+        if group == "hydra/launcher" and option not in names and option in _EXTRAS:
+            raise ConfigError(
+                f"{item.input_line} needs a package that is not installed: "
+                f"pip install '.[{_EXTRAS[option]}]' in the repository"
+            )
+        if names and option not in names and library.file(group, option) is None:
+            raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
+        found.append(option)
+    if not names:
+        raise ConfigError(f"{item.input_line}: there is no group {group!r}")
+    return found
+
+
+def is_value(override: str) -> bool:
+    """Whether it sets a key of the run's, or adds one, and does no more: not Hydra's, no option of a group."""
+    key, _, value = override.lstrip("+").partition("=")
+    name, dot, _ = key.partition(".")
+    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))

@@ -1,0 +1,80 @@
+"""What a run says when it is over: notes on its numbers, and in one line why it ended early."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.wiring import build
+from experiments.configuration.config import RunConfig
+from experiments.wiring.engines import RunRecords
+from experiments.configuration.names import device_of_run
+from experiments.runs.replay_log import warnings_of
+from experiments.runs.run_folder import describe_failure, describe_kept
+from testbed.core.plan import BlockedBy
+
+_HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
+
+
+def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
+    """What whoever reads the run's numbers should know of them."""
+    notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
+    if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
+        notes.append(
+            f"it ran on {manifest['device']}; a policy that asks what a step costs is told of device="
+            f"{config.device.name}: set device=cpu"
+        )
+    if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
+        notes.append(
+            f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"
+        )
+    if manifest["status"] == "complete" and manifest["num_unsent"]:
+        notes.append(
+            f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
+        )
+    if summary["num_in_warmup"] and not summary["num_requests"]:
+        left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
+        notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")
+    return tuple(notes)
+
+
+def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]]) -> str:
+    """ignored: (request id, reason), at least one. What could never fit is told apart from what was held back."""
+    groups: dict[str, list[tuple[str, str]]] = {}  # by what blocked them; "": they were too large
+    for item in ignored:
+        held = _HELD.match(item[1])
+        groups.setdefault("" if held is None else held[1], []).append(item)
+    said = [
+        f"{len(items)} of {num_requests} requests {'were held back while nothing ran' if by else 'could never fit'} "
+        f"and ended as 'ignored' (first: {items[0][0]!r}: {items[0][1]})"
+        for by, items in groups.items()
+    ]
+    hints = "; ".join(_hint(config, by) for by in groups)
+    return f"{'; '.join(said)}; the other results are complete. {hints}, or accept it with allow_ignored=true"
+
+
+def _hint(config: RunConfig, blocked_by: str) -> str:
+    """What to do about requests that ended as ignored."""
+    if not blocked_by:
+        return "Cut them with trace.max_prompt_tokens, raise the limit"
+    if blocked_by != BlockedBy.ADMISSION:
+        return "Change the setting that held them back"
+    named = config.scheduler.admission
+    policy = named if isinstance(named, str) else named.get("_target_", named.get("name"))
+    return f"Let scheduler.admission={policy} allow a request that is alone"
+
+
+def reason_of(failure: BaseException) -> str:
+    """As manifest.json has it."""
+    return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
+
+
+def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], records: RunRecords) -> str:
+    total = manifest["trace"]["num_requests"]
+    after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
+    if isinstance(failure, KeyboardInterrupt):
+        return f"interrupted {after}; {describe_kept(folder)}"
+    return f"failed {after}: {reason_of(failure)}; {describe_kept(folder)}"

@@ -1,0 +1,115 @@
+"""What made a run: versions of code and packages, the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh64
+
+PACKAGES = (
+    "torch", "triton", "flash-attn", "transformers", "simpy", "pandas", "pyarrow", "numpy", "matplotlib", "xxhash",
+    "hydra-core",
+)  # fmt: skip
+ROOT = Path(__file__).parents[2]
+_MAKE_RUNS = ("testbed", "sim", "real", "experiments")  # analysis reads what they made
+_GIT = ("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+_GPU = "name,memory.total"
+
+
+def ask_early() -> None:
+    """Lets the programs that know of code and GPU work while the caller goes on; what is below waits for them."""
+    if (ROOT / ".git").exists():
+        _started(*_GIT)
+    _started(*_of_driver(_GPU))
+
+
+@cache
+def describe_versions() -> dict[str, str]:
+    """{package: version}; ours with the commit where it runs from a checkout. Absent packages are left out."""
+    found = {"python": platform.python_version(), "llm-serving-testbed": _own_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _own_version() -> str:
+    try:
+        own = version("llm-serving-testbed")
+    except PackageNotFoundError:
+        own = "not installed"
+    commit = _answer(*_GIT) if (ROOT / ".git").exists() else None
+    return own if commit is None else f"{own}+{commit}"
+
+
+@cache
+def source_hash() -> str:
+    """Of all source that makes a run: a version cannot tell two states of a checkout with changes apart."""
+    digest = xxh64()
+    for file in sorted(file for room in _MAKE_RUNS for file in (ROOT / room).rglob("*.py")):
+        digest.update(f"{file.relative_to(ROOT).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def describe_machine() -> dict[str, Any]:
+    """{platform, cpu, num_cores, gpu}. The GPU is asked of the driver, without torch."""
+    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": _num_cores(), "gpu": _ask_driver(_GPU)}
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def describe_driver() -> str:
+    """The version of the GPU's driver, or nothing where there is none."""
+    return _ask_driver("driver_version") or ""
+
+
+def _of_driver(query: str) -> tuple[str, ...]:
+    return ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def _ask_driver(query: str) -> str | None:
+    said = _answer(*_of_driver(query))
+    return "; ".join(said.splitlines()) or None if said is not None else None
+
+
+@cache
+def _started(*command: str) -> subprocess.Popen[str] | None:
+    """The command at work; None where there is no such program."""
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+
+
+@cache
+def _answer(*command: str) -> str | None:
+    """What the command says; None where it is not there, fails, or takes longer than 10 s."""
+    process = _started(*command)
+    if process is None:
+        return None
+    try:
+        said, _ = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None
+    return said.strip() if process.returncode == 0 else None

@@ -1,0 +1,213 @@
+"""What a run is made from: configuration, files, the user's own classes, this package's code.
+
+Two runs of one identity are the same run. What only judges a run (`slo`, `report`) and how a command behaves are no
+part of it. Owns hashes and the words for what differs; must not know where runs lie.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh64
+
+from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
+from experiments.runs.environment import describe_versions, source_hash
+from experiments.wiring.foreign import ROOMS
+
+_LARGE_BYTES = 2**28  # of a file in a folder (weights): above, size and time of change stand for its content
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Hashes, and the package's version in words. files: by path as configured; classes: by module; "": not there."""
+
+    config: str
+    files: dict[str, str]
+    classes: dict[str, str]
+    code: str
+    version: str
+
+    def describe(self) -> dict[str, Any]:
+        """As manifest.json has it."""
+        return asdict(self)
+
+    @property
+    def name(self) -> str:
+        """Of a folder: the same beginning for the same configuration, whatever else changed."""
+        return f"{self.config[:12]}-{_of_tree([self.files, self.classes, self.code])[:8]}"
+
+    def is_of(self, manifest: dict[str, Any]) -> bool:
+        """Whether the run with this manifest has it. Version names do not count: they tell less than the code."""
+        kept = manifest.get("identity")
+        return isinstance(kept, dict) and {**self.describe(), "version": kept.get("version")} == kept
+
+    def changes_since(self, manifest: dict[str, Any]) -> str:
+        """What a run of the same configuration was made from otherwise, in words."""
+        kept = manifest.get("identity")
+        if not isinstance(kept, dict):
+            return "it does not say what it was made from"
+        said = [f"the file {name} changed" for name in _differing(kept.get("files"), self.files)]
+        said += [f"the class file {_file_name(name)} changed" for name in _differing(kept.get("classes"), self.classes)]
+        if kept.get("code") != self.code:
+            before = kept.get("version")
+            said.append("the testbed's code changed" + (f" ({before} → {self.version})" * (before != self.version)))
+        return "; ".join(said) or "its configuration is another"
+
+
+def identity_of(config: RunConfig) -> Identity:
+    """Reads what the configuration names; each file once for as long as it does not change."""
+    decides = {key: value for key, value in config.raw.items() if key not in JUDGING}
+    classes: dict[str, str] = {}
+    for target in _targets(decides):
+        classes |= _class_files(target)
+    files = {name: _of_path(Path(name)) for name in sorted(set(_names_of_files(decides)))}
+    return Identity(_of_tree(decides), files, classes, source_hash(), describe_versions()["llm-serving-testbed"])
+
+
+def _differing(kept: Any, now: dict[str, str]) -> list[str]:
+    before = kept if isinstance(kept, dict) else {}
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _file_name(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+def _of_tree(tree: Any) -> str:
+    return xxh64(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# --- files ---
+
+
+def _names_of_files(tree: Any, *, is_of_class: bool = False) -> Iterator[str]:
+    """Values that name something to read: of the keys that do, and whatever exists of what a user's class is given."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _names_of_files(item)
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if not isinstance(value, str):
+            yield from _names_of_files(value, is_of_class="_target_" in tree)
+        elif key in FILE_KEYS or (("_target_" in tree or is_of_class) and _exists(value)):
+            yield value
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(name) and Path(name).exists()
+    except (OSError, ValueError):  # too long for a name, or not one
+        return False
+
+
+def _of_path(path: Path) -> str:
+    """The hash of a file's content, or of all files in a folder; "" where nothing can be read."""
+    try:
+        if not path.is_dir():
+            return _of_file(path)
+        inside = sorted(file for file in path.rglob("*") if file.is_file())
+        return _of_tree([[file.relative_to(path).as_posix(), _of_file(file, _LARGE_BYTES)] for file in inside])
+    except (OSError, ValueError):
+        return ""  # whoever reads it will say why
+
+
+def _of_file(file: Path, most_bytes: float = math.inf) -> str:
+    stat = file.stat()
+    if stat.st_size > most_bytes:
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+    return _of_content(file.absolute(), stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _of_content(path: Path, size: int, mtime_ns: int) -> str:
+    digest = xxh64()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# --- the user's classes ---
+
+
+def _targets(tree: Any) -> Iterator[str]:
+    """Every `_target_` that is not this package's own."""
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _targets(value)
+    if isinstance(tree, dict) and isinstance(target := tree.get("_target_"), str) and _is_foreign(target):
+        yield target
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] not in ROOMS
+
+
+def _class_files(target: str) -> dict[str, str]:
+    """{module: hash} of the module that has the class, and of those beside it that it imports, directly or not."""
+    found = dict(_modules(target))
+    if not found:
+        return {target: ""}
+    file = next(iter(found.values()))
+    root = file.parents[1] if file.name == "__init__.py" else file.parent
+    todo = list(found.items())
+    while todo:
+        for name in _imported(*todo.pop()):
+            for module, source in _modules(name):
+                if module not in found and _lies_beside(root, source):
+                    found[module] = source
+                    todo.append((module, source))
+    return {name: _of_path(found[name]) for name in sorted(found)}
+
+
+def _lies_beside(root: Path, source: Path) -> bool:
+    """Whether it is the user's own: below the folder of the class, and no installed package there."""
+    return source.is_relative_to(root) and "site-packages" not in source.relative_to(root).parts
+
+
+def _modules(dotted: str) -> Iterator[tuple[str, Path]]:
+    """The modules that a dotted name leads through, with their source. Nothing is imported."""
+    parts = dotted.split(".")
+    places: Any = None
+    for depth, _ in enumerate(parts, 1):
+        name = ".".join(parts[:depth])
+        spec = _spec(name) if depth == 1 else PathFinder.find_spec(name, places)
+        if spec is None:
+            return
+        if spec.origin is not None and spec.origin.endswith(".py"):
+            yield name, Path(spec.origin)
+        places = spec.submodule_search_locations
+        if places is None:
+            return
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name) if name and _is_foreign(name) else None
+    except (ImportError, ValueError):
+        return None
+
+
+def _imported(module: str, file: Path) -> list[str]:
+    """Dotted names that a source file imports; of one that cannot be read or parsed, none."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: None if file.name == "__init__.py" else -1]
+            above = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            base = ".".join(part for part in (above, node.module) if part)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names

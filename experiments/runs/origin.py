@@ -1,0 +1,72 @@
+"""What a run's maker asked for, as manifest.json keeps it: reports tell by it what was chosen, and in which order.
+
+Owns the words of a command line as data. Must not know what the keys mean, or what becomes of a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from experiments.configuration.config import RunConfig
+from experiments.runs.run_folder import claim, has_run, locked, read_manifest, write_json
+from testbed.errors import RunFolderError
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """given: key -> value, as they were typed. swept, point: those that the sweep varies, and its place there.
+
+    None: not known, or no sweep.
+    """
+
+    given: dict[str, str] | None = None
+    swept: dict[str, str] | None = None
+    point: int | None = None
+
+    @classmethod
+    def of(cls, overrides: Iterable[str], swept: Sequence[str] | None = None, point: int | None = None) -> Origin:
+        """Of the overrides of a command (of another run: after that run's own, `kept_in`)."""
+        return cls(_by_key(overrides), None if swept is None else _by_key(swept), point)
+
+    def moved(self, by: int) -> Origin:
+        return replace(self, point=None if self.point is None else self.point + by)
+
+    def state(self, folder: Path, command: str) -> None:
+        """Says so of a finished run, which an earlier command had made in another place of its sweep."""
+        manifest = read_manifest(folder)
+        if manifest != (now := manifest | asdict(self) | {"command": command}):
+            write_json(folder / "manifest.json", now)
+
+    def say_failed(self, folder: Path, config: RunConfig, why: str, command: str) -> None:
+        """Leaves word of a run that did not begin: reports then tell of it, and it is made as if nothing were there.
+        Where nothing can be written, or another run is, nothing is left."""
+        with suppress(OSError, RunFolderError), locked(folder):  # why it failed is what its caller says
+            if not has_run(folder):
+                claim(folder, config)
+                said = {"status": "failed", "failure": why, "command": command, "started_in": os.getcwd()}
+                write_json(folder / "manifest.json", said | asdict(self))
+
+
+UNKNOWN = Origin()
+
+
+def end_of_others(sweep: Path, mine: set[Path]) -> int:
+    """Where the places of finished points end there that are not among `mine`: what extends them comes after."""
+    others = (file.parent for file in sweep.glob("*/done") if file.parent not in mine)
+    places = [read_manifest(folder).get("point") for folder in others]
+    return max((place + 1 for place in places if place is not None), default=0)
+
+
+def kept_in(folder: Path) -> list[str]:
+    """What the run there was given, as overrides; of a run that does not say, nothing."""
+    given = read_manifest(folder).get("given")
+    return [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else []
+
+
+def _by_key(overrides: Iterable[str]) -> dict[str, str]:
+    pairs = (item.lstrip("+~").partition("=") for item in overrides if "=" in item and not item.startswith("-"))
+    return {key: value for key, _, value in pairs if key.partition("/")[0].partition(".")[0] != "hydra"}

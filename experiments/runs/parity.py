@@ -1,0 +1,250 @@
+"""Decision parity: a real run's tape, replayed through the ordinary simulator, must decide the same at every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.reading.files import read_said
+from experiments.wiring import build
+from experiments.configuration.config import RunConfig
+from experiments.configuration.forcing import forcing
+from experiments.wiring.foreign import policy_failure
+from experiments.runs.run_folder import read_config
+from sim.cost.recorded import RecordedDevice
+from sim.driver import drive
+from testbed.core.commands import Execute, Resume, StepView
+from testbed.core.interfaces import Recorder
+from testbed.core.plan import BatchPlan
+from testbed.core.request import Request
+from testbed.core.serve import Loop, serve
+from testbed.errors import LivelockError, RunFolderError, TestbedError
+from testbed.records.recorders import NoRecords, together
+from testbed.records.schema import decision, num_scheduled
+from testbed.records.tape import Tape, TapeInbox, read_tape, tape_names
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.inbox import to_request
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first step at which the replay decided otherwise: what was recorded, what was decided."""
+
+    step: int
+    recorded: dict[str, Any] | None
+    replayed: dict[str, Any] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    num_steps: int  # that agree
+    digest: int
+    divergence: Divergence | None
+    is_cut: bool = False  # the real run was interrupted: the replay agrees up to the end of its tape
+    failure: TestbedError | None = None  # how the run ended where its tape does, if it did so by itself
+
+
+def print_divergence(report: ParityReport) -> None:
+    """Prints the first step that differs, field by field."""
+    divergence = report.divergence
+    assert divergence is not None
+    print(f"{report.num_steps} steps agree; step {divergence.step} differs: {divergence.reason}")
+    recorded, replayed = divergence.recorded or {}, divergence.replayed or {}
+    for key in replayed or recorded:
+        left, right = recorded.get(key), replayed.get(key)
+        mark = " " if left == right else "*"
+        print(f"{mark} {key:<14} recorded {json.dumps(left)}")
+        if mark == "*":
+            print(f"  {'':<14} replayed {json.dumps(right)}")
+
+
+class _DivergedError(TestbedError):
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(
+            f"the replay diverges from the recorded run at step {divergence.step}: {divergence.reason}; "
+            "cost=recorded needs that run's own scheduler, cache and trace"
+        )
+        self.divergence = divergence
+
+
+class _TapeEndedError(TestbedError):
+    """The tape of an interrupted run has ended: what would have come after it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedInputs:
+    """What `cost=recorded` takes from a real run's folder. checker: the device, and a recorder of the same loop."""
+
+    checker: _Checker
+    inbox: TapeInbox
+    pools: build.Pools
+
+    def drive(self, loop: Loop) -> None:
+        """Runs the loop in the simulator. Raises where it decides otherwise, and where the tape of a cut run ends."""
+        drive(loop, self.checker)
+        self.checker.finish()
+
+
+def num_tapes(folder: Path) -> int:
+    """Replicas of a real run: each has its tape. Raises RunFolderError for what is no run's folder."""
+    return int(_manifest(folder).get("num_replicas") or 1)
+
+
+def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int = 0) -> RecordedInputs:
+    """Reads a real run's folder for a replay of one replica; trace: the whole run's. Raises RunFolderError if that run
+    had another."""
+    manifest, num = _manifest(folder), num_tapes(folder)
+    file = folder / tape_names(num)[replica]
+    tape = read_tape(file)
+    recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
+    if recorded is not None and recorded != given:  # of a served run that was killed it is not known
+        raise RunFolderError(
+            f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
+            f"trace=jsonl trace.path={folder / 'trace.jsonl'}"
+        )
+    num_steps = (manifest if num == 1 else (manifest.get("replicas") or {replica: {}})[replica]).get("num_steps", 0)
+    if manifest["status"] == "complete" and len(tape.steps) < num_steps:
+        raise RunFolderError(
+            f"{file} has {len(tape.steps)} steps, and the run had {num_steps}: its end is lost; run it again, or copy "
+            "the whole file"
+        )
+    pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
+    checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
+    forced = RunConfig.from_container(read_config(folder)).forced  # by the real run: its tape has the rest
+    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
+
+
+def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
+    """Replays the tape of a real run's folder, or of one of its replicas, and compares every step. Raises
+    RunFolderError for another folder, TestbedError where a class of the run's own raises before its tape ends.
+
+    recorders: see the replay too."""
+    config = RunConfig.from_container(read_config(folder))
+    if config.is_simulated:
+        raise RunFolderError(
+            f"{folder} is a simulated run; parity replays the tape of a run with backend=real or backend=vllm"
+        )
+    inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
+    scheduler = build.build_scheduler(config, inputs.pools)
+    checker = inputs.checker
+    divergence: Divergence | None = None
+    is_cut = False
+    failure: TestbedError | None = None
+    try:
+        inputs.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
+    except _DivergedError as diverged:
+        divergence = diverged.divergence
+    except _TapeEndedError:
+        is_cut = True
+    except LivelockError as error:
+        failure = error
+    except TestbedError:
+        raise
+    except (Exception, SystemExit) as error:
+        failure = policy_failure(error, config)
+        if failure is None:
+            raise
+    if failure is not None and not checker.has_ended:
+        raise failure
+    is_cut = is_cut or failure is not None
+    return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut, failure)
+
+
+class _Checker(NoRecords):
+    """A device and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
+
+    is_whole: whether the run that left the tape came to its end.
+    """
+
+    def __init__(self, tape: Tape, device: RecordedDevice, *, is_whole: bool) -> None:
+        self.num_steps = 0
+        self._tape = tape
+        self._device = device
+        self._is_whole = is_whole
+
+    def execute(self, command: Execute, now_ns: int) -> Resume:
+        if command.plan is not None:
+            self._check(command.plan)
+        return self._device.execute(command, now_ns)
+
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        return self._device.resume(until_ns, now_ns)
+
+    def _check(self, plan: BatchPlan) -> None:
+        if plan.step >= len(self._tape.steps):
+            if not self._is_whole:
+                raise self._tape_ended()
+            raise _DivergedError(
+                Divergence(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
+            )
+        recorded = self._tape.steps[plan.step].decision
+        replayed = _plan_part(plan)
+        if any(recorded[key] != value for key, value in replayed.items()):
+            raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
+
+    def committed(self, step: StepView) -> None:
+        recorded, decided = self._tape.steps[step.plan.step], decision(step)
+        for reason, ours, theirs in (
+            ("planned at another instant", step.plan_ns, recorded.plan_ns),
+            ("committed at another instant", step.end_ns, recorded.commit_ns),
+            ("another batch was decided", decided, recorded.decision),
+            ("the decision digests differ", step.digest, recorded.digest),
+        ):
+            if ours != theirs:
+                raise _DivergedError(Divergence(step.plan.step, recorded.decision, decided, reason))
+        self.num_steps += 1
+
+    def finish(self) -> None:
+        """After the replay: nothing of the tape may be left. Raises if so, and for a run that was interrupted."""
+        if self.num_steps != len(self._tape.steps):
+            recorded = self._tape.steps[self.num_steps]
+            raise _DivergedError(
+                Divergence(self.num_steps, recorded.decision, None, "the replay ended before the tape")
+            )
+        if not self._is_whole:
+            raise self._tape_ended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every step of an interrupted run was replayed."""
+        return not self._is_whole and self.num_steps == len(self._tape.steps)
+
+    def _tape_ended(self) -> _TapeEndedError:
+        return _TapeEndedError(
+            f"the recorded run was interrupted, and its tape ends after {len(self._tape.steps)} steps"
+        )
+
+
+def _plan_part(plan: BatchPlan) -> dict[str, Any]:
+    """The fields of a decision that a plan alone determines."""
+    return {
+        "step": plan.step,
+        "scheduled": num_scheduled(plan),
+        "ignored": [item.request_id for item in plan.ignored],
+        "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
+    }
+
+
+def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:
+    rows = {row.request_id: row for row in trace.rows}
+    vocab_size, sampling = build.vocab_size(config), build.sampling_params(config)
+
+    def make(request_id: str, arrival_ns: int) -> Request:
+        if request_id not in rows:
+            raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
+        return forcing(to_request(rows[request_id], vocab_size, arrival_ns, sampling), forced)
+
+    return make
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise RunFolderError(f"no run at {folder}: manifest.json is missing")
+    return read_said(file)

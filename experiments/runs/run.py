@@ -1,0 +1,316 @@
+"""One run: from a RunConfig to a complete run folder, on either backend. Owns folders, manifest, progress, endings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.wiring import build, engines
+from experiments.wiring.build_engine import check_prompts, check_token_ids
+from experiments.runs.collector import fewer_collections
+from experiments.configuration.config import RunConfig
+from experiments.runs.ending import failure_message, ignored_message, notes_of, reason_of
+from experiments.runs.environment import describe_machine, describe_versions
+from experiments.wiring.foreign import policy_failure
+from experiments.runs.identity import identity_of
+from experiments.runs.interrupt import interruptible, undisturbed
+from experiments.runs.origin import UNKNOWN, Origin
+from experiments.runs.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
+from experiments.runs.progress import Progress
+from experiments.runs.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
+from experiments.runs.run_folder import (
+    TRACE_FILE,
+    claimed,
+    describe_failure,
+    describe_kept,
+    locked,
+    refuse_overwrite,
+    write_json,
+)
+from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.wiring.traces import describe_trace
+from experiments.wiring.watches import batch_limits, status_lines
+from real.vllm.config import VllmConfig
+from sim.cost.calibrated import CalibratedCost
+from sim.cost.tables import TablesCost
+from testbed import compiled
+from testbed.core.interfaces import Recorder
+from testbed.core.scheduler import Scheduler
+from testbed.core.serve import serve
+from testbed.errors import RunFolderError, TestbedError
+from testbed.records.operators import OperatorLedger
+from testbed.records.recorders import together
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter, tape_names
+from testbed.traces.schema import Trace
+from testbed.traces.serialize import write_jsonl
+from testbed.traces.stream import CountedTrace, whole
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. status: complete or partial. message: what the user should know, one line, or empty."""
+
+    folder: Path
+    status: str
+    exit_status: int
+    message: str
+    summary: dict[str, Any]
+    config: dict[str, Any]  # as config.yaml has it
+    manifest: dict[str, Any]
+    notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
+
+
+def execute(
+    config: RunConfig,
+    folder: Path,
+    *,
+    command: str = "",
+    origin: Origin = UNKNOWN,
+    trace: Trace | None = None,
+    watch: Recorder | None = None,
+) -> RunResult:
+    """Runs `config` into `folder`. trace: instead of the configuration's own (from Python). watch: sees every step, and
+    may end the run by raising a TestbedError (of vLLM's own scheduler it sees none).
+
+    Raises TestbedError before anything runs; once it runs, an interrupt or a failure keeps what there is and marks the
+    folder partial.
+    """
+    folder = folder.absolute()
+    refuse_overwrite(folder, config.overwrite)
+    check_profile(config)
+    if trace is not None:
+        config = _reading(config, folder / TRACE_FILE)
+        given: TraceLike = trace
+    else:
+        given = _own_trace(config)
+    if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
+        return _stock(config, folder, whole(given), command, origin)
+    prepared = prepare_sim(config, given) if config.is_simulated else prepare_engine(config, whole(given), folder)
+    with closing(prepared):
+        schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
+        manifest = _manifest(config, given, prepared, command) | asdict(origin)
+        with claimed(folder, config):
+            return _run(config, folder, given, prepared, schedulers, manifest, watch)
+
+
+def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
+    """vLLM's own scheduler decides; its log becomes the folder."""
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+    from experiments.observe.stock import options_of_stock, replay_stock
+
+    check_token_ids(config, trace)
+    check_prompts(config, trace)
+    speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
+    told, inbox = options_of_stock(config), trace_inbox(config, at_speed(trace, speed))
+    with locked(folder):
+        failure = replay_stock(config, trace, inbox, folder, command, told)
+    message, exit_status = "", 0
+    if failure is not None:
+        is_pressed = isinstance(failure, KeyboardInterrupt)
+        what = "interrupted" if is_pressed else f"failed: {describe_failure(failure)}"
+        message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
+    origin.state(folder, command)
+    run = load_run(folder)
+    return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, config.raw, run.manifest)
+
+
+def _own_trace(config: RunConfig) -> TraceLike:
+    """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
+    if not config.is_simulated or build.recorded_run(config) is not None:
+        return build.build_trace(config)  # a tape names any request
+    source = build.build_source(config)
+    return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)
+
+
+def _reading(config: RunConfig, file: Path) -> RunConfig:
+    """The configuration that says of a trace handed over in Python where the run folder keeps it: `from=` finds it."""
+    kept = config.trace
+    settings = TraceConfig(name="jsonl", path=str(file), vocab_size=kept.vocab_size, forced=kept.forced)
+    return replace(config, trace=settings, raw={**config.raw, "trace": {**asdict(settings), "transforms": []}})
+
+
+def _run(
+    config: RunConfig,
+    folder: Path,
+    trace: TraceLike,
+    prepared: Prepared,
+    schedulers: list[Scheduler],
+    manifest: dict[str, Any],
+    watcher: Recorder | None,
+) -> RunResult:
+    """Drives the loops and closes the folder, whatever happens."""
+    log = logging.getLogger("testbed")
+    name, num, digest = (manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
+    later = "known at the end"  # of a stream
+    log.info("%s: requests: %s, fingerprint: %s", name, later if num is None else num, digest or later)
+    for note in trace.notes:
+        log.info("trace: %s", note)
+    records = engines.RunRecords(config.record, folder, len(schedulers))
+    tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
+    if tapes or config.trace.path == str(folder / TRACE_FILE):
+        write_jsonl(trace, folder / TRACE_FILE)
+    progress = Progress(trace.num_requests, manifest["backend"])
+    write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
+    watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
+    ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
+    more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
+    more += [*batch_limits(config), progress]
+    status = status_lines(config.record.status_s, schedulers)
+    recorders = _recorders(prepared, records, tapes, more, status)
+    loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
+    began = time.monotonic()
+    failure: BaseException | None = None
+    try:
+        with fewer_collections(is_simulation=config.is_simulated), interruptible(loops) as watched:
+            prepared.drive(watched, schedulers)
+            for late in prepared.late:
+                late.catch_up()
+    except (KeyboardInterrupt, TestbedError, MemoryError) as error:
+        failure = error
+    except (Exception, SystemExit) as error:
+        failure = policy_failure(error, config) or (error if isinstance(error, OSError) else None)
+        if failure is None:
+            raise
+    finally:
+        with undisturbed():
+            unwritten = _close_all(*prepared.late, progress, records, *tapes, *([] if ledger is None else [ledger]))
+    failure = failure or unwritten
+    if not isinstance(trace, Trace):
+        manifest["trace"] = describe_trace(trace)  # it was read meanwhile
+    manifest |= {
+        "status": "complete" if failure is None else "partial",
+        "failure": None if failure is None else reason_of(failure),
+        "wall_s": round(time.monotonic() - began, 3),
+        **engines.describe_engines(schedulers, records),
+        "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
+        "cost_notes": watch.notes() if watch is not None else [],
+        **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
+    }
+    with undisturbed():
+        return _close(config, folder, manifest, records, failure)
+
+
+def _recorders(
+    prepared: Prepared,
+    records: engines.RunRecords,
+    tapes: list[TapeWriter],
+    more: list[Recorder],
+    status: Sequence[Sequence[Recorder]],
+) -> list[Recorder]:
+    """What is told of each engine's steps: its own records, tape and lag, and what watches them all."""
+    own: Iterable[Sequence[Recorder]] = [()] * len(records.recorders)
+    if prepared.replay is not None:
+        own = zip(tapes, prepared.replay.lags, strict=True)
+    recorders = [
+        together([recorder, *one, *more, *lines])
+        for recorder, one, lines in zip(records.recorders, own, status, strict=True)
+    ]
+    return [late.of(one) for late, one in zip(prepared.late, recorders, strict=True)] if prepared.late else recorders
+
+
+def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:
+    """One for each engine. The loop of a replica is asked from outside, by the router's driver."""
+    names = tape_names(num_engines)
+    return [TapeWriter(folder / name, decision, is_live=num_engines > 1) for name in names]
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def _close_all(*files: _Closable) -> OSError | TestbedError | None:
+    """Closes each, also after one that could not write its last lines; the first such failure."""
+    failure: OSError | TestbedError | None = None
+    for file in files:
+        try:
+            file.close()
+        except (OSError, TestbedError) as error:
+            failure = failure or error
+    return failure
+
+
+def _close(
+    config: RunConfig,
+    folder: Path,
+    manifest: dict[str, Any],
+    records: engines.RunRecords,
+    failure: BaseException | None,
+) -> RunResult:
+    """Writes manifest and summary; the `done` marker only for a complete run.
+
+    Raises RunFolderError if they cannot be written; the run's own failure, if there was one, is what it says.
+    """
+    try:
+        write_json(folder / "manifest.json", manifest)
+        summary = _summarise(folder, config, manifest)
+        write_json(folder / "summary.json", summary)
+        if failure is None:
+            (folder / "done").write_text(manifest["digest"] + "\n")
+    except (OSError, RunFolderError) as error:
+        raise RunFolderError(failure_message(failure or error, folder, manifest, records)) from None
+    status, message, exit_status = manifest["status"], "", 0
+    if failure is not None:
+        message = failure_message(failure, folder, manifest, records)
+        exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
+    elif records.ignored:
+        message = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
+        exit_status = 0 if config.allow_ignored else 1
+    from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
+    from analysis.measures.steadiness import outrun_note
+
+    log = logging.getLogger("testbed")
+    failed = failures(summary["checks"])
+    for sentence in failed:
+        log.warning("%s", sentence)
+    for sentence in warnings_of(manifest):
+        log.warning("%s", sentence)
+    log.info("%s %s", status, message)
+    outrun = outrun_note(summary)
+    notes = (*failed, *([] if outrun is None else [outrun]), *notes_of(config, manifest, summary))
+    return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
+
+
+def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dict[str, Any]:
+    from analysis.load import Run  # not at the top, as above
+
+    return Run(folder, config.raw, manifest).summarise()
+
+
+def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: str) -> dict[str, Any]:
+    return {
+        "status": "partial",
+        "backend": config.backend_name,
+        "created": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "versions": describe_versions(),
+        "core": compiled.current().mode,
+        "compiler": compiled.current().why if compiled.current().mode == "compiled" else None,
+        "code_version": describe_versions()["llm-serving-testbed"],
+        "identity": identity_of(config).describe(),
+        "machine": describe_machine(),
+        "command": command or " ".join(sys.argv),
+        "started_in": os.getcwd(),
+        "seed": config.seed,
+        "trace": describe_trace(trace),
+        "model": config.model.name,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "scheduler": config.scheduler.name,
+        "async_scheduling": config.scheduler.async_scheduling,
+        "frontend_ns": config.backend.frontend_ns if isinstance(config.backend, SimConfig) else None,
+        "estimator": build.estimator_name(config),
+        "num_gpu_blocks": prepared.pools.num_gpu_blocks,
+        "num_cpu_blocks": prepared.pools.num_cpu_blocks,
+        "block_size": config.cache.block_size,
+        **engines.describe_router(config),
+        **prepared.description,
+    }

@@ -1,0 +1,277 @@
+"""A run's folder as files: who may write into it, its log, what is written whole or not at all.
+
+Whoever writes holds a lock on the log, and the system takes it back when the process dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import yaml
+
+from experiments.configuration.config import FILE_KEYS, RunConfig
+from experiments.configuration.settings import GONE
+from testbed.errors import ConfigError, RunFolderError
+from testbed.records.operators import OPERATORS_FILE
+from testbed.records.schema import STEP_TRACE_FILE
+
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
+
+MODEL_FOLDER = "model"  # of a run of a model that vLLM served
+TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
+LOG_FILE = "run.log"
+_OF_RUNS = ("done", "manifest.json", "requests.parquet")
+SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a run, whole or partial, is in the folder; one that did not begin is none."""
+    return any((folder / name).exists() for name in _OF_RUNS) and not did_not_begin(folder)
+
+
+def did_not_begin(folder: Path) -> bool:
+    """Whether all that the folder has of a run is why it failed before it began."""
+    is_alone = not any((folder / name).exists() for name in _OF_RUNS if name != "manifest.json")
+    return is_alone and read_manifest(folder).get("status") == "failed"
+
+
+def refuse_overwrite(
+    folder: Path, overwrite: bool, key: str = "hydra.run.dir", allow: str | None = "overwrite=true"
+) -> None:
+    """Raises RunFolderError for a folder that is in use or holds runs. key: what names it; allow: what, if anything,
+    lets a run there be replaced."""
+    if is_locked(folder):
+        raise _in_use(folder)
+    if not has_run(folder) and (point := next(folder.glob("*/manifest.json"), None)) is not None:
+        raise RunFolderError(
+            f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another {key}"
+        )
+    refuse_run(folder.parent, key)
+    if has_run(folder) and not overwrite:
+        raise RunFolderError(
+            f"{folder} already holds a run, and runs are not overwritten; choose another {key}"
+            + ("" if allow is None else f" or pass {allow}")
+        )
+
+
+def refuse_run(folder: Path, key: str) -> None:
+    """Raises RunFolderError for a folder that holds a run, where others are to be put: who reads it sees that one."""
+    if has_run(folder):
+        raise RunFolderError(f"{folder} holds a run, and other runs need a folder of their own; choose another {key}")
+
+
+def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a simulation, at the prices of another model, of one that vLLM served and that has none
+    here. overrides: what the user says of the run in the folder."""
+    why, cost = read_manifest(folder).get("unpriced"), config.raw["cost"].get("name")
+    is_chosen = any(item.partition("=")[0] in ("model", "model.path") for item in overrides)
+    if why and config.is_simulated and cost in ("roofline", "tables") and not is_chosen:
+        raise ConfigError(f"{folder}: {why}; say whose prices to take, as model=llama3.1_8b, or choose another cost")
+
+
+def named_folder(key: str, value: object) -> Path:
+    """The folder that a key names. Raises ConfigError for none: it would be the working directory."""
+    if not str(value).strip():
+        raise ConfigError(f"{key} is empty; name a folder, as {key}=runs/one, or leave it out")
+    return Path(str(value))
+
+
+def require_writable(folder: Path) -> None:
+    """Raises OSError if nothing can be written there: before hours are spent on what would be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=folder).close()
+    with suppress(OSError):
+        folder.rmdir()  # whoever writes makes it again
+
+
+def claim(folder: Path, config: RunConfig) -> None:
+    """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
+             OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE, "config.yaml", "timeline.json")  # fmt: skip
+    for file in [*(folder / name for name in names), *folder.glob("tape*.jsonl")]:
+        file.unlink(missing_ok=True)
+    if (folder / LOG_FILE).exists():
+        os.truncate(folder / LOG_FILE, 0)  # the lock is on this very file
+    (folder / "config.yaml").write_text(as_yaml(config.raw))
+
+
+def as_yaml(tree: dict[str, Any]) -> str:
+    """As config.yaml has it."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
+
+
+@contextmanager
+def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Within, the folder is claimed and its log open, and no other process can claim it. Raises RunFolderError."""
+    with locked(folder):
+        claim(folder, config)
+        with _log_to(folder / LOG_FILE):
+            yield
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within, the folder is there and no other process can claim it. Raises RunFolderError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("ab") as log:
+        if not _lock(log):
+            raise _in_use(folder)
+        yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process writes there."""
+    try:
+        with (folder / LOG_FILE).open("rb") as log:
+            return not _lock(log, fcntl.LOCK_SH)
+    except OSError:
+        return False  # no log, no writer
+
+
+def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
+
+
+def _in_use(folder: Path) -> RunFolderError:
+    return RunFolderError(
+        f"another process is writing a run to {folder}; wait for its end, or choose another hydra.run.dir"
+    )
+
+
+def set_aside(folder: Path, target: Path) -> Path:
+    """Moves a run out of the way, to `target-1` or the next that is free; nothing is lost."""
+    number = 1
+    while (free := target.with_name(f"{target.name}-{number}")).exists():
+        number += 1
+    free.parent.mkdir(exist_ok=True)
+    shutil.move(folder, free)
+    return free
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the run there says of itself; nothing where it does not."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of a run's folder, as it was when the run was started. Raises RunFolderError if there
+    is none, or it is damaged."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise RunFolderError(f"no run at {folder}: config.yaml is missing")
+    from analysis.reading.files import read_said  # not at the top: the package imports Arrow, which is slow
+
+    raw = read_said(file)
+    for key in GONE:
+        group, _, name = key.partition(".")
+        if isinstance(raw.get(group), dict):
+            raw[group].pop(name, None)
+    return raw
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The same, its files as they are found from here."""
+    raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
+    if isinstance(started_in, str) and Path(started_in) != Path.cwd():
+        raw = {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+    for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
+        raw[group] = _with_own(raw.get(group), folder.absolute() / name)
+    return raw
+
+
+def _with_own(group: Any, kept: Path) -> Any:
+    """A group whose file the folder itself keeps, which was moved since."""
+    path = group.get("path") if isinstance(group, dict) else None
+    is_moved = path is not None and Path(path).name == kept.name and not Path(path).exists() and kept.exists()
+    return group | {"path": str(kept)} if is_moved else group
+
+
+def _from_here(tree: Any, started_in: Path) -> Any:
+    """The files of a configuration that are named from where its run was started, for whoever stands elsewhere."""
+    if not isinstance(tree, dict):
+        return [_from_here(item, started_in) for item in tree] if isinstance(tree, list) else tree
+    named = {key: tree[key] for key in FILE_KEYS if isinstance(tree.get(key), str) and tree[key]}
+    there = {key: str(started_in / name) for key, name in named.items() if (started_in / name).exists()}
+    return {key: _from_here(value, started_in) for key, value in tree.items()} | there
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether both are there, and are one file."""
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written ends the run as any other file of its folder does, instead of printing a trace."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        raise
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    log = logging.getLogger("testbed")
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line for whatever ended a run."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full ({error.filename or 'while writing'}); free some space and run again"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out, --output)"
+    if isinstance(error, MemoryError):
+        return "out of memory; lower trace.limit, or record.token_times=false"
+    return str(error) or type(error).__name__
+
+
+def describe_kept(folder: Path) -> str:
+    """What of a run that did not get to its end can be read: nothing, where its records could not be closed."""
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+
+    try:
+        load_run(folder)
+    except RunFolderError:
+        tape = ", but its tape can (testbed parity)" if next(folder.glob("tape*.jsonl"), None) else ""
+        return f"its records in {folder} cannot be read{tape}; run it again with overwrite=true"
+    return f"partial results kept in {folder}"

@@ -1,0 +1,205 @@
+"""The run folder that a vLLM of one's own leaves as it serves under this testbed's scheduler: records, tape, trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from analysis.load import Run
+from experiments.configuration.config import RunConfig
+from experiments.observe.importing import manifest_in_vllm
+from experiments.runs.environment import describe_machine
+from experiments.runs.run_folder import (
+    MODEL_FOLDER,
+    TRACE_FILE,
+    claim,
+    describe_failure,
+    refuse_overwrite,
+    write_json,
+)  # fmt: skip
+from testbed import compiled
+from testbed.core.outcome import Finished, FinishReason
+from testbed.core.request import Request
+from testbed.core.scheduler import Scheduler
+from testbed.records.recorder import RunRecorder
+from testbed.records.recorders import NoRecords, together
+from testbed.records.schema import decision
+from testbed.records.tape import TapeWriter
+from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.readers.own import read_jsonl
+from testbed.traces.schema import Part, Span, TokenIds, Trace, TraceRequest
+from testbed.traces.serialize import row_to_json, write_jsonl
+
+_BOUNDS = "of requests that had not ended, outputs are as long as they had leave for"
+
+
+class _Trace(NoRecords):
+    """trace.jsonl, a row for each request as it comes, with as many tokens of output as it has leave for; in the end
+    with those that came, which lie in a file without a name until then: an engine may serve for days."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("w", encoding="utf-8")
+        self._num = 0
+        self._ended = TemporaryFile(dir=path.parent)  # noqa: SIM115  as long as the engine lives
+        self._outputs: dict[str, tuple[int, int]] = {}  # where each begins there, and how many bytes it has
+        self._cancelled_ns: dict[str, int] = {}  # after their arrivals
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self._num += 1
+        row = TraceRequest(
+            request.request_id, request.arrival_ns, (TokenIds(array("i", request.prompt_token_ids)),),
+            Span(self._num, 0, request.sampling.max_tokens or 1), priority=request.priority,
+            cache_salt=request.cache_salt or None,
+        )  # fmt: skip
+        self._file.write(json.dumps(row_to_json(row), separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        for one in finished:
+            name = one.request.request_id
+            if len(one.output_token_ids):
+                output = array("i", one.output_token_ids).tobytes()
+                self._outputs[name] = self._ended.tell(), len(output)
+                self._ended.write(output)
+            if one.reason is FinishReason.ABORT:
+                self._cancelled_ns[name] = max(1, now_ns - one.request.arrival_ns)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def finish(self) -> Trace | None:
+        """Writes what came of the requests; the whole trace, or None of none."""
+        self.close()
+        if not self._num:
+            return None
+        rows = [
+            row._replace(output=self._output(row), cancel_after_ns=self._cancelled_ns.get(row.request_id), place="")
+            for row in read_jsonl(self._path)
+        ]
+        trace, written = arrange(self._path.name, rows), self._path.with_suffix(".tmp")
+        write_jsonl(trace, written)
+        os.replace(written, self._path)
+        return trace
+
+    def _output(self, row: TraceRequest) -> Part | None:
+        if row.request_id not in self._outputs:
+            return row.output
+        begin, num_bytes = self._outputs[row.request_id]
+        self._ended.seek(begin)
+        return TokenIds(array("i", self._ended.read(num_bytes)))
+
+
+class ServedFolder:
+    """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed.
+
+    Serving goes on where the folder cannot be written any more; `say` is told so.
+    """
+
+    def __init__(
+        self, folder: Path, config: RunConfig, scheduler: Scheduler, said: dict[str, Any], unpriced: str,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._config, self._scheduler, self._say = folder.absolute(), config, scheduler, say
+        self._lost: OSError | None = None  # why nothing is written any more
+        refuse_overwrite(self._folder, overwrite=False, key="out", allow=None)
+        raw = config.raw
+        raw["trace"]["path"] = str(self._folder / TRACE_FILE)
+        if raw["model"].get("path"):  # else it has no price here
+            raw["model"]["path"] = str(self._folder / MODEL_FOLDER)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / MODEL_FOLDER).mkdir(exist_ok=True)
+        write_json(self._folder / MODEL_FOLDER / "config.json", said["model"]["hf_config"])
+        claim(self._folder, config)
+        self._recorder = RunRecorder(self._folder)
+        self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
+        self._trace = _Trace(self._folder / TRACE_FILE)
+        records, kept = together([self._recorder, self._tape, self._trace]), self._while_it_can
+        self.arrived, self.aborted, self.committed = (
+            kept(records.arrived),
+            kept(records.aborted),
+            kept(records.committed),
+        )
+        self.ended, self.prefixes_reset = kept(records.ended), kept(records.prefixes_reset)
+        self._manifest = self._describe(said) | {"unpriced": unpriced or None}
+        write_json(self._folder / "manifest.json", self._manifest)
+
+    def _while_it_can(self, tell: Callable[..., None]) -> Callable[..., None]:
+        def told(*given: Any) -> None:
+            if self._lost is None:
+                try:
+                    tell(*given)
+                except OSError as error:
+                    self._lose(error)
+
+        return told
+
+    def _lose(self, error: OSError) -> None:
+        """What was written until now is kept, as far as the files can be closed."""
+        self._lost = error
+        self._say(f"nothing more is recorded in {self._folder}: {describe_failure(error)}; serving goes on")
+        for close in (self._recorder.close, self._tape.close, self._trace.close):
+            with suppress(OSError):
+                close()
+        self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The loop ends with this, or its records do: the manifest says so, if it can be written."""
+        self._manifest |= {
+            "failure": describe_failure(error), "num_steps": self._scheduler.num_steps,
+            "num_sent": self._recorder.num_sent,
+        }  # fmt: skip
+        with suppress(OSError):
+            write_json(self._folder / "manifest.json", self._manifest)
+
+    def finish(self) -> None:
+        """vLLM shuts down: the folder is closed."""
+        if self._lost is None:
+            try:
+                self._finish()
+            except OSError as error:
+                self._lose(error)
+
+    def _finish(self) -> None:
+        self._recorder.close()
+        self._tape.close()
+        scheduler, prefixes = self._scheduler, self._scheduler.blocks.prefixes
+        is_whole = not scheduler.has_work and "failure" not in self._manifest
+        trace = self._trace.finish()
+        self._manifest |= {
+            "status": "complete" if is_whole else "partial",
+            "trace": {
+                "name": TRACE_FILE, "num_requests": 0 if trace is None else trace.num_requests,
+                "fingerprint": None if trace is None else fingerprint(trace),
+                "notes": [] if is_whole else [_BOUNDS],
+            },
+            "num_steps": scheduler.num_steps,
+            "num_sent": self._recorder.num_sent,
+            "prefix_cache": {
+                "queried_tokens": prefixes.num_queried_tokens, "hit_tokens": prefixes.num_hit_tokens
+            },
+            "digest": f"{scheduler.digest:016x}",
+        }  # fmt: skip
+        write_json(self._folder / "manifest.json", self._manifest)
+        if trace is not None:
+            write_json(self._folder / "summary.json", Run(self._folder, self._config.raw, self._manifest).summarise())
+        if is_whole:
+            (self._folder / "done").write_text(f"{scheduler.digest:016x}\n")
+
+    def _describe(self, said: dict[str, Any]) -> dict[str, Any]:
+        config, core = self._config, compiled.current()
+        return manifest_in_vllm(said, config, "scheduler_cls=real.vllm.TestbedScheduler") | {
+            "status": "partial", "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "core": core.mode, "compiler": core.why if core.mode == "compiled" else None,
+            "machine": describe_machine(), "model": Path(said["model"]["name"]).name, "attention": "vllm",
+            "trace": {"name": TRACE_FILE, "num_requests": None, "fingerprint": None, "notes": [_BOUNDS]},
+            "num_steps": 0, "num_sent": 0, "prefix_cache": None,
+        }  # fmt: skip

@@ -1,0 +1,291 @@
+"""The points of a sweep: where each belongs, whether it was run before, and what one job of a launcher does of them.
+
+A job takes points one after another that no other job has taken, so the launcher's own cost is paid once a job and a
+dead job costs the point that it was at. Jobs and sweep speak through a folder, the board: any launcher will do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.core.hydra_config import HydraConfig
+
+from experiments.configuration.config import RunConfig
+from experiments.runs.identity import Identity, identity_of
+from experiments.runs.interrupt import was_pressed
+from experiments.runs.origin import Origin
+from experiments.runs.run import INTERRUPTED, execute
+from experiments.runs.run_folder import (
+    SET_ASIDE,
+    describe_failure,
+    did_not_begin,
+    has_run,
+    is_locked,
+    read_manifest,
+    saved_config,
+    set_aside,
+)
+from testbed.errors import RunFolderError, TestbedError
+
+_BOARD, _OWNER = ".points-", "owner"
+_NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """label: its swept overrides. root: the sweep's folder. folder: in it, if the user names it; None: by identity."""
+
+    label: str
+    command: str
+    raw: dict[str, Any]
+    root: str
+    folder: str | None
+    origin: Origin
+
+    def place(self, identity: Identity) -> Path:
+        return Path(self.root, identity.name if self.folder is None else self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a point. status: complete, failed (also one whose requests could never fit), interrupted, elsewhere
+    (another process is running it)."""
+
+    label: str
+    status: str
+    folder: str = ""
+    message: str = ""
+    exit_status: int = 0
+    notes: tuple[str, ...] = ()
+
+
+# --- folders ---
+
+
+class Known:
+    """The points that a sweep's folder has, by the configuration that their names begin with."""
+
+    def __init__(self, root: Path) -> None:
+        self._by_config: dict[str, list[Path]] = {}
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            if match := _NAME.fullmatch(folder.name):
+                self._by_config.setdefault(match[1], []).append(folder)
+
+    def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
+        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays; of what
+        did not begin nothing does."""
+        others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
+        for path in (*others, folder):
+            if did_not_begin(path) and not is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+            if not has_run(path) or is_locked(path):
+                continue
+            if path == folder and not (path / "done").exists():
+                yield "partial", set_aside(path, path.with_name(f"{path.name}.partial"))
+                continue
+            why = identity.changes_since(read_manifest(path))
+            yield f"stale: {why}", set_aside(path, path.parent / SET_ASIDE / path.name)
+
+
+def is_done(folder: Path, identity: Identity) -> bool:
+    """Whether this very point was finished there."""
+    return (folder / "done").exists() and identity.is_of(read_manifest(folder))
+
+
+def holds_another(folder: Path, config: RunConfig) -> bool:
+    """Whether a finished run of another configuration is in a folder that the user named."""
+    if not (folder / "done").exists():
+        return False
+    try:
+        return identity_of(RunConfig.from_container(saved_config(folder))).config != identity_of(config).config
+    except TestbedError:
+        return True
+
+
+def refuse_others(folders: list[Path]) -> None:
+    """Raises RunFolderError if there are any."""
+    if folders:
+        raise RunFolderError(
+            f"{', '.join(map(str, folders))} {'holds a finished run' if len(folders) == 1 else 'hold finished runs'} "
+            "of another configuration; choose another hydra.sweep.dir, or pass overwrite=true"
+        )
+
+
+# --- jobs ---
+
+
+@contextmanager
+def board_in(root: Path) -> Iterator[Board]:
+    """Within, a sweep's folder has a board at which this process waits."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=_BOARD, dir=root))
+    try:
+        with (folder / "new").open("wb") as owner:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(owner, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / _OWNER)  # whoever finds it finds it held
+            yield Board(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def say_killed(root: Path) -> list[Path]:
+    """Leaves word of the points that nobody came to before their sweep was killed. Returns its boards: jobs on other
+    machines may outlive it, and still take from them."""
+    boards = [folder for folder in root.glob(f"{_BOARD}*") if _is_left(folder)]
+    for board in boards:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # cut in the middle: then it names no points
+            for index, point in enumerate(Board(board).points()):
+                if not (board / f"{index}.taken").exists():
+                    say_not_begun(point, "its sweep was killed before it began")
+    return boards
+
+
+def _is_left(board: Path) -> bool:
+    """Whether nobody waits there any more; where the file system has no locks, nobody can tell."""
+    try:
+        with (board / _OWNER).open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+class Board:
+    """A folder in which jobs say what they have taken and what came of it. It is gone once nobody waits for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: set[str] = set()
+        self.num_taken = 0  # at the last look
+
+    def write(self, points: list[Point]) -> None:
+        (self.folder / "points").write_text(json.dumps([asdict(point) for point in points]))
+
+    def points(self) -> list[Point]:
+        try:
+            stored = json.loads((self.folder / "points").read_bytes())
+            return [Point(**{**fields, "origin": Origin(**fields["origin"])}) for fields in stored]
+        except FileNotFoundError:
+            return []
+
+    def take(self, index: int) -> bool:
+        """Whether the point is now the caller's alone."""
+        try:
+            (self.folder / f"{index}.taken").open("x").close()
+        except (FileExistsError, FileNotFoundError):
+            return False
+        return True
+
+    def say(self, index: int, outcome: Outcome) -> None:
+        file = self.folder / f"{index}.said"
+        try:
+            file.with_suffix(".new").write_text(json.dumps(asdict(outcome)))
+            os.replace(file.with_suffix(".new"), file)
+        except FileNotFoundError:
+            return  # nobody waits for it any more
+
+    def news(self) -> list[Outcome]:
+        """What was said since the last look."""
+        names = os.listdir(self.folder)
+        self.num_taken = sum(name.endswith(".taken") for name in names)
+        new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
+        self._read.update(new)
+        said = [json.loads((self.folder / name).read_bytes()) for name in new]
+        return [Outcome(**{**fields, "notes": tuple(fields["notes"])}) for fields in said]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a job of a launcher does: Hydra's task function. limit: points that it may take; None: all that are left."""
+
+    board: str
+    limit: int | None
+    working_folder: str
+
+    def __call__(self, node: Any) -> None:
+        if os.path.isdir(self.working_folder):
+            os.chdir(self.working_folder)  # a launcher may have started this process elsewhere
+        if self.working_folder not in sys.path:
+            sys.path.insert(0, self.working_folder)  # as cli.main does
+        board, num_taken = Board(Path(self.board)), 0
+        points = board.points()
+        own = HydraConfig.get().job.num * (self.limit or 0)  # where nobody else begins
+        for index in (*range(own, len(points)), *range(own)):
+            if num_taken == self.limit:
+                return
+            if not board.take(index):
+                continue
+            num_taken += 1
+            outcome = _run(points[index])
+            board.say(index, outcome)
+            if outcome.status == "interrupted":
+                return
+
+
+def _run(point: Point) -> Outcome:
+    """Runs a point, silently: whoever reads the board speaks of all of them."""
+    folder = ""
+    try:
+        config = RunConfig.from_container(point.raw)
+        identity = identity_of(config)
+        folder = str(point.place(identity))
+        if is_done(Path(folder), identity) and not config.overwrite:
+            return Outcome(point.label, "complete", folder)
+        with redirect_stderr(_NoTerminal(sys.stderr)):
+            try:
+                result = execute(config, Path(folder), command=point.command, origin=point.origin)
+            except RunFolderError:  # of another sweep, perhaps, into the same folder
+                if is_locked(Path(folder)):
+                    return Outcome(point.label, "elsewhere", folder)
+                if is_done(Path(folder), identity):
+                    return Outcome(point.label, "complete", folder)
+                raise
+    except KeyboardInterrupt:
+        return Outcome(point.label, "interrupted", folder, exit_status=INTERRUPTED)
+    except (TestbedError, OSError, MemoryError) as error:
+        message, status = describe_failure(error), error.exit_status if isinstance(error, TestbedError) else 1
+        if folder:
+            point.origin.say_failed(Path(folder), config, message, point.command)
+        return Outcome(point.label, "failed", folder, message, status)
+    if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
+        return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
+    if result.exit_status:
+        return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
+    notes = (*result.notes, result.message) if result.message else result.notes
+    return Outcome(point.label, "complete", folder, notes=notes)
+
+
+def say_not_begun(point: Point, why: str) -> None:
+    """Leaves word of a point that nobody came to, where nothing of it is and its classes can still be had."""
+    with suppress(TestbedError):
+        config = RunConfig.from_container(point.raw)
+        point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)
+
+
+class _NoTerminal(io.TextIOBase):
+    """Standard error without the bars of single points."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return False

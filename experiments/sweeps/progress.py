@@ -1,0 +1,84 @@
+"""What a sweep says while its points are run, wherever they are: a line for each, and on a terminal one bar."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from experiments.streams import go_on_unheard
+from experiments.sweeps.points import Board, Outcome
+
+_EVERY_S = 0.2
+
+
+class Followed:
+    """Reads the board in a thread, until it is stopped or left. outcomes: all that were read."""
+
+    def __init__(self, board: Board, num_points: int) -> None:
+        self._board, self._num_points = board, num_points
+        self.outcomes: list[Outcome] = []
+        self._bar: Any = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    @property
+    def num_complete(self) -> int:
+        return sum(outcome.status == "complete" for outcome in self.outcomes)
+
+    def __enter__(self) -> Followed:
+        if sys.stderr.isatty():
+            from tqdm import tqdm  # not at the top: nobody may look
+
+            # smoothing=0: by the mean of all points, since they end in bursts
+            self._bar = tqdm(total=self._num_points, desc="sweep", unit="point", leave=False, smoothing=0)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Reads what was said last, and ends the bar. A second call does nothing."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._thread.join()
+        self._look()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _follow(self) -> None:
+        pause_s = _EVERY_S
+        while not self._stopped.wait(pause_s):
+            began = time.monotonic()
+            self._look()
+            pause_s = max(_EVERY_S, 50 * (time.monotonic() - began))  # a point may run in this very process
+
+    def _look(self) -> None:
+        news = self._board.news()
+        self.outcomes += news
+        for outcome in news:
+            if outcome.status != "interrupted":
+                self._say(_line(outcome))
+        if self._bar is not None:
+            failed = sum(outcome.status == "failed" for outcome in self.outcomes)
+            running = self._board.num_taken - len(self.outcomes)
+            self._bar.set_postfix_str(f"{running} running, {failed} failed", refresh=False)
+            self._bar.update(len(news))
+            self._bar.refresh()
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        try:
+            print(line, flush=self._bar is not None)
+        except BrokenPipeError:  # `| head`: the points are run all the same
+            go_on_unheard()
+
+
+def _line(outcome: Outcome) -> str:
+    label = f"{outcome.label}: " if outcome.label else ""
+    return f"{outcome.status:<12} {label}{outcome.message or outcome.folder}"

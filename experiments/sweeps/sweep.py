@@ -1,0 +1,339 @@
+"""`testbed run -m`: the points of a sweep, those that are finished left out, the others through Hydra's launcher.
+
+Hydra composes, parses and launches; but it is given jobs that run many points (experiments/sweeps/points.py), since it
+takes longer to compose a small point than to simulate it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from experiments.configuration.compose import checked, compose_raw
+from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.options import Library
+from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
+from experiments.runs.identity import identity_of
+from experiments.runs.origin import Origin, end_of_others
+from experiments.runs.run_folder import is_locked, named_folder, refuse_run
+from experiments.sweeps.points import (
+    Known,
+    Outcome,
+    Point,
+    Share,
+    board_in,
+    holds_another,
+    is_done,
+    refuse_others,
+    say_killed,
+    say_not_begun,
+)
+from experiments.sweeps.progress import Followed
+from experiments.sweeps.restate import restate
+from experiments.wiring.build import check_makeable
+from experiments.wiring.foreign import check_importable
+from experiments.wiring.traces import check_trace
+from testbed.checks import require_whole_or_null
+from testbed.errors import ConfigError, TestbedError
+
+_EVERY_S = 0.2  # another process's point is looked after
+_FEW = 3  # points that are named one by one
+
+
+class SweepError(TestbedError):
+    """Some points failed, or were not run; the others are complete."""
+
+
+def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -> None:
+    """Runs the points that the arguments make (overrides of the run's own keys), under Hydra's configuration of them.
+
+    Raises TestbedError in one line, and KeyboardInterrupt.
+    """
+    if config.hydra.callbacks or config.hydra.job.chdir:
+        raise ConfigError("hydra.callbacks and hydra.job.chdir act on each point by itself: add hydra/sweeper=basic")
+    of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    if "hydra.mode=MULTIRUN" not in of_hydra and any(item.startswith("hydra.run.dir=") for item in of_hydra):
+        raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
+    check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
+    root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
+    sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
+    points = _points(sweep)
+    _say_unknown_baseline([config for _, config in points])
+    todo = _left_to_run(sweep, points)
+    outcomes = _launched(sweep, todo) if todo else []
+    _conclude(sweep, outcomes, len(todo) - len(outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """combinations: the overrides of each point, the swept ones among them as its label. of_hydra: Hydra's own."""
+
+    master: DictConfig
+    context: HydraContext
+    of_hydra: list[str]
+    combinations: list[tuple[str, list[str]]]
+    root: Path
+
+    @property
+    def names_folders(self) -> bool:
+        """Whether the user does, with hydra.sweep.subdir."""
+        sweep: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
+        return str(sweep["subdir"]) != "."
+
+    def subfolder(self, overrides: list[str], number: int) -> str:
+        """What hydra.sweep.subdir says of a point."""
+        point = self.context.config_loader.load_sweep_config(self.master, overrides)
+        with open_dict(point):
+            point.hydra.job.num = number
+        HydraConfig.instance().set_config(point)
+        return str(point.hydra.sweep.subdir)
+
+
+# --- what to run ---
+
+
+def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, list[str]]]:
+    """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
+    choices: dict[str, list[str]] = {}
+    for item in parsed:
+        key = item.get_key_element()
+        if not item.is_sweep_override():
+            choices[key] = [str(item.input_line)]
+            continue
+        choices[key] = list(dict.fromkeys(swept_values(item, library)))
+        if key == "experiment" and len(choices[key]) > 1:
+            raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
+        if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
+            raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
+    swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
+    points: dict[str, list[str]] = {}
+    for combination in itertools.product(*choices.values()):
+        own = of_one_point(combination, library)
+        points.setdefault(" ".join(combination[index] for index in swept if combination[index] in own), own)
+    return list(points.items())
+
+
+def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
+    """Every point with its configuration. Raises SweepError, before any runs, if one's is refused."""
+    points: list[tuple[Point, RunConfig]] = []
+    refused: list[Outcome] = []
+    values: dict[str, set[str]] = {}
+    makeable: set[str] = set()  # each choice of policies is made once
+    for item in (item for _, overrides in sweep.combinations for item in overrides):
+        values.setdefault(item.partition("=")[0], set()).add(item)
+    for number, (label, overrides) in enumerate(sweep.combinations):
+        searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
+        raw = compose_raw([*searched, *overrides])
+        folder = sweep.subfolder(overrides, number) if sweep.names_folders else None
+        command = shlex.join(["testbed", "run", *searched, *overrides])
+        try:
+            config = checked(overrides, RunConfig.from_container(raw))
+            check_importable(config)
+            check_trace(config)
+            if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend")])) not in makeable:
+                check_makeable(config)
+                makeable.add(chosen)
+            swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
+            origin = Origin.of(overrides, swept, number)
+            points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
+        except TestbedError as error:
+            refused.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
+    if refused:
+        raise _failure(refused, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
+    return points
+
+
+def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
+    """A note if no arm of the points has the name; it may be one of those that the folder has from before."""
+    baseline = configs[0].report.baseline
+    if baseline is None:
+        return
+    from analysis.comparison.arms import infer_arms  # not at the top: Arrow is slow to import
+    from analysis.load import Run
+
+    runs = [Run(Path(f"point-{number}"), config.raw, {}) for number, config in enumerate(configs)]
+    names = [arm.name for arm in infer_arms(runs)]
+    if len(names) > 1 and not any(baseline in name for name in names):
+        print(f"note         report.baseline is {baseline!r}, and no arm of these points is: {'; '.join(names)}")
+
+
+def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
+    """The points that were not finished before, what is in their way set aside. Says what it found."""
+    refuse_run(sweep.root, "hydra.sweep.dir")
+    for board in say_killed(sweep.root):
+        shutil.rmtree(board, ignore_errors=True)
+    known = Known(sweep.root)
+    todo: dict[Path, Point] = {}
+    done: dict[Path, Point] = {}
+    aside: list[tuple[str, Path]] = []
+    num_restated = 0
+    if sweep.names_folders:
+        places = [(Path(point.root, point.folder or ""), config) for point, config in points]
+        _refuse_shared([(place, point.label) for (place, _), (point, _) in zip(places, points, strict=True)])
+        refuse_others([place for place, config in places if not config.overwrite and holds_another(place, config)])
+    for point, config in points:
+        identity = identity_of(config)
+        folder = point.place(identity)
+        if not config.overwrite and is_done(folder, identity):
+            done[folder] = point
+            num_restated += restate(folder, config, point.command, point.origin.given)
+            continue
+        aside += [] if config.overwrite else known.make_room(folder, identity)
+        todo[folder] = point
+    after = end_of_others(sweep.root, {*done, *todo})
+    for folder, point in done.items() if after == 0 else ():
+        point.origin.state(folder, point.command)
+    _say_found(len(points), list(done), aside, num_restated)
+    return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
+
+
+def _refuse_shared(places: list[tuple[Path, str]]) -> None:
+    """Raises ConfigError where hydra.sweep.subdir gives two points one folder: the second would replace the first."""
+    taken: dict[Path, str] = {}
+    for place, label in places:
+        if place in taken:
+            raise ConfigError(
+                f"hydra.sweep.subdir names {place} for '{taken[place]}' and for '{label}'; add what tells them apart, "
+                "as ${seed}, or leave it out"
+            )
+        taken[place] = label
+
+
+def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:
+    for why, count in Counter(why for why, _ in aside).items():
+        places = [place for reason, place in aside if reason == why]
+        where = f"{places[0].parent}" if count > _FEW else ", ".join(map(str, places))
+        print(f"set aside    {count} point{'s' * (count > 1)} ({why}): {where}")
+    if done:
+        names = f": {', '.join(map(str, done))}" if len(done) <= _FEW else ""
+        print(f"done before  {len(done)} of {num_points} points{names}")
+    if num_restated:
+        print(f"restated     {num_restated} of them: {' and '.join(JUDGING)} as they are given now")
+
+
+# --- running it ---
+
+
+def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
+    """What came of the points, as far as anything did. Raises SweepError when the launcher fails."""
+    num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
+    # the jobs' configuration is Hydra's alone: what the points are stands on the board
+    overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
+    failure: Exception | None = None
+    returns: Iterable[JobReturn] = ()
+    with board_in(sweep.root) as board, Followed(board, len(todo)) as followed:
+        board.write(todo)
+        share = Share(str(board.folder), limit, os.getcwd())
+        try:
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=sweep.context, task_function=share, config=sweep.master
+            )
+            returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
+        except KeyboardInterrupt:
+            followed.stop()
+            raise _interrupted(todo, followed) from None
+        except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
+            failure = error
+    for item in returns:
+        _ = item.return_value  # raises what a job did: a bug, since all else is on the board
+    if any(outcome.status == "interrupted" for outcome in followed.outcomes):
+        raise _interrupted(todo, followed)
+    if failure is not None:
+        _say_not_begun(todo, followed, "the sweep ended without it")
+        raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
+    return list(_settled(followed.outcomes))
+
+
+def _settled(outcomes: list[Outcome]) -> Iterator[Outcome]:
+    """Of a point that another process has begun, what came of it there; waits for that."""
+    for outcome in outcomes:
+        folder = Path(outcome.folder)
+        if outcome.status != "elsewhere":
+            yield outcome
+            continue
+        while is_locked(folder):
+            sleep(_EVERY_S)
+        if (folder / "done").exists():
+            yield replace(outcome, status="complete")
+        else:
+            message = f"another process began {folder} and did not finish it; the same command runs it"
+            yield replace(outcome, status="failed", message=message)
+
+
+def _say_not_begun(todo: list[Point], followed: Followed, why: str) -> None:
+    """Leaves word in the folders of points of which nobody has spoken: a report would not miss them."""
+    heard = {outcome.label for outcome in followed.outcomes}
+    for point in todo:
+        if point.label not in heard:
+            say_not_begun(point, why)
+
+
+def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
+    _say_not_begun(todo, followed, "interrupted before it began")
+    num_left = len(todo) - followed.num_complete
+    left = "1 point is" if num_left == 1 else f"{num_left} points are"
+    return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
+
+
+def _of_launcher(master: DictConfig, error: Exception, num_left: int, num_points: int) -> str:
+    name = str(master.hydra.launcher["_target_"]).rpartition(".")[2]
+    said = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
+    return f"{name}: {said}; finished points stay, {num_left} of {num_points} are left: the same command runs them"
+
+
+def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int, int | None]:
+    """How many jobs the launcher gets, and how many points each may take."""
+    if per_job is not None:
+        require_whole_or_null("points_per_job", per_job, 1)
+        return -(-num_points // per_job), per_job
+    launcher = str(master.hydra.launcher["_target_"])
+    if launcher.endswith(".BasicLauncher"):
+        return 1, None
+    if launcher.endswith(".JoblibLauncher"):
+        from joblib import effective_n_jobs
+
+        try:
+            return min(num_points, effective_n_jobs(master.hydra.launcher.n_jobs)), None
+        except ValueError:
+            raise ConfigError(
+                f"hydra.launcher.n_jobs is {master.hydra.launcher.n_jobs}; it must be a number of processes, or -1 for "
+                "as many as there are cores"
+            ) from None
+    return num_points, 1  # time and memory that a cluster grants a job are meant for a point
+
+
+def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
+    """Says what is true of all points at once. Raises SweepError if any failed, or was never taken."""
+    notes = Counter(note for outcome in outcomes for note in outcome.notes)
+    for note, count in notes.items():
+        print(f"note         {count} point{'s' * (count > 1)}: {note}")
+    bad = [outcome for outcome in outcomes if outcome.status == "failed"]
+    total = len(sweep.combinations)
+    if bad:
+        raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
+    if num_left:
+        raise SweepError(f"{num_left} of {total} points were not run; the same command runs them")
+    print(f"complete     {total} point{'s' * (total > 1)}: {sweep.root}")
+
+
+def _failure(bad: list[Outcome], how_many: str) -> SweepError:
+    """The first of them in one line."""
+    label = f"{bad[0].label}: " * bool(bad[0].label)
+    failure = SweepError(f"{label}{bad[0].message} {how_many}".rstrip())
+    failure.exit_status = bad[0].exit_status or 1
+    return failure

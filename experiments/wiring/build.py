@@ -1,0 +1,307 @@
+"""The wiring: from a RunConfig to a trace, a scheduler and the simulator. Engines are build_engine.py's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.on_device import check_plans_ahead
+from experiments.configuration.policies import make_policy
+from experiments.configuration.settings import RecordedConfig, SimConfig
+from experiments.configuration.structured import freeze
+from experiments.runs.run_folder import read_config
+from experiments.wiring.costs import block_bytes, build_cost, unread_settings
+from experiments.wiring.estimator import CostEstimator
+from experiments.wiring.foreign import policy_failure
+from experiments.wiring.traces import build_source as build_source
+from experiments.wiring.traces import build_trace as build_trace
+from experiments.wiring.traces import vocab_size as vocab_size
+from real.config import RealConfig
+from real.vllm.config import VllmConfig
+from sim.backend import SimBackend, refuse_unforced
+from testbed.blocks.config import KVRules
+from testbed.blocks.eviction import LRU, LRUByLastStep
+from testbed.blocks.interfaces import EvictionPolicy
+from testbed.blocks.keys import TokenKeys
+from testbed.blocks.manager import BlockManager
+from testbed.core.limits import Limits
+from testbed.core.request import SamplingParams
+from testbed.core.scheduler import Scheduler
+from testbed.errors import ConfigError, TestbedError
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.config import SchedulerConfig, resolve_limits
+from testbed.policies.context import PolicyContext, bind
+from testbed.policies.preemption import Recompute, Swap
+from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
+from testbed.specs.model import check_ranks
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """Every key of the group is a parameter of the same name."""
+    return SamplingParams(**{item.name: getattr(config.sampling, item.name) for item in fields(config.sampling)})
+
+
+# --- core ---
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How many KV blocks there are."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+def limits(config: RunConfig) -> Limits:
+    return resolve_limits(config.scheduler, config.model.max_length)
+
+
+def num_cpu_blocks(config: RunConfig) -> int:
+    """cache.swap_space_gib is each rank's, as vLLM has it."""
+    if config.cache.num_cpu_blocks is not None:
+        return config.cache.num_cpu_blocks
+    return int(config.cache.swap_space_gib * 2**30) // block_bytes(config)
+
+
+def can_swap(config: RunConfig) -> bool:
+    """Whether a plan of this scheduler may ever swap: not where it always computes again."""
+    return not isinstance(make_policy("scheduler.preemption", config.scheduler.preemption), Recompute)
+
+
+def simulated_pools(config: RunConfig) -> Pools:
+    """As many blocks as the device's memory holds, by the formula that the real engine uses."""
+    num_gpu = config.cache.num_gpu_blocks
+    if num_gpu is None:
+        bounds = limits(config)
+        check_ranks(config.model, config.tensor_parallel_size)
+        num_gpu = num_kv_blocks(
+            memory_bytes=config.device.memory_bytes,
+            utilization=config.cache.gpu_memory_utilization,
+            weight_bytes=config.model.weight_bytes(config.tensor_parallel_size),
+            activation_bytes=activation_bytes(
+                config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs, config.tensor_parallel_size
+            ),
+            graph_bytes=graph_bytes(config.model, _largest_captured(config), config.tensor_parallel_size),
+            block_bytes=block_bytes(config),
+        )
+    return Pools(num_gpu, num_cpu_blocks(config))
+
+
+def _largest_captured(config: RunConfig) -> int:
+    """Tokens of the largest step that an engine captures: what the cost model says of graphs, else what it does when
+    nothing is said. 0: none."""
+    said, usual, bounds = config.raw["cost"], RealConfig(), limits(config)
+    if config.device.kind != "cuda" or not said.get("cuda_graphs", usual.cuda_graphs):
+        return 0
+    num_decodes: int = said.get("max_captured_size", usual.max_captured_size)
+    num_tokens: int = said.get("max_captured_tokens", usual.max_captured_tokens)
+    return min(max(min(num_decodes, bounds.max_num_seqs), num_tokens), bounds.max_num_batched_tokens)
+
+
+class Policies(NamedTuple):
+    """Those of one scheduler, as they were chosen; nothing is bound yet."""
+
+    composition: Any
+    queue: Any
+    admission: Any
+    preemption: Any
+    victims: Any
+    oracle: Any
+    eviction: EvictionPolicy
+
+
+def make_policies(config: RunConfig) -> Policies:
+    """Raises ConfigError for one that there is not, or that cannot be made."""
+    chosen = config.scheduler
+    queue = make_policy("scheduler.queue_order", chosen.queue_order)
+    return Policies(
+        composition=make_policy("scheduler.composition", chosen.composition),
+        queue=queue,
+        admission=make_policy("scheduler.admission", chosen.admission),
+        preemption=make_policy("scheduler.preemption", chosen.preemption),
+        victims=make_policy("scheduler.victim", _victim(chosen, queue)),
+        oracle=make_policy("scheduler.oracle", chosen.oracle),
+        eviction=_eviction(config),
+    )
+
+
+def check_makeable(config: RunConfig) -> None:
+    """Raises ConfigError for policies that there are not, or that cannot be made, before anything else is."""
+    if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
+        return
+    make_policies(config)
+    if isinstance(config.backend, SimConfig | RealConfig):
+        make_policy("backend.router", config.backend.router)
+
+
+def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
+    """The core, the same for both backends."""
+    cache, scheduler = config.cache, config.scheduler
+    check_plans_ahead(config)
+    check_policies(config, pools)
+    made = make_policies(config)
+    _check_made(config, pools, made.composition, made.preemption)
+    blocks = BlockManager(
+        block_size=cache.block_size,
+        num_gpu_blocks=pools.num_gpu_blocks,
+        num_cpu_blocks=pools.num_cpu_blocks,
+        watermark=scheduler.watermark if cache.watermark is None else cache.watermark,
+        rules=scheduler.kv_rules,
+        eviction=made.eviction,
+        key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
+        isolate_tenants=cache.isolate_tenants,
+        lookahead_slots=scheduler.lookahead_slots,
+        sliding_window=config.sliding_window,
+    )
+    context = PolicyContext(blocks, limits(config), made.oracle, build_estimator(config), config.seed)
+    try:
+        for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
+            bind(policy, context)
+        if hasattr(made.victims, "bind_queue"):
+            made.victims.bind_queue(made.queue)
+    except TestbedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
+        raise policy_failure(error, config) or error from None
+    return Scheduler(
+        limits=context.limits,
+        blocks=blocks,
+        composition=made.composition,
+        queue=made.queue,
+        victims=made.victims,
+        admission=made.admission,
+        preemption=made.preemption,
+        eos_token_id=config.model.eos_token_id,
+    )
+
+
+def _eviction(config: RunConfig) -> EvictionPolicy:
+    policy = cast(EvictionPolicy, make_policy("cache.eviction", config.cache.eviction))
+    by_last_step = config.scheduler.kv_rules.lru_by == "last_step"
+    return LRUByLastStep() if by_last_step and type(policy) is LRU else policy
+
+
+def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
+    """`auto`: the lowest priority where the queue goes by priority, otherwise the most recently admitted (vLLM V1)."""
+    if scheduler.victim != "auto":
+        return scheduler.victim
+    return "lowest_priority" if getattr(queue, "goes_by_priority", False) else "most_recently_admitted"
+
+
+def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: Any) -> None:
+    """Refuses policies that contradict the settings, however they were named. Raises ConfigError."""
+    if isinstance(preemption, Swap) and pools.num_cpu_blocks == 0:
+        raise ConfigError(
+            "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
+            "cache.swap_space_gib, or choose scheduler.preemption=recompute"
+        )
+    bounds = limits(config)
+    threshold, budget = bounds.long_prefill_token_threshold, bounds.max_num_batched_tokens
+    if threshold > budget and isinstance(composition, Unified):
+        raise ConfigError(
+            f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
+            "chunk cannot exceed the budget: lower it, or set 0 (off)"
+        )
+    num_seqs = sampling_params(config).num_seqs
+    least = min(("max_num_seqs", "max_num_batched_tokens"), key=lambda name: getattr(bounds, name))
+    if num_seqs > getattr(bounds, least):
+        raise ConfigError(
+            f"sampling asks for {num_seqs} sequences of each request, and scheduler.{least} is "
+            f"{getattr(bounds, least)}: none could ever run; raise it, or lower sampling.n, best_of or beam_width"
+        )
+
+
+def check_policies(config: RunConfig, pools: Pools) -> None:
+    """Refuses settings that contradict each other. Raises ConfigError with the reason."""
+    cache, scheduler = config.cache, config.scheduler
+    share = scheduler.watermark if cache.watermark is None else cache.watermark
+    watermark = scheduler.kv_rules.watermark_blocks(share, pools.num_gpu_blocks)
+    if watermark >= pools.num_gpu_blocks:
+        raise ConfigError(
+            f"a watermark of {share} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt could ever "
+            "be admitted; lower cache.watermark or raise cache.num_gpu_blocks"
+        )
+    budget = limits(config).max_num_batched_tokens
+    if scheduler.kv_rules.chunks_fill_blocks and cache.prefix_caching and budget < cache.block_size:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "
+            f"fill a block of {cache.block_size} tokens; raise it, or lower cache.block_size"
+        )
+    if cache.eviction != "lru" and scheduler.kv_rules.free_order == "one_queue":
+        raise ConfigError(
+            "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
+            "cache.eviction=lru only"
+        )
+
+
+def build_estimator(config: RunConfig) -> CostEstimator:
+    """Prices for policies: of the run's cost model; a replay takes that of the run that it replays."""
+    recorded = recorded_run(config)
+    if recorded is not None:
+        return build_estimator(RunConfig.from_container(read_config(Path(recorded))))
+    return CostEstimator(estimator_name(config), build_cost(config))
+
+
+def estimator_name(config: RunConfig) -> str:
+    """What the manifest says of the prices that policies are given, in both modes: cost model and device."""
+    recorded = recorded_run(config)
+    if recorded is not None:
+        return estimator_name(RunConfig.from_container(read_config(Path(recorded))))
+    cost = config.raw["cost"]
+    return f"{cost.get('name') or cost.get('_target_')} on {config.device.name}"
+
+
+def unused_settings(config: RunConfig) -> list[str]:
+    """Settings that were changed and that nothing reads: two arms that differ in one are the same."""
+    backend, alone = config.backend, SimConfig()
+    composition = make_policy("scheduler.composition", config.scheduler.composition)
+    defaults = {item.name: item.default for item in fields(SchedulerConfig)}
+    rules, standard = config.scheduler.kv_rules, KVRules()
+    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
+    notes = [
+        f"scheduler.kv_rules.{name} has no effect with composition {type(composition).__name__}"
+        for name in unread
+        if getattr(rules, name) != getattr(standard, name)
+    ]
+    if isinstance(backend, SimConfig):
+        notes += unread_settings(config)
+        if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
+            notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
+    if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
+        notes.append("backend.router has no effect with backend.num_replicas=1")
+    return notes + [
+        f"scheduler.{name} has no effect with composition {type(composition).__name__}"
+        for name in getattr(composition, "unused_limits", ())
+        if getattr(config.scheduler, name) != defaults[name]
+    ]
+
+
+# --- backends ---
+
+
+def recorded_run(config: RunConfig) -> str | None:
+    """The real run that `cost=recorded` replays; None for other cost models."""
+    values = config.raw["cost"]
+    if values.get("name") != "recorded":
+        return None
+    return freeze(RecordedConfig, "cost", values).run
+
+
+def check_simulated(row: TraceRequest) -> None:
+    """Refuses a row that the simulator cannot serve. Raises ConfigError."""
+    refuse_unforced(row.request_id, row.num_output_tokens)
+
+
+def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
+    """Refuses a whole trace that it cannot serve; of a streamed one, whoever reads it checks the rows."""
+    for row in trace if isinstance(trace, Trace) else ():
+        if row.output is None:
+            check_simulated(row)
+    assert isinstance(config.backend, SimConfig)
+    return SimBackend(
+        build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id,
+        scheduler_time=config.backend.scheduler_time,
+    )  # fmt: skip

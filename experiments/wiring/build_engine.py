@@ -1,0 +1,168 @@
+"""Engines from a RunConfig: ours, one or several of them, and vLLM's. Imports torch and vLLM when one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.on_device import check_hits, check_in_vllm, check_pace, check_plans_ahead
+from experiments.configuration.policies import make_policy
+from experiments.wiring.build import can_swap, limits, num_cpu_blocks
+from real.config import RealConfig
+from real.vllm.config import VllmConfig
+from testbed.errors import ConfigError, TraceError
+from testbed.traces.schema import TokenIds, Trace
+
+
+def check_token_ids(config: RunConfig, trace: Trace) -> None:
+    """Refuses explicit token ids that the model does not have. Raises TraceError with the place."""
+    for row in trace.rows:
+        for part in (*row.prompt, *(() if row.output is None else (row.output,))):
+            if not isinstance(part, TokenIds):
+                continue
+            for token in (min(part.ids, default=0), max(part.ids, default=0)):
+                if not 0 <= token < config.model.vocab_size:
+                    raise TraceError(
+                        f"{row.place or row.request_id}: token id {token} of request {row.request_id!r} is outside the "
+                        f"vocabulary of model {config.model.name} (0 to {config.model.vocab_size - 1}); choose a model "
+                        "that has it, or give prompt_tokens, a count"
+                    )
+
+
+def check_prompts(config: RunConfig, trace: Trace) -> None:
+    """Refuses prompts that vLLM does not take, and that no other column of an ablation treats as it: of a whole model's
+    length, which our core admits for one token; under its own scheduler also longer ones, which our core ends as
+    ignored. Raises TraceError before vLLM starts."""
+    assert isinstance(config.backend, VllmConfig)
+    most, is_ours = limits(config).max_model_len, config.backend.decides == "testbed"
+    for row in trace.rows:
+        num_tokens = row.num_prompt_tokens
+        if num_tokens == most or (num_tokens > most and not is_ours):
+            raise TraceError(
+                f"{row.place or row.request_id}: the prompt of {num_tokens} tokens leaves no room for one more in "
+                f"scheduler.max_model_len ({most}), and vLLM does not take it: raise that, or set "
+                f"trace.max_prompt_tokens={most - 1}"
+            )
+
+
+def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dict[str, Any] | None = None) -> Any:
+    """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, told this, and
+    leaves a log there. Raises ConfigError for what it, or this testbed in it, cannot do."""
+    assert isinstance(config.backend, VllmConfig)
+    composition = make_policy("scheduler.composition", config.scheduler.composition)
+    check_hits(config, composition)
+    check_in_vllm(config, limits(config).max_model_len, is_ours=observe is None)
+    if config.model.path is None:
+        raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
+    if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
+        raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
+    from real.vllm.backend import VllmBackend
+
+    bounds = _bounds_of_engine(config)
+    if not getattr(composition, "splits_prompts", True):  # one that has outgrown the budget is computed alone
+        bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
+    backend = config.backend
+    if backend.dtype is None and config.model.dtype == "float32":  # of which vLLM by itself makes bfloat16
+        backend = replace(backend, dtype=config.model.dtype)
+    return VllmBackend(
+        str(config.model.path),
+        backend,
+        **bounds,
+        kv_dtype=config.cache.kv_dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        prefix_caching=config.cache.prefix_caching,
+        is_async=config.scheduler.async_scheduling,
+        observe=None if observe is None else str(observe),
+        told=told,
+    )
+
+
+def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
+    """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it. swaps: whether it is
+    given plans that swap; None: as the configured preemption has it.
+
+    Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
+    """
+    with _real_packages():
+        from real.backend import RealBackend
+        from real.parallel.backend import RankedBackend
+    num_ranks = config.tensor_parallel_size
+    make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
+    return make(config.model, config.backend, **_options_of_engine(config, swaps))
+
+
+def computes_beside(config: RunConfig) -> bool:
+    """Whether a device computes steps while this process does something else."""
+    if isinstance(config.backend, VllmConfig):
+        return config.scheduler.async_scheduling  # else a plan is launched on the way to waiting for it
+    if not isinstance(config.backend, RealConfig):
+        return False
+    from real.device import resolve_device
+
+    return resolve_device(config.backend.device).type == "cuda"
+
+
+def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
+    """The same in processes of their own, `backend.num_replicas` of them, and what they say of themselves."""
+    assert isinstance(config.backend, RealConfig)
+    with _real_packages():
+        from real.parallel.replica import ReplicaSetup, start_replicas
+    setup = ReplicaSetup(config.model, config.backend, config.tensor_parallel_size, _options_of_engine(config))
+    return start_replicas(setup, config.backend.num_replicas)
+
+
+@contextmanager
+def _real_packages() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"backend=real needs the package {error.name!r}: pip install '.[real]' in the repository (or `make demo`)"
+        ) from None
+
+
+def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str, Any]:
+    """What our own engine is made with. Raises ConfigError for what a device cannot do right."""
+    assert isinstance(config.backend, RealConfig)
+    check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
+    check_plans_ahead(config)
+    check_pace(config)
+    return {
+        **_bounds_of_engine(config),
+        "num_cpu_blocks": num_cpu_blocks(config),
+        "swaps": can_swap(config) if swaps is None else swaps,
+        "sliding_window": config.sliding_window,
+        "kv_dtype": _kv_dtype(config, config.backend),
+    }
+
+
+def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
+    """What any engine of this machine is made with: the bounds of its steps, its memory for KV, and the seed."""
+    bounds = limits(config)
+    return {
+        "block_size": config.cache.block_size,
+        "max_num_batched_tokens": bounds.max_num_batched_tokens,
+        "max_num_seqs": bounds.max_num_seqs,
+        "max_model_len": bounds.max_model_len,
+        "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+        "num_gpu_blocks": config.cache.num_gpu_blocks,
+        "seed": config.seed,
+    }
+
+
+def _kv_dtype(config: RunConfig, backend: RealConfig) -> str | None:
+    """The format of K and V if it is not the weights'. Raises ConfigError for one that the engine does not keep."""
+    kv_dtype, own = config.cache.kv_dtype, backend.dtype or config.model.dtype
+    if kv_dtype in (None, own):
+        return None
+    if kv_dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        raise ConfigError(
+            f"cache.kv_dtype is {kv_dtype!r}, and the real engine computes in {own}; it keeps K and V in that, or as "
+            "fp8_e4m3 or fp8_e5m2"
+        )
+    return "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype

@@ -1,0 +1,248 @@
+"""The wiring of prices: from a RunConfig to a cost model, and what cache and cost model must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+from experiments.configuration.config import COST_CONFIGS, RunConfig
+from experiments.configuration.device_file import read_device_file
+from experiments.configuration.policies import instantiate
+from experiments.configuration.structured import freeze
+from sim.cost.base import CostModel, Itemised
+from sim.cost.calibrated import CalibratedCost, Calibration
+from sim.cost.calibration_file import load_calibration
+from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
+from sim.cost.constant import ConstantCost
+from sim.cost.linear import LinearCost
+from sim.cost.roofline import KVLayout, RooflineCost
+from sim.cost.tables import Measured, TablesCost
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.policies.config import resolve_limits
+from testbed.records.operators import Itemise
+from testbed.specs.device import DeviceSpec
+from testbed.specs.hf_config import ARCHITECTURES
+from testbed.specs.model import ModelSpec
+from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
+from testbed.specs.profiles import read_profile
+
+MEASURED_FIELDS = (  # of a device, that measured operators do not follow
+    "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
+    "interconnect_latency_ns", "compute_efficiency", "memory_efficiency", "attention_efficiency", "num_sms",
+    "attention_tile_rows", "attention_tile_keys", "attention_packs_heads", "attention_floor_ns",
+    "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
+)  # fmt: skip
+_Cost = TypeVar("_Cost", bound=RooflineCost)
+
+
+def block_bytes(config: RunConfig) -> int:
+    """Bytes of one KV block on each rank."""
+    cache = config.cache
+    return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
+
+
+def build_cost(config: RunConfig) -> CostModel:
+    """The cost model of a simulated run."""
+    values = config.raw["cost"]
+    if "_target_" in values:
+        model = instantiate("cost", values)
+        if not hasattr(model, "price"):
+            raise ConfigError(f"cost: {values['_target_']} lacks price; see docs/extending.md")
+        return cast(CostModel, model)
+    name = values.get("name", "")
+    if name == "constant":
+        return ConstantCost(freeze(ConstantConfig, "cost", values))
+    if name == "linear":
+        return LinearCost(freeze(LinearConfig, "cost", values), config.sliding_window)
+    if name == "calibrated":
+        return _calibrated(config, freeze(CalibratedConfig, "cost", values))
+    if name == "roofline":
+        return _roofline(RooflineCost, config, freeze(RooflineConfig, "cost", values))
+    if name == "tables":
+        return _tables(config, freeze(TablesConfig, "cost", values))
+    raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
+
+
+def itemise(cost: CostModel | None) -> Itemise | None:
+    """From a step's shape and spans to the ns of its operators, exactly the sum of the spans; None if the cost model
+    does not tell them apart.
+
+    `scheduler` is what the simulated scheduler's own time adds (`backend.schedule_ns`). A swap that went over the link
+    beside the computation took longer than its price, or hid behind the device: the difference is `link`.
+    """
+    if cost is None or not hasattr(cost, "breakdown"):
+        return None
+    price, breakdown = cost.price, cast(Itemised, cost).breakdown
+
+    def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
+        priced, parts = price(shape), breakdown(shape)
+        priced_ns = sum(priced)
+        if sum(parts.values()) != priced_ns:
+            raise ConfigError(
+                f"cost: {_class(cost)}.breakdown says {sum(parts.values())} ns in all of {shape}, and price "
+                f"{priced_ns}; they must be equal, to the ns"
+            )
+        if min(parts.values(), default=0) < 0:
+            name, ns = min(parts.items(), key=lambda part: part[1])
+            raise ConfigError(f"cost: {_class(cost)}.breakdown says {name}={ns} of {shape}; a part is 0 ns or more")
+        added = {"scheduler": spans.schedule_ns - priced.schedule_ns, "link": spans.swap_ns - priced.swap_ns}
+        return parts | {name: parts.get(name, 0) + ns for name, ns in added.items() if ns}
+
+    return of_step
+
+
+def _class(cost: CostModel) -> str:
+    return f"{type(cost).__module__}.{type(cost).__name__}"
+
+
+def unread_settings(config: RunConfig) -> list[str]:
+    """Settings of prices that were changed and that nothing reads, each with the reason."""
+    values = config.raw["cost"]
+    if values.get("name") == "linear" and values.get("path") is not None:
+        return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+    if values.get("name") not in ("roofline", "tables"):
+        return []
+    notes, is_cpu = [], config.device.kind == "cpu"
+    if config.model.architecture not in ARCHITECTURES:
+        notes.append(
+            f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}: it is priced as a decoder of the "
+            "Llama shape with its sizes"
+        )
+    if values.get("name") == "tables":
+        notes += [
+            f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"
+            for name in _unlike_the_library(config.device)
+        ]
+    if is_cpu:
+        notes += _changed(
+            values, RooflineConfig(), ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing"
+        )
+    if is_cpu or not values.get("cuda_graphs", True):
+        why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
+        notes += _changed(
+            values, RooflineConfig(), ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why
+        )
+    if config.tensor_parallel_size == 1:
+        notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
+    return notes
+
+
+def _unlike_the_library(device: DeviceSpec) -> list[str]:
+    """The fields in which a device of the library's name differs from it, of those that price measured operators."""
+    file = files("experiments.conf") / "device" / f"{device.name}.yaml"
+    if not file.is_file():
+        return []
+    known = read_device_file(str(file))
+    return [name for name, value in known.items() if name in MEASURED_FIELDS and getattr(device, name) != value]
+
+
+def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], why: str) -> list[str]:
+    return [
+        f"cost.{name} has no effect with {why}"
+        for name in names
+        if values.get(name, getattr(standard, name)) != getattr(standard, name)
+    ]
+
+
+def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
+    """Of graphs that end at the scheduler's limits, as the engine's do."""
+    bounds = resolve_limits(config.scheduler, config.model.max_length)
+    num_tokens = bounds.max_num_batched_tokens
+    options = replace(
+        options,
+        max_captured_size=min(options.max_captured_size, bounds.max_num_seqs, num_tokens),
+        max_captured_tokens=min(options.max_captured_tokens, num_tokens),
+    )
+    return kind(
+        config.model,
+        config.device,
+        options,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window),
+    )
+
+
+def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
+    """Prices looked up in operator tables of the device. Raises TestbedError where there are none, or of another."""
+    file = options.path
+    modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
+    source = _Source(file, modified_ns, options.engine, options.version)
+    shape = config.tensor_parallel_size, config.cache.kv_dtype, config.sliding_window
+    device = replace(config.device, kernel_factor=1.0)  # acts on the prices, not on what was measured
+    measured = _measured(source, config.model, device, *shape)
+    return _roofline(partial(TablesCost, measured=measured), config, options)
+
+
+class _Source(NamedTuple):
+    """Where tables come from: a file as it was written last, or the installed package's of an engine."""
+
+    file: str | None
+    modified_ns: int
+    engine: str
+    version: str | None
+
+
+@lru_cache(maxsize=64)
+def _measured(
+    source: _Source, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
+) -> Measured:
+    """Looked up once for all points of a sweep: policies change no operator."""
+    from sim.cost.measured import measure
+
+    if source.file is not None:
+        tables = of_engine(read_operator_tables(source.file), source.engine, source.version, source.file)
+    else:
+        from experiments.tables.aiconfigurator import load
+
+        dtypes = (*alike(model.dtype), product_dtype(model))
+        tables = load(device.name, source.engine, source.version, kept=(dtypes, model.head_dim))
+    if tables.device != device.name:
+        raise ConfigError(
+            f"cost.path: {source.file} has tables of {tables.device}, and the run's device is {device.name}; choose "
+            f"device={tables.device}, or import tables of {device.name}"
+        )
+
+    def make(of: ModelSpec, ranks: int) -> RooflineCost:
+        layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)
+        return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
+
+    measured = measure(tables, model, size, kv_dtype, window, make)
+    if "interconnect" in _unlike_the_library(device):  # not what was measured
+        return measured.replace(all_reduce=None, all_gather=None)
+    return measured
+
+
+def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
+    """Prices fitted to a profile. Raises ConfigError if it is one of another model, device or cache."""
+    file = options.path or options.profile
+    assert file is not None
+    modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
+    calibration = _calibration(file, options.path is None, modified_ns)
+    calibration.manifest.check_matches(
+        file,
+        model=config.model,
+        device=config.device.name,
+        block_size=config.cache.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_dtype=config.cache.kv_dtype,
+        sliding_window=config.sliding_window,
+    )
+    return CalibratedCost(calibration, options.outside)
+
+
+@lru_cache(maxsize=8)
+def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
+    """Read, and fitted if it is a profile; a run asks twice, for its prices and for its policies'."""
+    if not is_profile:
+        return load_calibration(file)
+    from sim.cost.calibration import calibrate  # scipy
+
+    return calibrate(read_profile(file))

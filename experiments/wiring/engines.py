@@ -1,0 +1,173 @@
+"""The engines of a run: one, or a fleet of replicas. Their router, links and recorders, and what a manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh64_hexdigest
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.policies import make_policy
+from experiments.configuration.settings import RecordConfig, SimConfig
+from experiments.wiring.costs import itemise
+from real.config import RealConfig
+from sim.backend import SimBackend
+from sim.cost.base import CostModel
+from sim.fleet import Fleet
+from testbed.core.interfaces import Inbox
+from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape
+from testbed.core.scheduler import Scheduler
+from testbed.errors import ConfigError
+from testbed.records.operators import Itemise
+from testbed.records.recorder import RunRecorder
+from testbed.routing.routers import Router, RouterContext
+from testbed.routing.routers import bind as bind_router
+
+
+def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
+    """The configured one, told of the run."""
+    router: Router = make_policy("backend.router", settings.router)
+    bind_router(router, RouterContext(config.seed, num_engines(config)))
+    return router
+
+
+def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet | None:
+    """The replicas' router and links; None for a single engine without a link of its own: the plain driver is enough.
+
+    backend: prices the steps of all of them.
+    """
+    settings = config.backend
+    assert isinstance(settings, SimConfig)
+    router = build_router(config, settings)
+    if settings.num_replicas == 1 and not settings.swap_overlap:
+        return None
+    return Fleet(
+        source,
+        router,
+        [backend.of_replica(number) for number in range(settings.num_replicas)],
+        replicas_per_link=settings.replicas_per_link if settings.swap_overlap else None,
+    )
+
+
+def num_engines(config: RunConfig) -> int:
+    return config.backend.num_replicas if isinstance(config.backend, SimConfig | RealConfig) else 1
+
+
+def refuse_fleet(config: RunConfig) -> None:
+    """Raises ConfigError for settings of a simulation that a replayed tape has its own answer to."""
+    standard = SimConfig()
+    for name in (
+        "num_replicas",
+        "swap_overlap",
+        "schedule_ns",
+        "schedule_ns_per_seq",
+        "schedule_ns_per_1k_tokens",
+        "frontend_ns",
+    ):
+        if getattr(config.backend, name) != getattr(standard, name):
+            raise ConfigError(
+                f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
+                f"did; leave it at {getattr(standard, name)}, or choose another cost model"
+            )
+
+
+def refuse_tapes(folder: Path, num_replicas: int) -> None:
+    """Raises ConfigError for a real run of several replicas."""
+    if num_replicas > 1:
+        raise ConfigError(
+            f"{folder} is a run of {num_replicas} replicas, and cost=recorded replays one engine; `testbed parity` "
+            "replays each of them"
+        )
+
+
+def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
+    """As `experiments.wiring.costs.itemise`; what the scheduler itself takes, by configuration, is `scheduler`."""
+    of_cost, settings = itemise(cost), config.backend
+    if of_cost is None or not isinstance(settings, SimConfig):
+        return of_cost
+    scheduler_time = settings.scheduler_time
+    if not any(getattr(scheduler_time, name) for name in scheduler_time.FIELDS):
+        return of_cost
+
+    def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
+        own_ns = scheduler_time.of(shape)
+        parts = of_cost(shape, spans.replace(schedule_ns=spans.schedule_ns - own_ns))
+        return parts | {"scheduler": parts.get("scheduler", 0) + own_ns}
+
+    return of_step
+
+
+class RunRecords:
+    """The recorders of a run, one for each engine; all write into the files of the first. record: what they keep."""
+
+    def __init__(self, record: RecordConfig, folder: Path, num_engines: int) -> None:
+        make = partial(
+            RunRecorder, folder, token_times=record.token_times, decisions=record.decisions or record.explain,
+            explains=record.explain, steps=record.steps,
+        )  # fmt: skip
+        first = make(replica=0 if num_engines > 1 else None)
+        self.recorders = [first, *(make(replica=number, beside=first) for number in range(1, num_engines))]
+
+    @property
+    def num_finished(self) -> int:
+        return sum(recorder.num_finished for recorder in self.recorders)
+
+    @property
+    def num_sent(self) -> int:
+        return sum(recorder.num_sent for recorder in self.recorders)
+
+    @property
+    def ignored(self) -> list[tuple[str, str]]:
+        """(request id, reason), replica by replica."""
+        return [item for recorder in self.recorders for item in recorder.ignored]
+
+    def close(self) -> None:
+        """The first one last: it has the files."""
+        for recorder in reversed(self.recorders):
+            recorder.close()
+
+
+def describe_router(config: RunConfig) -> dict[str, Any]:
+    """What the manifest says before anything runs."""
+    num = num_engines(config)
+    if num == 1:
+        return {"num_replicas": 1, "router": None}
+    router = config.raw["backend"]["router"]
+    return {"num_replicas": num, "router": router if isinstance(router, str) else router.get("_target_")}
+
+
+def describe_engines(schedulers: Sequence[Scheduler], records: RunRecords) -> dict[str, Any]:
+    """What the manifest says of the engines: their sums, and each by itself where there are several."""
+    each = [_describe(scheduler, one.num_sent) for scheduler, one in zip(schedulers, records.recorders, strict=True)]
+    caches = [one["prefix_cache"] for one in each]
+    return {
+        "num_steps": sum(one["num_steps"] for one in each),
+        "num_sent": records.num_sent,
+        "prefix_cache": {key: sum(cache[key] for cache in caches) for key in ("queried_tokens", "hit_tokens")},
+        "digest": fleet_digest([scheduler.digest for scheduler in schedulers]),
+        "replicas": each if len(each) > 1 else None,
+    }
+
+
+def _describe(scheduler: Scheduler, num_sent: int) -> dict[str, Any]:
+    blocks = scheduler.blocks
+    return {
+        "num_steps": scheduler.num_steps,
+        "num_sent": num_sent,
+        "prefix_cache": {
+            "queried_tokens": blocks.prefixes.num_queried_tokens,
+            "hit_tokens": blocks.prefixes.num_hit_tokens,
+        },
+        "digest": f"{scheduler.digest:016x}",
+    }
+
+
+def fleet_digest(digests: Sequence[int]) -> str:
+    """One digest for all replicas: xxh64 over theirs in order, 8 bytes each, little-endian. Of one: its own."""
+    if len(digests) == 1:
+        return f"{digests[0]:016x}"
+    return xxh64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))

@@ -1,0 +1,64 @@
+"""Failures of code that is not ours: what a user's own class raised, or made ours raise, in one line."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from pkgutil import resolve_name
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.policies import GROUPS, missing_name
+from testbed.errors import TestbedError
+
+ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
+ROOT = Path(__file__).parents[2]
+
+
+class PolicyError(TestbedError):
+    """A user's own class failed, or gave what it may not give."""
+
+
+def own_classes(config: RunConfig) -> list[str]:
+    """`key={_target_: module.Class}` of every class in the configuration that this repository does not have."""
+    places = {key: config.raw[key.split(".")[0]].get(key.split(".")[1]) for key in GROUPS}
+    places |= {group: config.raw[group] for group in ("cost", "trace")}
+    targets = {
+        key: value["_target_"] for key, value in places.items() if isinstance(value, dict) and "_target_" in value
+    }
+    return [f"{key}={target}" for key, target in targets.items() if str(target).split(".")[0] not in ROOMS]
+
+
+def check_importable(config: RunConfig) -> None:
+    """Raises PolicyError for a user's class that is not to be had, before anything is done for its sake."""
+    for named in own_classes(config):
+        target = named.partition("=")[2]
+        try:
+            resolve_name(target)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise PolicyError(
+                f"{named} cannot be imported ({missing_name(target) or what}); mend it, or name another class"
+            ) from None
+
+
+def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:
+    """What to say of an exception that a run ended with; None if no class but ours was at work."""
+    own = own_classes(config)
+    if not own:
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("site-packages", "/lib/python")
+    theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if theirs:
+        return PolicyError(f"{theirs[-1].filename}:{theirs[-1].lineno}: {what} (in {', '.join(own)}); mend it there")
+    last = frames[-1] if frames else None
+    place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"
+    return PolicyError(
+        f"{what} at {place}, most likely because {' or '.join(own)} returned what it may not, or changed what it was "
+        "shown; see docs/extending.md"
+    )
+
+
+def _is_ours(file: Path | str) -> bool:
+    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code's paths begin with the room

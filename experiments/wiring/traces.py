@@ -1,0 +1,219 @@
+"""From the `trace` group to a trace, whole or streamed. Owns the order in which settings are applied."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.forcing import check_simulated_output
+from experiments.configuration.policies import instantiate
+from experiments.configuration.settings import (
+    AgenticTraceConfig,
+    MooncakeTraceConfig,
+    ShareGPTTraceConfig,
+    SyntheticTraceConfig,
+    TraceConfig,
+)
+from experiments.configuration.structured import freeze
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
+from testbed.traces import transforms
+from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.fingerprint import fingerprint
+from testbed.traces.generator_config import SyntheticConfig
+from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
+from testbed.traces.readers.open_text import existing_file, watching
+from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.stream import CountedTrace, StreamedTrace, whole
+
+_OF_FOLDERS = ("servegen", "agentic")  # formats whose trace may be a folder
+
+
+def check_trace(config: RunConfig) -> None:
+    """Raises ConfigError or TraceError for what can be told of the `trace` group while nothing is read or generated."""
+    settings = config.trace
+    vocab_size(config)
+    if config.is_simulated and config.raw["cost"].get("name") != "recorded":
+        check_simulated_output(settings.forced)
+    if "_target_" in config.raw["trace"]:
+        return
+    if isinstance(settings, SyntheticTraceConfig):
+        _generator(config)
+        named = [settings.lengths_from]
+    else:
+        named = [_file(settings)]
+        if settings.name in ("agentic", "lengths"):
+            _arrivals(config.raw["trace"])
+    if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
+        load_tokenizer(settings.tokenizer)  # by a name of Hugging Face's: whether it is here it alone can say
+    named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
+    for path in named:
+        if path is not None and not (settings.name in _OF_FOLDERS and Path(path).is_dir()):
+            existing_file(path)
+
+
+def build_trace(config: RunConfig) -> Trace:
+    """Reads or generates the trace whole, then applies what the `trace` group asks for."""
+    with reading():
+        return whole(_build(config, stream=False))
+
+
+def build_source(config: RunConfig) -> TraceSource:
+    """As build_trace, but row by row where `trace.stream` says so (null: where it is long) and it is possible."""
+    with reading():
+        return _build(config, config.trace.stream)
+
+
+def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
+    """What a manifest says of a trace; of a streamed one that was not read to its end, number and fingerprint are null
+    where they are not known."""
+    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
+    notes = list(trace.notes)
+    return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Shows how many lines of text files are read meanwhile; silent when standard error is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm  # not at the top: nobody may look
+
+    with tqdm(desc="read", unit="line", leave=False, delay=0.5) as bar, watching(bar.update):
+        yield
+
+
+def _build(config: RunConfig, stream: bool | None) -> TraceSource:
+    settings, values = config.trace, config.raw["trace"]
+    seed = config.seed if settings.seed is None else settings.seed
+    source: TraceSource
+    if "_target_" in values:
+        source = cast(TraceSource, instantiate("trace", values))
+    elif settings.name == "synthetic":
+        source = _synthetic(config, seed, stream)
+    else:
+        path, options = _file(settings), _reader_options(settings, values, seed)
+        source = open_trace(settings.name, path, settings.limit, stream, **options)
+    source = _transformed(source, settings)
+    return transforms.apply_all(source, settings.transforms, lambda name, path: open_trace(name, path), seed)
+
+
+def _file(settings: TraceConfig) -> str:
+    """The one to read. Raises ConfigError if there is none, or no such format."""
+    if settings.name not in READERS:
+        raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
+    if settings.path is None:
+        raise ConfigError(f"trace={settings.name} needs trace.path=<file>")
+    return settings.path
+
+
+def _generator(config: RunConfig) -> SyntheticConfig:
+    if config.trace.path is not None:
+        raise ConfigError(
+            f"trace.path is {config.trace.path!r}, and trace=synthetic reads no file; say what the file is, as "
+            f"trace=azure (one of: {', '.join(READERS)})"
+        )
+    return freeze(SyntheticConfig, "trace", config.raw["trace"])
+
+
+def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
+    from testbed.traces.generators import generate, stream_generated  # not at the top: a trace that is read needs none
+
+    settings = config.trace
+    assert isinstance(settings, SyntheticTraceConfig)
+    generator = _generator(config)
+    lengths_from = None
+    if settings.lengths_from is not None:
+        lengths_from = open_trace(settings.lengths_format, settings.lengths_from)
+    if stream is None:
+        stream = min(settings.limit or generator.num_requests, generator.num_requests) > MAX_WHOLE_ROWS
+    made: Any = (stream_generated if stream else generate)(generator, seed, lengths_from)
+    return made if settings.limit is None else cast(TraceSource, transforms.limit(made, settings.limit))
+
+
+def _transformed(source: TraceSource, settings: TraceConfig) -> TraceSource:
+    """Window, rate and lengths, in this order."""
+    trace: Any = source if isinstance(source, Trace | StreamedTrace) else whole(source)
+    with _of_group():
+        made = _windowed_and_scaled(trace, settings)
+    if made is trace or not isinstance(made, StreamedTrace):
+        return made
+
+    def rows() -> Iterator[TraceRequest]:
+        with _of_group():
+            yield from made
+
+    return made.derived(rows, None, made.num_requests)
+
+
+@contextmanager
+def _of_group() -> Iterator[None]:
+    """Within: what a transformation calls by its parameter's name is called by the group's key."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith("trace."):
+            raise
+        key, rest = str(error).split(" ", 1)
+        raise ConfigError(f"trace.{'rate_scale' if key == 'factor' else key} {rest}") from None
+
+
+def _windowed_and_scaled(trace: Any, settings: TraceConfig) -> TraceSource:
+    if settings.start_s or settings.end_s is not None:
+        trace = transforms.window(trace, settings.start_s, settings.end_s)
+    if settings.rate_scale != 1.0:
+        trace = transforms.scale_rate(trace, settings.rate_scale)
+    if settings.max_prompt_tokens is not None or settings.max_output_tokens is not None:
+        trace = transforms.clip_lengths(trace, settings.max_prompt_tokens, settings.max_output_tokens)
+    return cast(TraceSource, trace)
+
+
+def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) -> dict[str, Any]:
+    if isinstance(settings, MooncakeTraceConfig):
+        return {"spread_batches": settings.spread_batches}
+    if isinstance(settings, ShareGPTTraceConfig):
+        tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
+        return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
+    if settings.name == "servegen":
+        return {"seed": seed}
+    if isinstance(settings, AgenticTraceConfig):
+        return {"arrivals": _arrivals(values), "seed": seed, "closed_loop": settings.closed_loop}
+    if settings.name == "lengths":
+        return {"arrivals": _arrivals(values), "seed": seed}
+    return {}
+
+
+def _arrivals(values: dict[str, Any]) -> ArrivalConfig:
+    names = [item.name for item in fields(ArrivalConfig)]
+    return freeze(ArrivalConfig, "trace", {name: values[name] for name in names if name in values})
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(path: str) -> Callable[[str], list[int]]:
+    """A local Hugging Face tokenizer as text -> token ids."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except ImportError:
+        raise ConfigError("trace.tokenizer needs transformers: pip install '.[real]' in the repository") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({str(error).splitlines()[0]})") from None
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def vocab_size(config: RunConfig) -> int:
+    """The range of synthetic tokens: the trace's own setting, within the model's vocabulary."""
+    size = config.trace.vocab_size or config.model.vocab_size
+    if size > config.model.vocab_size:
+        raise ConfigError(
+            f"trace.vocab_size is {size}, but model {config.model.name} has {config.model.vocab_size} tokens; lower it"
+        )
+    return size

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from experiments.commands.arguments import Parser, folder_named, words
+from experiments.console.arguments import Parser, folder_named, words
+from experiments.console.streams import go_on_unheard, take_any_character
 from experiments.runs.collector import THRESHOLD
-from experiments.streams import go_on_unheard, take_any_character
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 USAGE = """usage: testbed <command> ...

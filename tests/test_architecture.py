@@ -299,6 +299,51 @@ def test_hydra_stays_at_the_edge() -> None:
         assert not refused(imports_in(room), "hydra", "omegaconf")
 
 
+# --- the rooms of analysis and experiments ---
+
+# packages, and modules beside them, each of which is built on those before it alone
+BUILT_ON = {
+    "analysis": (
+        "format", "naming", "reading", "measures", "describe", "load", "comparison", "explain", "plots", "timelines",
+        "reports",
+    ),
+    "experiments": (
+        "console", "configuration", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text", "observe",
+        "sweeps", "commands", "calibration", "capacity", "fidelity", "demo", "serving", "bench", "cli",
+    ),
+}  # fmt: skip
+
+
+def against_the_order(item: Import, order: tuple[str, ...]) -> bool:
+    """Whether an import leads to a part behind its own; what a function imports when it is called is no matter."""
+    file, module = item.file.removesuffix(".py").split("/"), item.module.split(".")
+    parts = [names[1] for names in (file, module) if names[0] == file[0] and len(names) > 1 and names[1] in order]
+    return len(parts) == 2 and not item.is_inside_function and order.index(parts[1]) > order.index(parts[0])
+
+
+@pytest.mark.parametrize("room", BUILT_ON)
+def test_the_parts_of_a_room_are_built_on_one_another(room: str) -> None:
+    order, inside = BUILT_ON[room], ROOT / room
+    found = {path.relative_to(inside).parts[0].removesuffix(".py") for path in FILES if path.is_relative_to(inside)}
+    assert found - {"__init__", "__main__", "conf", "plugins"} == set(order), "a part that has no place in the order"
+    assert not [str(item) for item in imports_in(room) if against_the_order(item, order)]
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "is_bad"),
+    [
+        ("analysis/measures/a.py", "from analysis.reports.tables import Cell", True),
+        ("analysis/measures/a.py", "from analysis import load", True),
+        ("analysis/load.py", "from analysis.measures.summary import summarise", False),
+        ("analysis/measures/a.py", "def f():\n    from analysis.reports import report", False),
+        ("analysis/measures/a.py", "from analysis.measures import b", False),
+    ],
+)
+def test_the_rule_about_parts_sees_what_it_should(file: str, source: str, is_bad: bool) -> None:
+    imports = imports_in_tree(ast.parse(source), file)
+    assert any(against_the_order(item, BUILT_ON["analysis"]) for item in imports) is is_bad
+
+
 # --- what is really loaded ---
 
 

@@ -9,8 +9,8 @@ import time
 
 from tqdm import tqdm
 
-from experiments.commands.arguments import Parser
 from experiments.configuration.compose import compose_config
+from experiments.console.arguments import Parser
 from experiments.runs.collector import fewer_collections
 from experiments.wiring import build
 from testbed.checks import require_whole

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.bench import engine_steps as steps
 from experiments.bench import offline
-from experiments.commands.arguments import Parser
+from experiments.console.arguments import Parser
 from experiments.tables.devices import model_spec
 from testbed.checks import choose, require_whole
 from testbed.errors import ConfigError

@@ -16,14 +16,15 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.commands.arguments import UsageError
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable
+from experiments.configuration.saved import read_config
+from experiments.console.arguments import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.run import INTERRUPTED, RunResult, execute
-from experiments.runs.run_folder import check_priced, named_folder, read_config
+from experiments.runs.run_folder import check_priced, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from experiments.commands.arguments import Parser
 from experiments.configuration.config import GROUPS
+from experiments.console.arguments import Parser
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
 from real.text.generate import generate, sampling_of

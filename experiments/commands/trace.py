@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.commands.arguments import Parser
+from experiments.console.arguments import Parser
 from experiments.runs.run_folder import is_same_file
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError

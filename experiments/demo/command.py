@@ -13,7 +13,7 @@ from tqdm import tqdm
 from analysis.comparison.arms import Arm
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
-from experiments.commands.arguments import Parser
+from experiments.console.arguments import Parser
 from experiments.demo.real_half import SHORTER, measure_fidelity, run_point
 from testbed.errors import RunFolderError
 

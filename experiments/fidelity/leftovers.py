@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.configuration.saved import read_manifest
 from experiments.fidelity.measured import MEASURED
-from experiments.runs.run_folder import read_manifest
 from testbed.errors import ConfigError
 
 _SIMULATED = ("simulated", "fitted")

@@ -22,10 +22,11 @@ from analysis.reading.files import read_json
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
+from experiments.configuration.saved import TRACE_FILE, read_config
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
-from experiments.runs.run_folder import TRACE_FILE, check_priced, read_config, write_json
+from experiments.runs.run_folder import check_priced, write_json
 from experiments.wiring.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED

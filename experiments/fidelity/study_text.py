@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.commands.markdown import percent, table
+from experiments.console.markdown import percent, table
 from experiments.fidelity.study import OURS, WHOLE
 from experiments.fidelity.study_fitting import Fitted
 from experiments.fidelity.study_report import Score, Simulated, merged, scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from experiments.commands.markdown import milliseconds, percent, table
+from experiments.console.markdown import milliseconds, percent, table
 from experiments.fidelity.comparing import Compared, Comparison
 from experiments.fidelity.fitting import Fit
 from experiments.fidelity.scalars import KEYS

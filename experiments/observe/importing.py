@@ -16,6 +16,7 @@ from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
 from experiments.configuration.options import options
+from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
 from experiments.conform.overrides import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.case import case_of, system_of, why_no_case
@@ -23,7 +24,7 @@ from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_l
 from experiments.observe.records import Measured, replay
 from experiments.runs.environment import describe_versions
 from experiments.runs.identity import identity_of
-from experiments.runs.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
+from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
 from testbed.foreign_text import shown

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from experiments.configuration.config import RunConfig
-from experiments.runs.run_folder import claim, has_run, locked, read_manifest, write_json
+from experiments.configuration.saved import read_manifest
+from experiments.runs.run_folder import claim, has_run, locked, write_json
 from testbed.errors import RunFolderError
 
 

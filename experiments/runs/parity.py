@@ -13,7 +13,7 @@ from experiments.wiring import build
 from experiments.configuration.config import RunConfig
 from experiments.configuration.forcing import forcing
 from experiments.wiring.foreign import policy_failure
-from experiments.runs.run_folder import read_config
+from experiments.configuration.saved import read_config
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView

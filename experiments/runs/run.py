@@ -26,15 +26,8 @@ from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.runs.progress import Progress
 from experiments.runs.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
-from experiments.runs.run_folder import (
-    TRACE_FILE,
-    claimed,
-    describe_failure,
-    describe_kept,
-    locked,
-    refuse_overwrite,
-    write_json,
-)
+from experiments.configuration.saved import TRACE_FILE
+from experiments.runs.run_folder import claimed, describe_failure, describe_kept, locked, refuse_overwrite, write_json
 from experiments.configuration.settings import SimConfig, TraceConfig
 from experiments.wiring.traces import describe_trace
 from experiments.wiring.watches import batch_limits, status_lines

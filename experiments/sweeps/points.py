@@ -23,20 +23,12 @@ from typing import Any, TextIO
 from hydra.core.hydra_config import HydraConfig
 
 from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import read_manifest, saved_config
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
 from experiments.runs.run import INTERRUPTED, execute
-from experiments.runs.run_folder import (
-    SET_ASIDE,
-    describe_failure,
-    did_not_begin,
-    has_run,
-    is_locked,
-    read_manifest,
-    saved_config,
-    set_aside,
-)
+from experiments.runs.run_folder import SET_ASIDE, describe_failure, did_not_begin, has_run, is_locked, set_aside
 from testbed.errors import RunFolderError, TestbedError
 
 _BOARD, _OWNER = ".points-", "owner"

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.runs.run_folder import as_yaml, read_manifest, saved_config, write_json
+from experiments.configuration.saved import read_manifest, saved_config
+from experiments.runs.run_folder import as_yaml, write_json
 
 
 def restate(folder: Path, config: RunConfig, command: str, given: dict[str, str] | None) -> bool:

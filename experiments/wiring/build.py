@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
+from experiments.configuration.saved import read_config
 from experiments.configuration.settings import RecordedConfig, SimConfig
 from experiments.configuration.structured import freeze
-from experiments.runs.run_folder import read_config
 from experiments.wiring.costs import block_bytes, build_cost, unread_settings
 from experiments.wiring.estimator import CostEstimator
 from experiments.wiring.foreign import policy_failure

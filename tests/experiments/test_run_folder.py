@@ -18,8 +18,8 @@ import yaml
 from analysis.load import load_run
 from experiments import simulate
 from experiments.configuration.compose import compose_from
+from experiments.configuration.saved import read_config
 from experiments.runs.run import execute
-from experiments.runs.run_folder import read_config
 from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import read_config
 from experiments.runs.parity import check_parity
-from experiments.runs.run_folder import read_config
 from testbed.records.tape import Tape, read_tape
 from tests.experiments.kit import manifest_of
 from tests.golden import configurations, oracle_cases, tapes, worlds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,6 +23,8 @@ from testbed.errors import TestbedError
 SHORTER = 3  # prompts, outputs and chunks than the ablation's: as many more requests in the same time, so less noise
 RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # of the replay, the fastest first
 BUSY_SHARE = 0.75  # of the replay's time that the engine is busy at most: loaded, but not drowned
+MAX_REPLAY_S = 30  # of one of the eight: a slow machine replays fewer requests rather than for ten minutes
+LEAST_REQUESTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,9 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     profiles = [profile(compose_config(base), extent)]
     if (probe_ns := profiles[0].manifest.probe_ns) is not None:
         base.append(f"backend.probe_ns={probe_ns}")  # everything is measured by one yardstick
-    scale = _rate_scale(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
-    points = {name: [*base, f"trace.rate_scale={scale:g}", *policy] for name, policy in policies.items()}
+    scale, limit = _load(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
+    load = [f"trace.rate_scale={scale:g}", f"trace.limit={limit}"]
+    points = {name: [*base, *load, *policy] for name, policy in policies.items()}
     reals: dict[str, list[Run]] = {name: [] for name in points}
     with tqdm(total=2 * len(points), desc="replay on the real engine", disable=None) as bar:
         for folder, names in (("real", list(points)), ("real-again", list(reversed(points)))):
@@ -64,7 +68,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
         Pair(name, run_point(_simulated(point, fitted), out / "sim-of-real" / _slug(name)), first, tuple(again))
         for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
-    return Fidelity(pairs, f"{scale:g} x the rate, {_scaled_by(reals)}{fitted.description}")
+    return Fidelity(pairs, f"{limit} requests, {scale:g} x the rate, {_scaled_by(reals)}{fitted.description}")
 
 
 def _scaled_by(reals: dict[str, list[Run]]) -> str:
@@ -102,16 +106,19 @@ def _simulated(overrides: list[str], fitted: Fitted) -> list[str]:
     return [*(item for item in overrides if not item.startswith("backend")), *fitted.overrides]
 
 
-def _rate_scale(folder: Path, base: list[str], policies: list[list[str]], fitted: Fitted) -> float:
-    """The fastest replay at which, says the simulator, no policy drowns this machine."""
+def _load(folder: Path, base: list[str], policies: list[list[str]], fitted: Fitted) -> tuple[float, int]:
+    """The fastest replay at which, says the simulator, no policy drowns this machine; how many requests it may have."""
+    summary: dict[str, Any] = {}
     for scale in tqdm(RATE_SCALES, desc="choosing the load", disable=None, leave=False):
         for number, policy in enumerate(policies):
             overrides = _simulated([*base, *policy, f"trace.rate_scale={scale:g}"], fitted)
-            if run_point(overrides, folder / f"x{scale:g}-{number}").summary["busy_share"] > BUSY_SHARE:
+            summary = run_point(overrides, folder / f"x{scale:g}-{number}").summary
+            if summary["busy_share"] > BUSY_SHARE:
                 break
         else:
-            return scale
-    return RATE_SCALES[-1]
+            break
+    num, share = summary["num_requests"], MAX_REPLAY_S / summary["duration_s"]
+    return scale, min(num, max(LEAST_REQUESTS, int(num * share)))
 
 
 def _slug(name: str) -> str:

@@ -269,12 +269,17 @@ def test_requests_that_no_step_moves_are_named_once(
     assert "no step has moved any of 2 requests: r0, r1; check the policies (scheduler.composition" in line
 
 
-def test_a_full_disk_ends_the_records_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    requests = None
+@pytest.mark.parametrize("num_before", [0, 40], ids=["in the tape", "in a row of the trace"])
+def test_a_full_disk_ends_the_records_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_before: int
+) -> None:
+    """num_before: requests that come before the first step."""
     scheduler = made({"out": str(tmp_path / "run")})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
     try:
+        for number in range(num_before):
+            scheduler.add_request(vllm.Request(f"early{number}", [7] * 40, vllm.SamplingParams(1)))
         worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
         requests = served(scheduler, worker, is_async=False)
     finally:

@@ -26,7 +26,7 @@ from experiments.options import options
 from experiments.run_folder import MODEL_FOLDER, TRACE_FILE, claim, refuse_overwrite, write_json
 from experiments.traces import describe_trace
 from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
-from testbed.foreign_text import shown
+from testbed.foreign_text import shortened
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
 from testbed.specs.model import DTYPE_BYTES
@@ -112,7 +112,7 @@ def _try(log: ObservedLog, file: Path) -> None:
         if not why_no_case(log):
             case_of(log, file.name)
     except (ArithmeticError, LookupError, TypeError, ValueError, IllegalTransitionError, TestbedError) as error:
-        raise RunFolderError(f"{file}: its steps do not fit together ({shown(error)}); it was changed") from None
+        raise RunFolderError(f"{file}: its steps do not fit together ({shortened(error)}); it was changed") from None
 
 
 def trace_of(log: ObservedLog, name: str) -> Trace:

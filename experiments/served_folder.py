@@ -157,7 +157,7 @@ class ServedFolder:
                 close()
         self.failed(error)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """The loop ends with this, or its records do: the manifest says so, if it can be written."""
         self._manifest |= {
             "failure": describe_failure(error), "num_steps": self._scheduler.num_steps,

@@ -198,6 +198,11 @@ class Raises(FCFS):
         raise ValueError("no head today")
 
 
+class Quits(FCFS):
+    def head(self, now_ns):
+        raise SystemExit(3)
+
+
 class DoesNothing:
     def compose(self, step):
         pass
@@ -216,6 +221,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "served_policies.py"
     file.write_text(POLICIES)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, file.stem, raising=False)  # of the test before
     return file
 
 
@@ -223,6 +229,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("key", "name", "said"),
     [
         ("queue_order", "Raises", "{file}:7: ValueError: no head today (in {named}); mend it there"),
+        ("queue_order", "Quits", "{file}:12: SystemExit: 3 (in {named}); mend it there"),
         ("composition", "TakesAll", "{named} computes 8 sequences in step 0, and scheduler.max_num_seqs is 6; look at"),
     ],
 )

@@ -222,18 +222,18 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     return Run(folder, read_said(folder / "config.yaml"), read_said(folder / "manifest.json"))
 
 
-def _cure(folder: Path) -> str:
-    """Of a run without its end: who served cannot have it again, but its tape has all decisions."""
+def _cure(folder: Path, why: str = "the run did not get to its end") -> str:
+    """What to do about a run without its end. Who served cannot have it again, but its tape has all decisions."""
     try:
         is_served = str(read_json(folder / "manifest.json").get("command")).startswith("scheduler_cls=")
     except RunFolderError:
         is_served = False
     if is_served:
         return (
-            f"the vLLM that it is of was killed: `testbed parity {folder}` replays its tape, and `testbed run "
-            f"from={folder} backend=sim` simulates its requests"
+            f"the vLLM that it is of still serves, or ended before its requests did: `testbed parity {folder}` replays "
+            f"its tape, and `testbed run from={folder} backend=sim` simulates its requests"
         )
-    return f"the run did not get to its end: {_REPEAT}"
+    return f"{why}: {_REPEAT}"
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -257,7 +257,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         if run.is_complete:
             runs.append(run)
         else:
-            why = _failure(folder) or f"the run is partial (interrupted or still going): {_REPEAT}"
+            why = _failure(folder) or _cure(folder, "the run is partial (interrupted or still going)")
             incomplete.append((folder, why))
     align(runs)
     if not runs:

@@ -45,8 +45,11 @@ def main(arguments: list[str]) -> int:
         refuse_unknown(load_run(options.run), options.request)
     with explained(options.run, options.keep) as (run, source):
         text = explain_run(run) if options.request is None else explain_request(run, options.request)
+        is_complete = run.is_complete
     print(text)
     print(f"\nsource       {source}")
+    if not is_complete:
+        print("partial      the run did not get to its end: all this is of the steps that it had")
     return 0
 
 

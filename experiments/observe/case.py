@@ -82,6 +82,8 @@ def why_no_case(log: ObservedLog) -> str:
         return f"the prefix cache was reset {len(log.resets)} times, and this older log does not say what it preempted"
     if num := sum(bool(one.preempts) and one.place[0] > one.place[1] for one in log.resets):
         return f"what ran lost its KV to a reset {num} times with a step in flight: vLLM drops its tokens, we do not"
+    if log.contradiction:
+        return log.contradiction
     if config["prefix_caching"] and any(isinstance(one.prompt, int) for one in log.requests.values()):
         return "prefix caching was on, and the log has lengths in place of token ids"
     if log.is_cut:

@@ -27,7 +27,7 @@ from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
-from testbed.foreign_text import shown
+from testbed.foreign_text import shortened
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
 from testbed.specs.model import DTYPE_BYTES
@@ -113,7 +113,7 @@ def _try(log: ObservedLog, file: Path) -> None:
         if not why_no_case(log):
             case_of(log, file.name)
     except (ArithmeticError, LookupError, TypeError, ValueError, IllegalTransitionError, TestbedError) as error:
-        raise RunFolderError(f"{file}: its steps do not fit together ({shown(error)}); it was changed") from None
+        raise RunFolderError(f"{file}: its steps do not fit together ({shortened(error)}); it was changed") from None
 
 
 def trace_of(log: ObservedLog, name: str) -> Trace:

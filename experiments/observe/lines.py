@@ -40,6 +40,11 @@ def _is_tokens(value: Any) -> bool:
     return _COUNT(value) or _is_ids(value)
 
 
+def _is_scheduled(value: Any) -> bool:
+    """Tokens of each request, in all as many as records can count."""
+    return _is_by_id(_COUNT)(value) and _COUNT(sum(value.values()))
+
+
 _PLACE = {"ns": _NS, "plans": _COUNT, "commits": _COUNT}
 _OF_STEPS = {"step": _COUNT, "began_ns": _NS, "ns": _NS, "free_blocks": _COUNT}
 _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
@@ -48,7 +53,7 @@ _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the o
         "max_tokens": lambda value: value is None or (_NS(value) and value > 0),
     },
     "plan": _OF_STEPS | {
-        "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_by_id(_COUNT),
+        "committed": _COUNT, "num_running": _COUNT, "num_waiting": _COUNT, "scheduled": _is_scheduled,
         "admitted": _is_by_id(_COUNT), "preempted": lambda value: isinstance(value, list),
     },
     "commit": _OF_STEPS | {"emitted": _is_by_id(_is_tokens), "ended": _is_by_id(_ID)},

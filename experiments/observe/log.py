@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from experiments.observe.lines import check_header, check_line
 from testbed.core.request import Request
 from testbed.errors import RunFolderError, TraceError
-from testbed.foreign_text import shown
+from testbed.foreign_text import shortened, shown
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
@@ -96,6 +96,7 @@ class ObservedLog:
     is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
     left_out: tuple[str, ...] = ()
     was_in_flight: bool = False  # whether a plan was, where it ends
+    contradiction: str = ""  # what shows that a line is missing of those that no later line needs
 
     @property
     def open_note(self) -> str:
@@ -128,7 +129,7 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
             except TraceError as error:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
             except (AttributeError, TypeError, ValueError) as error:
-                raise RunFolderError(f"{place}: not a line of an observer's log ({shown(error)})") from None
+                raise RunFolderError(f"{place}: not a line of an observer's log ({shortened(error)})") from None
             except KeyError as error:
                 raise RunFolderError(
                     f"{place}: not a line of an observer's log, or one before it is missing: {error} is not there"
@@ -160,6 +161,8 @@ class _Reader:
         self._resets: list[Reset] = []
         self._max_model_len = int(header["config"]["max_model_len"])
         self._running: set[str] = set()
+        self._num_live = 0
+        self._contradiction = ""
         self._last_ns = 0
         self._last_unix_ns: dict[int, int] = {}  # by priority
         self._is_in_order = True
@@ -179,13 +182,14 @@ class _Reader:
         elif kind == "abort":
             request = self._requests.get(self._names.get(fields["id"], ""))
             if request is not None and request.reason is None:
+                self._num_live -= 1
                 request.aborted = int(fields["plans"]), int(fields["commits"])
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])
         elif kind == "reset_prefix_cache":
             if fields.get("is_reset", True):  # else vLLM refused it: requests had blocks
                 self._resets.append(Reset((int(fields["plans"]), int(fields["commits"])), fields.get("preempts")))
         else:
-            raise ValueError(f"a line of kind {kind!r}")
+            raise ValueError(f"a line of kind {shown(kind)}")
 
     def _plan(self, fields: dict[str, Any]) -> None:
         num_planned = len(self._steps) + len(self._plans)
@@ -196,9 +200,21 @@ class _Reader:
             "preempted": self._live(fields["preempted"]),
         }  # fmt: skip
         self._plans[num_planned] = plan
+        self._contradiction = self._contradiction or self._contradicted(num_planned, plan)
         if strays := {*plan["preempted"], *plan["admitted"]} - {*plan["scheduled"], *self._running}:
             raise ValueError(f"it has {min(strays)!r}, which did not run")
         self._running = (self._running - {*plan["preempted"]}) | {*plan["scheduled"]}
+
+    def _contradicted(self, step: int, plan: dict[str, Any]) -> str:
+        """What of the plan cannot be, after the lines before it. Growth leaves at least one that runs."""
+        num = plan["num_running"] + plan["num_waiting"]
+        if num != self._num_live:
+            return f"in step {step} vLLM had {num} requests, and {self._num_live} by its lines before: one is missing"
+        ran = {name for name in self._running if self._requests[name].reason is None}
+        is_reset = any(one.place[0] == step and one.preempts is not False for one in self._resets)
+        if ran and ran <= {*plan["preempted"]} and not is_reset:
+            return f"step {step} preempted all that ran, as only a reset of the prefix cache does: its line is missing"
+        return ""
 
     def _live(self, vllm_ids: list[str]) -> tuple[str, ...]:
         """Of whom a reset preempted, vLLM also tells when an abort came before the next plan."""
@@ -233,6 +249,7 @@ class _Reader:
             prompt, max_tokens, min(max(int(fields["priority"]), 1 - 2**31), 2**31 - 1), str(fields["salt"]),
             bool(fields.get("skips_cache", False)), str(fields.get("unknown", "")),
         )  # fmt: skip
+        self._num_live += 1
         if not prompt or fields.get("unknown") == _SESSION:
             self._left_out[name] = str(fields.get("unknown") or "empty prompts")
         priority, unix_ns = int(fields["priority"]), int(fields["arrival_unix_ns"])
@@ -263,6 +280,7 @@ class _Reader:
         for name, reason in ended.items():
             request = self._requests[name]
             if request.reason is None:
+                self._num_live -= 1
                 request.reason, request.ended_ns = reason, self._at(fields["ns"])
         self._steps.append(
             ObservedStep(
@@ -298,6 +316,7 @@ class _Reader:
             num_open=num_open,
             is_in_order=self._is_in_order,
             left_out=tuple(self._left_out.values()), was_in_flight=bool(self._plans),
+            contradiction=self._contradiction,
         )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class TestbedScheduler(CoreInVllm):
 
         checks = [limits.check for limits in batch_limits(config)]
 
-        def failed(error: Exception) -> Exception:
+        def failed(error: BaseException) -> BaseException:
             named = error if isinstance(error, TestbedError) else policy_failure(error, config) or error
             records.failed(named)
             return named
@@ -200,5 +200,5 @@ def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
 
 
 class _Nothing(NoRecords):
-    def failed(self, error: Exception) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
     def finish(self) -> None: ...

@@ -41,8 +41,8 @@ class _Trace(NoRecords):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("w", encoding="utf-8")
-        self._num = 0
+        self._file = path.open("w", encoding="ascii")
+        self._num = self._num_bytes = 0  # of whole rows
         self._ended = TemporaryFile(dir=path.parent)  # noqa: SIM115  as long as the engine lives
         self._outputs: dict[str, tuple[int, int]] = {}  # where each begins there, and how many bytes it has
         self._cancelled_ns: dict[str, int] = {}  # after their arrivals
@@ -54,8 +54,9 @@ class _Trace(NoRecords):
             Span(self._num, 0, request.sampling.max_tokens or 1), priority=request.priority,
             cache_salt=request.cache_salt or None,
         )  # fmt: skip
-        self._file.write(json.dumps(row_to_json(row), separators=(",", ":")) + "\n")
+        num_bytes = self._file.write(json.dumps(row_to_json(row), separators=(",", ":")) + "\n")
         self._file.flush()
+        self._num_bytes += num_bytes
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for one in finished:
@@ -68,7 +69,11 @@ class _Trace(NoRecords):
                 self._cancelled_ns[name] = max(1, now_ns - one.request.arrival_ns)
 
     def close(self) -> None:
-        self._file.close()
+        """Of a row that a full disk cut nothing is left: the tape is replayed with the whole ones."""
+        if not self._file.closed:
+            with suppress(OSError):
+                self._file.close()
+            os.truncate(self._path, self._num_bytes)
 
     def finish(self) -> Trace | None:
         """Writes what came of the requests; the whole trace, or None of none."""
@@ -116,7 +121,8 @@ class ServedFolder:
         self._recorder = RunRecorder(self._folder)
         self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
         self._trace = _Trace(self._folder / TRACE_FILE)
-        records, kept = together([self._recorder, self._tape, self._trace]), self._while_it_can
+        records = together([self._recorder, self._trace, self._tape])  # who is on the tape has a row in the trace
+        kept = self._while_it_can
         self.arrived, self.aborted, self.committed = (
             kept(records.arrived),
             kept(records.aborted),
@@ -145,7 +151,7 @@ class ServedFolder:
                 close()
         self.failed(error)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """The loop ends with this, or its records do: the manifest says so, if it can be written."""
         self._manifest |= {
             "failure": describe_failure(error), "num_steps": self._scheduler.num_steps,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
 from typing import Any, Final
 
 import vllm
@@ -24,12 +23,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 VERSION: Final = 1
 VARIABLE: Final = "TESTBED_OBSERVE"
-SETTINGS: Final = {"observe": (), "tokens": ("ids", "lengths"), "clock": ("cpu", "monotonic")}
 SCHEDULER_FIELDS: Final = (
-    "max_num_seqs", "max_num_batched_tokens", "policy", "long_prefill_token_threshold", "max_num_partial_prefills",
-    "max_long_partial_prefills", "async_scheduling", "watermark", "scheduler_reserve_full_isl", "max_num_active_seqs",
-    "max_num_scheduled_tokens", "long_prefill_token_threshold_adaptive", "enable_chunked_prefill",
-    "prefill_schedule_interval",
+    "max_num_seqs", "max_num_batched_tokens", "policy", "long_prefill_token_threshold", "async_scheduling", "watermark",
+    "scheduler_reserve_full_isl", "max_num_active_seqs", "max_num_scheduled_tokens",
+    "long_prefill_token_threshold_adaptive", "enable_chunked_prefill", "prefill_schedule_interval",
 )  # fmt: skip
 UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
 _logger = init_logger("vllm.testbed")
@@ -37,7 +34,7 @@ _encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).e
 
 
 class Log:
-    """Lines about one scheduler. ids: whether prompts and outputs are written as token ids, or as lengths."""
+    """Lines about one scheduler. now_ns: reads the log's clock."""
 
     def __init__(self, scheduler: Any) -> None:
         settings = (scheduler.vllm_config.additional_config or {}).get("testbed") or {}
@@ -48,43 +45,32 @@ class Log:
                 'tell the observer where to write: additional_config={"testbed": {"observe": "log.jsonl"}}, or '
                 f"{VARIABLE}=log.jsonl"
             )
-        self._ids = settings.get("tokens", "ids") == "ids"
-        # the log's clock: "cpu" is the process's CPU time, for a shared host
-        self.now_ns = time.process_time_ns if settings.get("clock") == "cpu" else time.monotonic_ns
+        self._ids = settings.get("tokens", "ids") == "ids"  # in place of how many there are
+        self.now_ns = time.monotonic_ns
         self._file: Any = _new_file(path)
         self._scheduler = scheduler
-        self._num_plans = self._num_commits = 0
-        self._in_flight: deque[int] = deque()
+        self._num_plans = self._num_commits = 0  # vLLM commits in the order of its plans
         self._is_in: set[str] = set()  # requests that run, as far as plans say
         self._write({"kind": "observed", "version": VERSION, **describe(scheduler), "ns": self.now_ns()})
 
     def added(self, request: Any) -> None:
         prompt = request.prompt_token_ids or []
-        sampling = request.sampling_params
-        self._write(
-            {
-                "kind": "add", "id": request.request_id, "ns": self.now_ns(),
-                "arrival_unix_ns": round(request.arrival_time * 1e9), "plans": self._num_plans,
-                "commits": self._num_commits, "prompt": list(prompt) if self._ids else len(prompt),
-                "max_tokens": request.max_tokens, "priority": request.priority, "salt": request.cache_salt or "",
-                "skips_cache": bool(getattr(request, "skip_reading_prefix_cache", False)),
-                "unknown": unknown_to_us(request),
-                "temperature": getattr(sampling, "temperature", None), "seed": getattr(sampling, "seed", None),
-            }
+        self.event(
+            "add", id=request.request_id, arrival_unix_ns=round(request.arrival_time * 1e9),
+            prompt=list(prompt) if self._ids else len(prompt), max_tokens=request.max_tokens,
+            priority=request.priority, salt=request.cache_salt or "",
+            skips_cache=bool(getattr(request, "skip_reading_prefix_cache", False)), unknown=unknown_to_us(request),
         )  # fmt: skip
 
     def planned(self, began_ns: int, output: Any) -> None:
-        if not output.total_num_scheduled_tokens and not output.preempted_req_ids:
+        if _is_empty(output):
             return
         scheduler, tokens = self._scheduler, output.num_scheduled_tokens
         preempted = sorted(output.preempted_req_ids or ())
         self._is_in.difference_update(preempted)
-        starts = {
-            name: scheduler.requests[name].num_computed_tokens - tokens[name]
-            for name in tokens
-            if name not in self._is_in
-        }
-        self._is_in.update(starts)
+        admitted = [name for name in tokens if name not in self._is_in]
+        self._is_in.update(admitted)
+        starts = {name: scheduler.requests[name].num_computed_tokens - tokens[name] for name in admitted}
         num_running, num_waiting = scheduler.get_request_counts()
         self._write(
             {
@@ -94,11 +80,10 @@ class Log:
             },
             is_last=True,
         )  # fmt: skip
-        self._in_flight.append(self._num_plans)
         self._num_plans += 1
 
     def committed(self, began_ns: int, output: Any, results: Any) -> None:
-        if not output.total_num_scheduled_tokens and not output.preempted_req_ids:
+        if _is_empty(output):
             return
         emitted, ended = {}, {}
         for result in results.values():
@@ -108,14 +93,14 @@ class Log:
                 if one.finish_reason is not None:
                     ended[one.request_id] = str(one.finish_reason)
         self._is_in.difference_update(ended)
-        self._num_commits += 1
         self._write(
             {
-                "kind": "commit", "step": self._in_flight.popleft(), "began_ns": began_ns, "ns": self.now_ns(),
+                "kind": "commit", "step": self._num_commits, "began_ns": began_ns, "ns": self.now_ns(),
                 "emitted": emitted, "ended": ended, "free_blocks": free_blocks(self._scheduler),
             },
             is_last=True,
         )  # fmt: skip
+        self._num_commits += 1
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happens between plans and commits."""
@@ -150,14 +135,19 @@ class Log:
         self._file = None
 
 
+def _is_empty(output: Any) -> bool:
+    """Whether it is a step of nobody: those are not logged."""
+    return not output.total_num_scheduled_tokens and not output.preempted_req_ids
+
+
 def _check(settings: Any) -> None:
     """Raises ValueError for settings that nobody reads."""
     for key, value in settings.items() if isinstance(settings, dict) else (("", settings),):
-        is_one = key in SETTINGS and (value in SETTINGS[key] if SETTINGS[key] else isinstance(value, str))
-        if not is_one:
-            known = ", ".join(f"{name} ({' or '.join(of) or 'a file'})" for name, of in SETTINGS.items())
+        if not (isinstance(value, str) if key == "observe" else key == "tokens" and value in ("ids", "lengths")):
             found = f"{key}={value!r}" if key else repr(value)
-            raise ValueError(f'additional_config["testbed"] has {found}; the observer has {known}')
+            raise ValueError(
+                f'additional_config["testbed"] has {found}; the observer has observe (a file), tokens (ids or lengths)'
+            )
 
 
 def _new_file(path: str) -> Any:
@@ -172,13 +162,13 @@ def _new_file(path: str) -> Any:
     while True:
         try:
             file = open(place, "x", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+            break
         except FileExistsError:
             number += 1
             place = f"{stem}-{number}{suffix}"
-            continue
-        if number:
-            _logger.warning("the testbed's log is written to %s: %s is there already", place, path)
-        return file
+    if number:
+        _logger.warning("the testbed's log is written to %s: %s is there already", place, path)
+    return file
 
 
 def free_blocks(scheduler: Any) -> int:
@@ -189,7 +179,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
     """What the scheduler was configured with; num_gpu_blocks without vLLM's null block."""
     config = scheduler.vllm_config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    has = [name for name in UNKNOWN_TO_US if getattr(config, name, None) is not None]
+    groups = [type(one.kv_cache_spec).__name__ for one in scheduler.kv_cache_config.kv_cache_groups]
     return {
         "vllm": vllm.__version__,
         "scheduler": type(scheduler).__name__,
@@ -198,13 +188,13 @@ def describe(scheduler: Any) -> dict[str, Any]:
         | {
             "block_size": scheduler.block_size,
             "num_gpu_blocks": scheduler.kv_cache_config.num_blocks - 1,
-            "num_kv_cache_groups": len(scheduler.kv_cache_config.kv_cache_groups),
-            "kv_cache_specs": [type(one.kv_cache_spec).__name__ for one in scheduler.kv_cache_config.kv_cache_groups],
+            "num_kv_cache_groups": len(groups),
+            "kv_cache_specs": groups,
             "max_model_len": scheduler.max_model_len,
             "prefix_caching": bool(cache.enable_prefix_caching),
             "kv_dtype": str(cache.cache_dtype),
         },
-        "unknown": has,
+        "unknown": [name for name in UNKNOWN_TO_US if getattr(config, name, None) is not None],
         "model": {"name": str(model.model), "dtype": str(model.dtype).removeprefix("torch."),
                   "hf_config": json.loads(model.hf_text_config.to_json_string(use_diff=False))},
         "device": {"type": str(config.device_config.device_type), "name": device_name(),

@@ -65,12 +65,12 @@ class OwnLoop:
         self, scheduler: Scheduler, recorder: Recorder, make_request: Callable[[str, Any, int], Request],
         close: Callable[[], None] = lambda: None, read_ns: Callable[[], int] = time.perf_counter_ns,
         checks: Sequence[Callable[[BatchPlan], None]] = (),
-        failed: Callable[[Exception], Exception] = lambda error: error,
+        failed: Callable[[BaseException], BaseException] = lambda error: error,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
         self._checks, self._failed, self._warn = checks, failed, warn
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._stalled_ns: int | None = None  # since when no step moves anything; None: one does
         self._is_warned = False
         self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
@@ -143,7 +143,7 @@ class OwnLoop:
     def _try(self, act: Callable[[T], R], given: T) -> R:
         try:
             return act(given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # vLLM takes a SystemExit for an end in order
             self._failure = self._failed(error)
             if self._failure is error:
                 raise

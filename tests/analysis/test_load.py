@@ -75,7 +75,7 @@ def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, na
     )
     said = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(said | {"command": "scheduler_cls=real.vllm.TestbedScheduler"}))
-    refused(lambda: load_run(folder), f"the vLLM that it is of was killed: `testbed parity {folder}` replays its tape")
+    refused(lambda: load_run(folder), f"still serves, or ended before its requests did: `testbed parity {folder}` repl")
 
 
 def test_missing_columns_are_named(folder):
@@ -87,6 +87,19 @@ def test_a_partial_run_loads_and_says_so(tmp_path):
     run = load_run(write_run(tmp_path / "partial", num_requests=30, stop_s=1.0))
     assert not run.is_complete
     assert run.summary["num_unfinished"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "cure"),
+    [
+        ("testbed run", r"the run is partial \(interrupted or still going\): run its command again"),
+        ("scheduler_cls=real.vllm.TestbedScheduler", "the vLLM that it is of still serves, or ended before its requ"),
+    ],
+)
+def test_where_all_runs_are_partial_it_says_what_to_do(tmp_path, command, cure):
+    file = write_run(tmp_path / "run", num_requests=30, stop_s=1.0) / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"command": command, "failure": None}))
+    refused(lambda: load_sweep(tmp_path), f"1 incomplete, the first: {cure}")
 
 
 def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from analysis.explain.request import explain_request
 from analysis.explain.whole_run import explain_run
 from analysis.load import load_run
 from experiments.cli import main
@@ -178,6 +179,8 @@ def test_who_was_preempted_by_a_reset_and_aborted_before_the_next_plan_is_named_
     assert requests.drop(aborted)["num_preemptions"].tolist() == [1, 1, 1]
     assert requests.loc[aborted, ["num_preemptions", "finish_reason"]].tolist() == [0, "abort"]
     assert "for a reset of the prefix cache (1)" in explain_run(load_run(tmp_path / "run"))
+    said = explain_request(load_run(tmp_path / "run"), requests.index[1])
+    assert "It was preempted once, for a reset of the prefix cache:" in said
     (case,) = read_cases(tmp_path / "run" / "case.jsonl")
     assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
 

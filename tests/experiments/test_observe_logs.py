@@ -154,10 +154,35 @@ def test_a_log_with_a_hole_is_refused(tmp_path: Path, name: str, kind: str) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        (
+            "reset_then_abort",
+            "reset_prefix_cache",
+            "step 6 preempted all that ran, as only a reset of the prefix cache",
+        ),
+        ("reset_then_abort", "abort", "in step 6 vLLM had 3 requests, and 4 by its lines before: one is missing"),
+        ("sync", "abort", "in step 1 vLLM had 4 requests, and 5 by its lines before: one is missing"),
+        ("async", "abort", "in step 5 vLLM had 13 requests, and 14 by its lines before: one is missing"),
+    ],
+)
+def test_a_missing_line_that_no_other_needs_is_told_and_makes_no_case(
+    tmp_path: Path, name: str, kind: str, said: str
+) -> None:
+    lines = lines_of(name)
+    lines.remove(next(line for line in lines if line["kind"] == kind))
+    imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    (told,) = [line for line in imported.lines if line.startswith("no case")]
+    assert said in told
+    assert not (tmp_path / "run" / "case.jsonl").exists()
+    assert len(load_run(tmp_path / "run").steps) == sum(line["kind"] == "commit" for line in lines)
+
+
 def test_steps_that_cannot_have_been_leave_no_folder(tmp_path: Path) -> None:
     lines = lines_of("sync")
     planned(lines, 20)["admitted"] = dict.fromkeys(planned(lines, 20)["scheduled"], 10_000)
-    with pytest.raises(RunFolderError, match="its steps do not fit together"):
+    with pytest.raises(RunFolderError, match=r"fit together \(sequence 1: RUNNING does not lead to RUNNING\); it was"):
         import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -192,6 +217,19 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[1].update(prompt=2**30), "its prompt has 1"),
         (lambda lines: planned(lines, 6).update(free_blocks=2**31), "its free_blocks is 2147483648"),
         (lambda lines: lines[3].update(emitted=[]), "log.jsonl:4: not a line of an observer's log"),
+        (
+            lambda lines: lines[1].update(max_tokens=0),
+            "log.jsonl:2: not a line of an observer's log (its max_tokens is 0)",
+        ),
+        (
+            lambda lines: planned(lines, 6).update(scheduled=dict.fromkeys(planned(lines, 6)["scheduled"], 2**30)),
+            "its scheduled is {",
+        ),
+        (
+            lambda lines: planned(lines, 6).update(step=7),
+            "not a line of an observer's log (it is step 7, and 6 are before it: a line is missing)",
+        ),
+        (lambda lines: lines[1].update(prompt=200), "(its prompt has 200 tokens, and a request of vLLM's 160 at most)"),
     ],
 )
 def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, message: str) -> None:

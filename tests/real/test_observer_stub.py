@@ -102,7 +102,7 @@ def test_the_first_line_describes_the_engine(tmp_path: Path) -> None:
     }  # fmt: skip
     expected = {
         "max_num_seqs": 8, "block_size": 4, "num_gpu_blocks": 8, "num_kv_cache_groups": 1, "max_model_len": 64,
-        "prefix_caching": True, "max_num_partial_prefills": None, "async_scheduling": False,
+        "prefix_caching": True, "prefill_schedule_interval": None, "async_scheduling": False,
         "kv_cache_specs": ["FullAttentionSpec"],
     }  # fmt: skip
     assert picked(first["config"], *expected) == expected
@@ -125,6 +125,7 @@ def test_the_synchronous_class_is_refused_where_vllm_plans_ahead(tmp_path: Path)
             r"has tokens='length'; the observer has observe \(a file\)",
         ),
         ({"observ": "log.jsonl"}, "has observ='log.jsonl'; the observer has"),
+        ({"observe": 5}, "has observe=5; the observer has"),
         ("log.jsonl", "has 'log.jsonl'; the observer has"),
         ({"observe": "nosuch/log.jsonl"}, "to be nosuch/log.jsonl, and there is no such folder"),
     ],

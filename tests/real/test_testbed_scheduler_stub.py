@@ -198,6 +198,11 @@ class Raises(FCFS):
         raise ValueError("no head today")
 
 
+class Quits(FCFS):
+    def head(self, now_ns):
+        raise SystemExit(3)
+
+
 class DoesNothing:
     def compose(self, step):
         pass
@@ -216,6 +221,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "served_policies.py"
     file.write_text(POLICIES)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, file.stem, raising=False)  # of the test before
     return file
 
 
@@ -223,6 +229,7 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("key", "name", "said"),
     [
         ("queue_order", "Raises", "{file}:7: ValueError: no head today (in {named}); mend it there"),
+        ("queue_order", "Quits", "{file}:12: SystemExit: 3 (in {named}); mend it there"),
         ("composition", "TakesAll", "{named} computes 8 sequences in step 0, and scheduler.max_num_seqs is 6; look at"),
     ],
 )
@@ -269,12 +276,17 @@ def test_requests_that_no_step_moves_are_named_once(
     assert "no step has moved any of 2 requests: r0, r1; check the policies (scheduler.composition" in line
 
 
-def test_a_full_disk_ends_the_records_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    requests = None
+@pytest.mark.parametrize("num_before", [0, 40], ids=["in the tape", "in a row of the trace"])
+def test_a_full_disk_ends_the_records_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_before: int
+) -> None:
+    """num_before: requests that come before the first step."""
     scheduler = made({"out": str(tmp_path / "run")})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
     try:
+        for number in range(num_before):
+            scheduler.add_request(vllm.Request(f"early{number}", [7] * 40, vllm.SamplingParams(1)))
         worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
         requests = served(scheduler, worker, is_async=False)
     finally:

@@ -44,7 +44,9 @@ lint:
 types:
 	$(BIN)/mypy
 
+# Many tests start processes, which would all compile the sources to bytecode where PYTHONDONTWRITEBYTECODE is set.
 check:
+	@$(BIN)/python -m compileall -q testbed sim real experiments analysis
 	TESTBED_COMPILED=0 $(BIN)/pytest -n 2
 	@if why=$$(TESTBED_COMPILED=1 $(BIN)/python -c 'import testbed' 2>&1); then \
 	  echo 'TESTBED_COMPILED=1 pytest $(COMPILED_SUITES)'; \

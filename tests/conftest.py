@@ -8,6 +8,7 @@ import signal
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,6 +37,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and a CUDA build of torch"))
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of reports are drawn, and their files stay empty: most of a report's time is Matplotlib's rendering."""
+    from analysis.plots import style  # not at the top: it imports Matplotlib, which few tests need
+
+    def save(drawn: object, stem: str | os.PathLike[str]) -> tuple[Path, Path]:
+        files = Path(f"{stem}.png"), Path(f"{stem}.svg")
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            file.touch()
+        return files
+
+    monkeypatch.setattr(style, "save", save)
 
 
 _tests = count(1)

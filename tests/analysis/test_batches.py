@@ -57,7 +57,7 @@ def run_of(replicas: int, seed: int, num_requests: int, stop_s: float | None, ke
     return requests, steps.sort_by("end_ns"), runs[0][2] | {"num_replicas": replicas, "router": "random"}
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, print_blob=True)
+@settings(max_examples=15, deadline=None, derandomize=True, print_blob=True)
 @given(
     replicas=st.sampled_from((1, 1, 2, 3)),
     seed=st.integers(0, 1000),
@@ -85,7 +85,7 @@ def test_rows_may_come_in_any_batches(
                 assert summarise(*rows, manifest, slo, warmup_s) == whole, f"batches of {size}"
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, print_blob=True)
+@settings(max_examples=15, deadline=None, derandomize=True, print_blob=True)
 @given(
     replicas=st.sampled_from((1, 3)),
     seed=st.integers(0, 1000),

@@ -127,6 +127,7 @@ def test_figures_lie_beside_the_page_in_both_formats(page):
         assert (page.parent / target).exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_path):
     folders = [path for path in (sweep / "ablation").iterdir() if path.name.endswith("-0")]
     path = report_from_folders(folders, tmp_path / "one_seed.html", baseline="prefill_first, prefix caching off")
@@ -136,6 +137,7 @@ def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_p
     assert "one replicate: nothing says how the result varies between traces" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_loads_become_conditions_and_a_curve(tmp_path):
     for rate in (10.0, 4.0):
         for chunked in (False, True):
@@ -146,6 +148,7 @@ def test_loads_become_conditions_and_a_curve(tmp_path):
     assert (tmp_path / "report_files" / "throughput_latency.svg").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
     for chunked in (False, True):
         for rate in (6.0, 10.0) if chunked else (10.0,):
@@ -165,6 +168,7 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
     assert "run again on one trace" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
     for chunked in (False, True):
         write_run(tmp_path / "a" / str(chunked), chunked=chunked, **FEW)
@@ -180,6 +184,7 @@ def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
     assert "1 run at or below a/real is another experiment" in before
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     for name, num, seed in (("azure", 30, 1), ("burstgpt", 40, 2)):
         for chunked in (False, True):
@@ -227,6 +232,7 @@ def test_when_nothing_can_be_compared_the_message_is_short_and_names_the_keys(tm
     assert len(str(caught.value)) <= 300
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
     for rate in (4.0, 10.0):
         folder = write_run(tmp_path / str(rate), rate=rate, num_requests=8)
@@ -235,6 +241,7 @@ def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
     assert "Latency at rate = 4 sessions/s" in Page(path.read_text()).text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_noisy_machine_is_told_first(tmp_path):
     pair = Pair("p", *[load_run(write_run(tmp_path / kind, kind, num_requests=8)) for kind in ("sim", "real")])
     errors = {"p": fidelity.error_table(pair.sim, pair.real)}
@@ -256,6 +263,7 @@ def test_a_noisy_machine_is_told_first(tmp_path):
     assert text.index("Run it again") < text.index("On this one trace, against")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
     for chunked in (False, True):
         write_run(tmp_path / "runs" / str(chunked), chunked=chunked, **FEW)
@@ -286,6 +294,7 @@ def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):
     assert " → " in errors.rows[0][1].text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
     runs = {}
     for kind in ("sim", "real"):
@@ -315,6 +324,7 @@ def test_swap_space_is_not_told_where_no_run_swapped(page):
     assert "CPU KV blocks" not in page.read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_single_run_is_described_not_compared(tmp_path):
     path = report_from_folders([write_run(tmp_path / "run", num_requests=10)], tmp_path / "report.html")
     text = Page(path.read_text()).text
@@ -402,6 +412,7 @@ def test_changes_are_signed_and_never_a_negative_zero():
     assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_fleet_names_its_replicas_and_router_and_one_engine_none(tmp_path):
     for router in ("random", "round_robin"):
         folder = write_run(tmp_path / router, **FEW)

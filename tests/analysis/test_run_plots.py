@@ -49,7 +49,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("long"), num_requests=2000, rate=30, num_blocks=1200, record=KEEPING)
+    return made(tmp_path_factory.mktemp("long"), num_requests=800, rate=30, num_blocks=1200, record=KEEPING)
 
 
 def saved(drawn, stem):

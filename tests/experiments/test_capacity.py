@@ -33,7 +33,7 @@ ONE_TOKEN = (
 )  # fmt: skip
 BUSY = (  # preemptions, swaps, queues
     *TINY, "cache.num_gpu_blocks=24", "cache.num_cpu_blocks=40", "scheduler=vllm_v0", "scheduler.preemption=swap",
-    "cost=constant", "cost.step_s=0.01", "trace.num_requests=120", "trace.output={kind: uniform, min_tokens: 1, "
+    "cost=constant", "cost.step_s=0.01", "trace.num_requests=70", "trace.output={kind: uniform, min_tokens: 1, "
     "max_tokens: 30}", "trace.prompt={kind: uniform, min_tokens: 4, max_tokens: 40}",
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     """M/D/1 (Erlang, 1909): the rate at which 99 % wait 40 ms at most, services being 10 ms."""
-    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "trace.rate=32", "slo.ttft_s=0.05", "seed=0,1")
+    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "trace.rate=56", "slo.ttft_s=0.05", "seed=0,1")
     low, high = 1.0, 99.0
     for _ in range(50):
         middle = (low + high) / 2

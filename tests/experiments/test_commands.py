@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from experiments.bench import simulator
 from experiments.cli import main
 from experiments.configuration.options import options
 from experiments.demo import real_half as demo_real
@@ -99,6 +100,8 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     assert "steps/s" in said.out
     assert compiled.describe() in said.out.splitlines()[0]
     monkeypatch.setattr("experiments.bench.simulator.POINT_REQUESTS", 60)
+    shapes = simulator._shapes
+    monkeypatch.setattr(simulator, "_shapes", lambda num_prefills: shapes(num_prefills)[:100])
     said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
     assert said.status == 0, said.err
     assert "requests/s" in said.out
@@ -223,13 +226,16 @@ def test_the_demo_makes_its_report(
 ) -> None:
     """Two policies, one seed: the road of `make demo` from profile to page, not its numbers."""
     pytest.importorskip("torch")
-    profile, overrides = demo_real.profile, demo_real._real_overrides
+    profile, overrides, run_point = demo_real.profile, demo_real._real_overrides, demo_real.run_point
     few: dict[str, Any] = {
         "experiments.demo.command.SCHEDULERS": {"prefill_first": None, "decode_first": 512},
         "experiments.demo.command.WATERMARKS": (0.0,),
         "experiments.demo.command.CACHING": (True,),
         "experiments.demo.command.SEEDS": (0,),
         "experiments.demo.command.OTHER_RATES": (),
+        "experiments.demo.command.run_point": lambda point, folder: run_point(
+            [*point, "trace.num_requests=80"], folder
+        ),
         "experiments.demo.real_half.RATE_SCALES": (4.0,),
         "experiments.demo.real_half.profile": lambda config, extent: profile(
             config, replace(extent, repeats=1, num_requests=2, max_s=8.0)

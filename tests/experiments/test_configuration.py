@@ -99,7 +99,7 @@ def test_constant_cost_takes_its_step_in_seconds() -> None:
 def pair(model: str, device: str) -> dict[str, Any]:
     """A model on a device, each as it is composed alone: a composition takes a tenth of a second."""
     alone = config_of((f"device={device}",)).raw["device"]
-    return config_of((f"model={model}",), device=alone, cache__num_gpu_blocks=100).raw
+    return config_of((f"model={model}",), device=alone, cache__num_gpu_blocks=100, trace__num_requests=1).raw
 
 
 @pytest.mark.parametrize("model", options("model"))
@@ -113,7 +113,7 @@ def test_every_model_is_priced_on_every_device(model: str, device: str) -> None:
 
 @pytest.mark.parametrize(("model", "device"), zip_longest(options("model"), options("device"), fillvalue="cpu"))
 def test_a_model_and_a_device_are_chosen_without_each_other(model: str, device: str) -> None:
-    together = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100)
+    together = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100, trace__num_requests=1)
     assert together.raw == pair(model, device)
 
 

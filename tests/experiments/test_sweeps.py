@@ -243,6 +243,7 @@ STUDIES = {  # what each overlay sweeps beside the seed
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(("study", "num_arms"), STUDIES.items())
 def test_a_classic_study_is_one_command_and_its_report_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, num_arms: int

@@ -16,7 +16,7 @@ ROOMY, TIGHT = 200, 22  # blocks of 4 tokens; the longest sequence of SHARED nee
 
 # Requests that share their beginnings, so that prefix caching has something to find.
 SHARED = {
-    "trace__num_requests": 14,
+    "trace__num_requests": 10,
     "trace__rate": 3000.0,
     "trace__num_system_prompts": 2,
     "trace__system_prompt_tokens": 14,
@@ -25,7 +25,7 @@ SHARED = {
 }
 TIMED: dict[str, Any] = {}
 CLOSED = {  # all users at once, so that a tight pool is tight at any speed of the machine
-    "trace__num_requests": 20,
+    "trace__num_requests": 13,
     "trace__arrival": "all_at_once",
     "trace__min_turns": 2,
     "trace__max_turns": 3,

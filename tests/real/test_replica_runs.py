@@ -178,20 +178,28 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_line(
     assert not ranks_of(os.getpid())
 
 
-def test_the_simulation_of_a_fleet_is_of_a_fleet(tmp_path: Path) -> None:
-    real_run(tmp_path, real_config("vllm_v1", **TWO, backend__router="power_of_two", trace__num_requests=4))
-    simulated = config_from(tmp_path, ["backend=sim"]).backend
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """Of two replicas; their processes take seconds to start."""
+    folder = tmp_path_factory.mktemp("fleet")
+    config = real_config("vllm_v1", **TWO, backend__router="power_of_two", trace__num_requests=4)
+    real_run(folder, config)
+    return config, folder
+
+
+def test_the_simulation_of_a_fleet_is_of_a_fleet(short_run: tuple[RunConfig, Path]) -> None:
+    _, folder = short_run
+    simulated = config_from(folder, ["backend=sim"]).backend
     assert isinstance(simulated, SimConfig)
     assert (simulated.num_replicas, simulated.router) == (2, "power_of_two")
-    alone = config_from(tmp_path, ["backend=sim", "backend.num_replicas=1"]).backend
+    alone = config_from(folder, ["backend=sim", "backend.num_replicas=1"]).backend
     assert isinstance(alone, SimConfig)
     assert alone.num_replicas == 1
 
 
-def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path) -> None:
-    config = real_config("vllm_v1", **TWO, trace__num_requests=4)
-    real_run(tmp_path / "run", config)
-    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(tmp_path / "run")}}
+def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path, short_run: tuple[RunConfig, Path]) -> None:
+    config, folder = short_run
+    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(folder)}}
     from experiments.runs.run import execute
 
     with pytest.raises(ConfigError, match="is a run of 2 replicas, and cost=recorded replays one engine"):

@@ -37,7 +37,7 @@ def assert_right(batch: Batch, output: torch.Tensor, expected: torch.Tensor) -> 
     torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     num_kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 2, 5, 8]),
@@ -105,7 +105,7 @@ def decode_by(batch: Batch, num_parts: int | None) -> torch.Tensor:
     return output
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 95, 127, 128, 200]), min_size=1, max_size=4),
     num_parts=st.sampled_from([1, 2, 3, 7, 20]),
@@ -151,7 +151,7 @@ def test_lengths_are_read_when_the_kernel_runs():
         assert_right(batch, run(TritonAttention, batch), batch.expected())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 127, 128, 129])), min_size=1, max_size=150),
     outlier=st.integers(0, 100_000),
@@ -209,7 +209,7 @@ def test_a_long_row_among_short_ones_is_cut_in_a_captured_step():
 # --- tiles of prefills, steps whose lengths the host does not know ---
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), min_size=1, max_size=20),
     num_more=st.sampled_from([0, 150]),

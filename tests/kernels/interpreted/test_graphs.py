@@ -8,8 +8,9 @@ from real.graphs import GraphShape
 from tests.real import test_step_graphs
 
 
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 2, 7]], ids=["decodes", "mixed"])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(6, [1]), (None, [1, 1, 2, 7])], ids=["decodes in a window", "mixed"]
+)  # the kernels alone have both windows with both: test_a_step_is_computed_from_what_the_device_knows
 def test_random_steps_equal_those_of_an_engine_without_graphs(window, lengths, monkeypatch):
     """As few steps, and as small a warm-up, as say anything: an iteration of a kernel takes milliseconds here."""
     monkeypatch.setattr(test_step_graphs, "NUM_STEPS", 3)

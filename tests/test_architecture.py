@@ -299,6 +299,24 @@ def test_hydra_stays_at_the_edge() -> None:
         assert not refused(imports_in(room), "hydra", "omegaconf")
 
 
+def leads_nowhere(item: Import) -> bool:
+    """Whether an import of this repository names neither a module nor something in one or in a package's file."""
+    *packages, name = item.module.split(".")
+    place = ROOT.joinpath(*packages)
+    return not (place.with_suffix(".py").is_file() or (place / f"{name}.py").is_file() or (place / name).is_dir()) and (
+        not (place / "__init__.py").is_file() or name not in (place / "__init__.py").read_text(encoding="utf-8")
+    )
+
+
+def test_every_import_of_our_own_leads_somewhere() -> None:
+    """Also in tests, which no type checker reads, and inside functions."""
+    files = [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
+    own = [item for path in files for item in imports_of(path) if item.top in FLOORS and item.module != item.top]
+    assert len(own) > 5000, "nothing was looked at"
+    assert not [str(item) for item in own if leads_nowhere(item)]
+    assert leads_nowhere(Import("a.py", 1, "experiments.costs.build_cost", False))
+
+
 # --- the rooms of analysis and experiments ---
 
 # packages, and modules beside them, each of which is built on those before it alone

@@ -2,7 +2,8 @@
 
 torch's own float32 product takes another library, which is two to three times as slow on the CPUs of some makers, and
 its bfloat16 product lays the weight out anew each time. A layout is as large as its weight; it is made when the weight
-is first multiplied by, and where that would leave too little memory the product is torch's own.
+is first multiplied by. Where that would leave too little memory, or where oneDNN has no such product for this CPU, the
+product is torch's own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ def packed(weight: Tensor) -> Tensor | None:
         weight.__dict__["layout_of_onednn"] = kept
     found: Tensor | None = kept.weight
     return found
+
+
+def is_known_to_onednn(dtype: torch.dtype) -> bool:
+    """Whether it has products of this type here: bfloat16 wants AVX-512 or its like, a build may be without oneDNN."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,7 +88,7 @@ def _bucket(num_tokens: int) -> int:
 
 
 def _laid_out(weight: nn.Parameter) -> Tensor | None:
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # a build of torch without oneDNN
+    if not is_known_to_onednn(weight.dtype):
         return None
     available = available_bytes()
     if available is not None and available - weight.nbytes < MIN_LEFT_BYTES:

@@ -24,8 +24,8 @@ from testbed.streams import draw
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream
 from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
-from tests.experiments.console.streams import Observer, observe
 from tests.experiments.kit import SHORT, TINY, config_of
+from tests.experiments.streams import Observer, observe
 
 ROOT = Path(__file__).parents[2]
 SESSIONS: dict[str, Any] = {

@@ -245,7 +245,16 @@ def _is_told(lower: Sequence[Run], higher: Sequence[Run], path: str) -> bool:
 
 
 def _values(runs: Sequence[Run], path: str) -> list[float]:
-    return [summary_value(run.summary, path) or 0.0 for run in runs]
+    return [_value(run, path) for run in runs]
+
+
+def _value(run: Run, path: str) -> float:
+    value = summary_value(run.summary, path)
+    if value is None:
+        raise TestbedError(
+            f"{run.path} has no {path}: its requests did not all get that far; remove the folder, and it is run again"
+        )
+    return value
 
 
 def _mean(runs: Sequence[Run], path: str) -> float:

@@ -30,6 +30,7 @@ from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunF
 from testbed.foreign_text import shortened
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
+from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import DTYPE_BYTES
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
 from testbed.traces.arrange import arrange
@@ -77,7 +78,7 @@ def import_log(
         folder.mkdir(parents=True, exist_ok=True)
         config, unpriced = _config(log, folder, device)
     else:
-        config, unpriced = replayed.config, ""
+        config, unpriced = _by_rules_of(log, replayed.config), ""
     claim(folder, config)
     for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
         (folder / name).unlink(missing_ok=True)
@@ -94,7 +95,7 @@ def import_log(
     )
     manifest = _manifest(log, config, trace, recorder, command, unpriced)
     if replayed is not None:
-        manifest |= {"replay": replayed.replay, "identity": identity_of(config).describe()}
+        manifest |= {"replay": replayed.replay, "identity": identity_of(replayed.config).describe()}  # as asked for
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:
@@ -166,11 +167,23 @@ def with_model(
         if model["dtype"] not in DTYPE_BYTES:
             raise ModelError(f"the model computes in {model['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
         config = make({"path": str(folder), "dtype": model["dtype"]})
+        if config.model.architecture not in ARCHITECTURES:
+            raise ModelError(f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}")
         if config.model.max_length < max_model_len:
             raise ModelError(f"config.json has {config.model.max_length} positions, and vLLM serves {max_model_len}")
         return config, ""
     except ModelError as error:
         return make({"max_position_embeddings": max_model_len}), f"{model['name']} has no price here: {error}"
+
+
+def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
+    """A configuration of vLLM's own scheduler, with the composition of the version that ran: who simulates the run
+    decides as that did."""
+    system = SYSTEMS[system_of(log)]
+    settings = {"scheduler": {"name": system.preset, **composition_of(system.options)}}
+    composition = compose_config(to_overrides(settings)).raw["scheduler"]["composition"]
+    scheduler = config.raw["scheduler"] | {"composition": composition}
+    return RunConfig.from_container(config.raw | {"scheduler": scheduler})
 
 
 def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:

@@ -180,8 +180,8 @@ class _Reader:
         elif kind == "commit":
             self._commit(fields)
         elif kind == "abort":
-            request = self._requests.get(self._names.get(fields["id"], ""))
-            if request is not None and request.reason is None:
+            request = self._requests[self._names[fields["id"]]]
+            if request.reason is None:
                 self._num_live -= 1
                 request.aborted = int(fields["plans"]), int(fields["commits"])
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])

@@ -115,7 +115,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
         message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
     origin.state(folder, command)
     run = load_run(folder)
-    return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, config.raw, run.manifest)
+    return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, run.config, run.manifest)
 
 
 def _own_trace(config: RunConfig) -> TraceLike:

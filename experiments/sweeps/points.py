@@ -100,8 +100,12 @@ def holds_another(folder: Path, config: RunConfig) -> bool:
     """Whether a finished run of another configuration is in a folder that the user named."""
     if not (folder / "done").exists():
         return False
+    asked = identity_of(config).config
+    kept = read_manifest(folder).get("identity")
+    if isinstance(kept, dict) and kept.get("config") == asked:  # of vLLM's own scheduler another may be saved
+        return False
     try:
-        return identity_of(RunConfig.from_container(saved_config(folder))).config != identity_of(config).config
+        return identity_of(RunConfig.from_container(saved_config(folder))).config != asked
     except TestbedError:
         return True
 

@@ -54,6 +54,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
     """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, told this, and
     leaves a log there. Raises ConfigError for what it, or this testbed in it, cannot do."""
     assert isinstance(config.backend, VllmConfig)
+    check_pace(config)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     check_hits(config, composition)
     check_in_vllm(config, limits(config).max_model_len, is_ours=observe is None)

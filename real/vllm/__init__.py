@@ -9,10 +9,11 @@ of pyproject.toml).
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from real.vllm.versions import check_version
+from testbed.errors import ConfigError
 
 GROUP = "testbed.vllm"
 
@@ -27,5 +28,24 @@ def __getattr__(name: str) -> Any:
         import vllm
 
         check_version(vllm.__version__)  # first: in another one what it imports may be missing
-        return entry.load()
+        return _loaded(entry)
+    if name == "TestbedScheduler":
+        raise _not_installed(name, "and no installed package has them")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """Raises ConfigError where what was installed is older than this code."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{entry.module}.".startswith(f"{error.name}."):
+            raise  # of another package: it says which
+        raise _not_installed(entry.name, f"and {entry.value}, which they name, is not there") from error
+
+
+def _not_installed(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{__name__}.{name} is found through this package's entry points, {why}: pip install this repository (again) "
+        "in vLLM's environment"
+    )

@@ -350,6 +350,22 @@ def test_of_a_model_without_a_price_all_else_is_kept(tmp_path: Path, change: dic
     assert (tmp_path / "run" / "case.jsonl").exists()
 
 
+def test_who_simulates_a_model_of_another_architecture_says_whose_prices_to_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its sizes are all there, and it is no decoder of the shape that they would be priced in."""
+    lines = lines_of("sync")
+    lines[0]["model"]["hf_config"] |= {"architectures": ["Mamba2ForCausalLM"]}
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    assert "Mamba2ForCausalLM is none of" in load_run(tmp_path / "run").manifest["unpriced"]
+    again = ["run", f"from={tmp_path / 'run'}", "backend=sim", f"hydra.run.dir={tmp_path / 'sim'}"]
+    assert main(again) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("say whose prices to take, as model=llama3.1_8b, or choose another cost")
+    assert "\n" not in said
+    assert main([*again, "model=llama3.1_8b", "device=h100"]) == 0
+
+
 def test_without_vllm_a_run_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is here")

@@ -179,6 +179,25 @@ def test_a_missing_line_that_no_other_needs_is_told_and_makes_no_case(
     assert len(load_run(tmp_path / "run").steps) == sum(line["kind"] == "commit" for line in lines)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_abort_of_whom_no_line_added_is_a_hole(tmp_path: Path, name: str) -> None:
+    """Of one that no step had: no other line names it."""
+    lines = lines_of(name)
+    at = next(place for place, line in enumerate(lines) if line["kind"] == "plan")
+    lines.insert(at + 1, {"kind": "abort", "id": "r99", "ns": lines[at]["ns"], "plans": 1, "commits": 0})
+    with pytest.raises(RunFolderError, match=r"log\.jsonl:\d+: .*one before it is missing: 'r99' is not there$"):
+        import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+
+
+def test_without_the_line_that_added_it_an_aborted_request_is_a_hole(tmp_path: Path) -> None:
+    lines = lines_of("sync")
+    for aborted in [line["id"] for line in lines if line["kind"] == "abort"]:
+        rest = [line for line in lines if (line["kind"], line.get("id")) != ("add", aborted)]
+        with pytest.raises(RunFolderError, match=f"one before it is missing: '{aborted}' is not there$"):
+            import_log(written(tmp_path / "log.jsonl", rest), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_steps_that_cannot_have_been_leave_no_folder(tmp_path: Path) -> None:
     lines = lines_of("sync")
     planned(lines, 20)["admitted"] = dict.fromkeys(planned(lines, 20)["scheduled"], 10_000)

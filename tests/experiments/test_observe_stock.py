@@ -11,8 +11,11 @@ import pytest
 
 from analysis.load import load_run
 from experiments.cli import main
+from experiments.configuration.compose import compose_config
 from experiments.observe import stock
+from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import is_locked, locked
+from experiments.sweeps.points import holds_another
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from tests.experiments.test_observe import lines_of
@@ -24,12 +27,14 @@ class Vllm:
     """What real.vllm.backend has of vLLM, and its observer's log: each step computes a whole prompt, or a token, of
     every request. on_step: called with the number of each before it is made."""
 
+    version = "0.32.0"
+
     def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
         self._file = log.open("x")
         self._on_step = on_step
         self._live: dict[str, list[int]] = {}  # tokens of the next step, tokens left
         self._num_steps = 0
-        self._write(lines_of("sync")[0])
+        self._write(lines_of("sync")[0] | {"vllm": self.version})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -81,16 +86,19 @@ def start(monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int], object], kin
     monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe, told: kind(observe, on_step))
 
 
-def run(folder: Path, *more: str) -> int:
-    """The exit status."""
-    (folder.parent / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
-    return main([
-        "run", "backend=vllm", "backend.decides=vllm", "backend.pace=as_fast_as_possible", "device=cpu",
+def settings(folder: Path) -> list[str]:
+    return [
+        "backend=vllm", "backend.decides=vllm", "backend.pace=as_fast_as_possible", "device=cpu",
         f"model.path={folder.parent}", f"trace.num_requests={NUM_REQUESTS}", "trace.rate=0.001",
         "trace.prompt={kind:constant,value:20}", "trace.output={kind:constant,value:4}", "trace.forced=lengths",
         "scheduler=vllm_v1", "scheduler.max_model_len=512", "cache.num_gpu_blocks=30", "cache.num_cpu_blocks=0",
-        f"hydra.run.dir={folder}", *more,
-    ])  # fmt: skip
+    ]  # fmt: skip
+
+
+def run(folder: Path, *more: str) -> int:
+    """The exit status."""
+    (folder.parent / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
+    return main(["run", *settings(folder), f"hydra.run.dir={folder}", *more])
 
 
 def dies(number: int, at: int = 6) -> None:
@@ -123,6 +131,26 @@ def test_a_whole_run_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tm
         assert (len(found.requests), len(found.steps)) == (NUM_REQUESTS, 4 * NUM_REQUESTS)
         assert (found.manifest["status"], found.manifest["num_unsent"]) == ("complete", 0)
     assert [file.name for file in (tmp_path / "run").glob("observed*")] == ["observed.jsonl"]
+
+
+@pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.0", False)])
+def test_a_run_is_simulated_by_the_rules_of_the_version_that_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, ends_round: bool
+) -> None:
+    """And it is the run that was asked for, to whoever asks again."""
+    monkeypatch.setattr(Vllm, "version", version)
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    found = load_run(tmp_path / "run").config["scheduler"]
+    said = found["composition"]
+    assert (said.get("own_victim_ends_round", False) if isinstance(said, dict) else False) == ends_round
+    assert found["name"] == "vllm_v1"
+    sim = tmp_path / "sim"
+    assert main(["run", f"from={tmp_path / 'run'}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
+    assert load_run(sim).config["scheduler"] == found
+    asked = compose_config(settings(tmp_path / "run"))
+    assert load_run(tmp_path / "run").manifest["identity"]["config"] == identity_of(asked).config
+    assert not holds_another(tmp_path / "run", asked)
 
 
 def test_a_log_of_which_no_run_was_made_is_set_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

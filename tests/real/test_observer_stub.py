@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from experiments.observe.log import read_log
+from testbed.errors import ConfigError
 from tests.real import vllm_stub_types as vllm
 from tests.real.vllm_stub import VERSION, AsyncScheduler, Scheduler, stub_vllm
 
@@ -323,6 +326,26 @@ def test_what_vllm_is_told_to_import_is_found_by_name() -> None:
     assert issubclass(plugins.TestbedScheduler, vllm.SchedulerInterface)
     with pytest.raises(AttributeError, match="no attribute 'Observer'"):
         _ = plugins.Observer
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "no installed package has them"),
+        ("real.vllm.of_before:TestbedScheduler", "real.vllm.of_before:TestbedScheduler, which they name, is not there"),
+        ("nosuch.inside:TestbedScheduler", "nosuch.inside:TestbedScheduler, which they name, is not there"),
+    ],
+)
+def test_what_was_not_installed_or_long_ago_is_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
+    """A checkout on PYTHONPATH; an install from before a module moved."""
+    import real.vllm as plugins
+
+    found = [EntryPoint("TestbedScheduler", value, plugins.GROUP)] if value else []
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: found)
+    with pytest.raises(ConfigError, match=rf"{re.escape(said)}: pip install this repository \(again\) in vLLM's env"):
+        _ = plugins.TestbedScheduler
 
 
 def test_a_stub_hides_what_was_there_and_puts_it_back() -> None:

@@ -8,6 +8,8 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +22,50 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 IS_NEWER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # the model runner that vLLM takes by itself on GPUs
-if IS_NEWER:  # its kernels are Triton's, for which vLLM asks for a CPU backend: Triton's interpreter stands for one
+
+
+def _why_left_out() -> str:
+    """What keeps these tests from running in this environment; empty: nothing."""
+    if find_spec("vllm") is None:
+        return "vLLM is not in this environment: make test-vllm"
+    if not IS_NEWER:
+        return ""
+    # its kernels are Triton's, for which vLLM asks for a CPU backend: Triton's interpreter stands for one
     os.environ["TRITON_INTERPRET"] = "1"
-    backends = pytest.importorskip("triton.backends").backends
+    try:
+        backends = import_module("triton.backends").backends
+    except ModuleNotFoundError:
+        return "vLLM's newer model runner needs Triton, which is not in this environment"
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-pytest.importorskip("vllm", reason="vLLM is not in this environment: make test-vllm")
-if IS_NEWER and not pytest.importorskip("vllm.triton_utils").HAS_TRITON:
-    pytest.skip("this vLLM takes no other backend of Triton for a CPU's", allow_module_level=True)
+    if not import_module("vllm.triton_utils").HAS_TRITON:
+        return "this vLLM takes no other backend of Triton for a CPU's"
+    return ""
+
+
+LEFT_OUT = _why_left_out()
+
+
+class _LeftOut(pytest.Item):
+    """Stands for the tests of a module that is not imported. Were nothing collected, pytest would call that a failure,
+    and a skip from a conftest.py that the command line leads to ends it with a traceback."""
+
+    def runtest(self) -> None:
+        pytest.skip(LEFT_OUT)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+class _LeftOutModule(pytest.Module):
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        item = _LeftOut.from_parent(self, name="left_out")
+        item.add_marker(pytest.mark.vllm)
+        return [item]
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return _LeftOutModule.from_parent(parent, path=module_path) if LEFT_OUT else None
+
 
 VOCAB_SIZE = 1024
 BLOCK_SIZE = 32

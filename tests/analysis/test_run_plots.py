@@ -49,7 +49,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("long"), num_requests=800, rate=30, num_blocks=1200, record=KEEPING)
+    return made(tmp_path_factory.mktemp("long"), num_requests=1000, rate=30, num_blocks=1200, record=KEEPING)
 
 
 def saved(drawn, stem):
@@ -160,7 +160,7 @@ def test_a_gantt_chart_has_each_requests_phases_and_preemptions(runs):
 
 def test_rows_are_limited_and_the_title_says_of_how_many(long, tmp_path):
     axes = gantt(long)
-    assert axes.get_title(loc="left") == "the first 40 of 2,000 requests, by arrival"
+    assert axes.get_title(loc="left") == "the first 40 of 1,000 requests, by arrival"
     assert len(bars_of(axes, "decode")) == 40
     window = gantt(long, from_s=20.0, to_s=21.0, max_rows=10)
     assert "in this window" in window.get_title(loc="left")

@@ -36,8 +36,8 @@ def test_steps_of_every_kind(options, tolerance):
         [(0, 0, 21), (1, 0, 5)],  # prompts: row, first position, behind the last
         [(0, 21, 22), (1, 5, 17), (2, 0, 3)],  # a decode, a chunk, a prompt
         [(1, 17, 18), (2, 3, 4), (0, 22, 23)],  # decodes
-        [(2, 4, 22), (0, 23, 24)],
-        [(2, 22, 23)],
+        [(2, 4, 40), (0, 23, 24)],
+        [(2, 40, 41)],
     ]
     for step in steps:
         rows = [row(i, tokens[i], tables[i], start=start, end=end) for i, start, end in step]

@@ -1,7 +1,8 @@
 """Analysis: reads run folders into pandas; metrics, statistics, plots, reports. Knows nothing of backends.
 
-`analysis.load(...)` reads runs and sweeps (docs/analysis.md); `summary.summarise` measures one run; `statistics`
-compares replicates; `plots` draws; `fidelity` sets simulated against real runs; `report` puts all of it on one page.
+`analysis.load(...)` reads runs and sweeps (docs/analysis.md). Behind it, each package built on those before it:
+`reading` (records as columns), `measures` (one run), `comparison` (several), `explain` (why requests waited), `plots`,
+`timelines`, and `reports`, which put all of it on one page.
 pandas and matplotlib are imported where they are needed.
 """
 

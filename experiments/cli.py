@@ -34,7 +34,7 @@ USAGE = """usage: testbed <command> ...
   fidelity <measured> ...      simulate measured runs again, request by request: signed errors (docs/fidelity.md)
   tables list                  measured operator tables: what there is; `testbed tables` also imports and draws them
   trace inspect <format> <file>  what is in a trace; `testbed trace` also converts, synthesises and freezes
-  bench [core|simulator|engine|host|vllm] how fast scheduler, simulator and engine are
+  bench [core|simulator|engine|host|…] how fast scheduler, simulator and engine are
   demo                         the ablation, the replay on the real engine, and the report of `make demo`
 """
 

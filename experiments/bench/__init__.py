@@ -9,15 +9,17 @@ from testbed import compiled
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
-BENCHES = ("core", "simulator", "engine", "host", "vllm")
+BENCHES = ("core", "simulator", "engine", "host", "vllm", "observer")
+IN_VLLM = ("vllm", "observer")  # want vLLM's environment
 
 
 def main(arguments: list[str]) -> int:
-    """`testbed bench [core|simulator|engine|host|vllm] [options]`; without a name all but vllm, with their defaults."""
-    from experiments.bench import core, engine, host, simulator, vllm
+    """`testbed bench [<name>] [options]`; without a name all that need no vLLM, with their defaults."""
+    from experiments.bench import core, engine, host, observer, simulator, vllm
 
     mains = {
-        "core": core.main, "simulator": simulator.main, "engine": engine.main, "host": host.main, "vllm": vllm.main
+        "core": core.main, "simulator": simulator.main, "engine": engine.main, "host": host.main, "vllm": vllm.main,
+        "observer": observer.main,
     }  # fmt: skip
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
@@ -31,7 +33,7 @@ def main(arguments: list[str]) -> int:
         print(f"{where}, {time.strftime('%Y-%m-%d')}; {compiled.describe()}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
-    for each in ("core", "simulator", "engine", "host"):  # vLLM wants an environment of its own
+    for each in [one for one in BENCHES if one not in IN_VLLM]:
         mains[each]([])
         print()
     return 0

@@ -118,6 +118,9 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
         (("simulator", "--repeats", "-1"), "--repeats is -1; it must be at least 1"),
         (("simulator", "--rows", "0"), "--rows is 0; it must be at least 1"),
         (("simulator", "--requests", "-5"), "--requests is -5; it must be at least 0"),
+        (("observer", "--running", "4", "0"), "--running is 0; it must be at least 1"),
+        (("observer", "--steps", "2001"), "--steps is 2001; the model has room for 2000"),
+        (("observer",), "testbed bench observer runs in vLLM's environment: docs/vllm.md"),
     ],
 )
 def test_a_bench_of_less_than_nothing_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,14 @@ def test_a_platform_that_cannot_plan_ahead_says_so(tmp_path: Path, model: Path) 
     config = compose_config([*ENGINE, f"model.path={model}", "scheduler=vllm_v1_async"])
     with pytest.raises(ConfigError, match="and vLLM has turned it off on this"):
         execute(config, tmp_path / "run")
+
+
+def test_the_bench_of_the_observer_says_what_it_adds_to_a_step() -> None:
+    command = [sys.executable, "-m", "experiments", "bench", "observer", "--running", "2", "--steps", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"\| 2 \| (\d+) \| (\d+) \((\d+) … (\d+)\) \|", done.stdout)
+    assert found is not None, done.stdout
+    own_us, added_us, low_us, high_us = map(int, found.groups())
+    assert own_us > 0
+    assert 0 < low_us <= added_us <= high_us

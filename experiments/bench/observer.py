@@ -1,0 +1,118 @@
+"""`testbed bench observer`: what the observer adds to each of vLLM's steps, in vLLM's environment (docs/vllm.md).
+
+vLLM runs in this process on a random model, with its own synchronous scheduler under the observer. Of every step in
+which all requests decode, the time within the observer's `schedule` and `update_from_output` is taken, less that
+within vLLM's own, which lie right below them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.bench.offline import VLLM_VARIABLES
+from experiments.bench.vllm import MODEL
+from experiments.console.arguments import Parser
+from testbed.errors import ConfigError
+
+STEP_METHODS = ("schedule", "update_from_output")
+MAX_NUM_STEPS = 2000  # the model has room for twice as many tokens
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("testbed bench observer", description=__doc__.splitlines()[0])
+    parser.add_argument("--running", type=int, nargs="+", default=[4, 16, 25], help="requests that decode (4 16 25)")
+    parser.add_argument("--steps", type=int, default=150, help="that count, of each of them (150)")
+    options = parser.parse_args(arguments)
+    for flag, value in (("--running", min(options.running)), ("--steps", options.steps)):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}; it must be at least 1")
+    if options.steps > MAX_NUM_STEPS:
+        raise ConfigError(f"--steps is {options.steps}; the model has room for {MAX_NUM_STEPS}")
+    os.environ.update(VLLM_VARIABLES | os.environ)
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = _Steps(Path(scratch), max(options.running))
+        print(
+            "| requests that decode | vLLM's plan and commit, us | the observer's part, us (its lowest … highest 5 %) |"
+        )
+        print("|---|---|---|")
+        for num_running in options.running:
+            own, added = steps.of(num_running, options.steps)
+            low, *_, high = statistics.quantiles(added, n=20) if len(added) > 1 else added * 2
+            print(
+                f"| {num_running} | {statistics.median(own) / 1e3:.0f} | {statistics.median(added) / 1e3:.0f} "
+                f"({low / 1e3:.0f} … {high / 1e3:.0f}) |", flush=True,
+            )  # fmt: skip
+    return 0
+
+
+class _Steps:
+    """vLLM, observed, whose steps are timed."""
+
+    def __init__(self, folder: Path, max_running: int) -> None:
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        try:
+            from vllm import LLM
+        except ImportError:
+            raise ConfigError("testbed bench observer runs in vLLM's environment: docs/vllm.md") from None
+        llm = LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, block_size=32,
+            max_num_seqs=max_running, async_scheduling=False, scheduler_cls=timed_scheduler(),
+            additional_config={"testbed": {"observe": str(folder / "log.jsonl")}},
+        )  # fmt: skip
+        self._engine = llm.llm_engine
+        self._scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+
+    def of(self, num_running: int, num_steps: int) -> tuple[list[int], list[int]]:
+        """Ns a step in vLLM's own plan and commit, and in the observer's."""
+        from vllm import SamplingParams
+
+        for index in range(num_running):
+            params = SamplingParams(temperature=0.0, max_tokens=num_steps + 2, ignore_eos=True, detokenize=False)
+            self._engine.add_request(f"{num_running}-{index}", {"prompt_token_ids": [index + 3] * 16}, params)
+        self._engine.step()  # their prompts
+        own, added = [], []
+        for _ in range(num_steps):
+            self._scheduler.outer_ns = self._scheduler.inner_ns = 0
+            self._engine.step()
+            own.append(self._scheduler.inner_ns)
+            added.append(self._scheduler.outer_ns - self._scheduler.inner_ns)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return own, added
+
+
+def timed_scheduler() -> type:
+    """The observer's synchronous class, timed above and below."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from real.vllm.observer import ObservedScheduler
+
+    class Inner(Scheduler):  # type: ignore[misc]  # vLLM has no types here
+        inner_ns = 0
+
+    class Timed(ObservedScheduler, Inner):
+        outer_ns = 0
+
+    for method in STEP_METHODS:
+        setattr(Inner, method, _adding("inner_ns", getattr(Scheduler, method)))
+        setattr(Timed, method, _adding("outer_ns", getattr(ObservedScheduler, method)))
+    return Timed
+
+
+def _adding(counter: str, method: Any) -> Any:
+    """The method, which adds what it takes to the counter."""
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began_ns = time.perf_counter_ns()
+        result = method(self, *args, **kwargs)
+        setattr(self, counter, getattr(self, counter) + time.perf_counter_ns() - began_ns)
+        return result
+
+    return timed

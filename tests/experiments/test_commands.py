@@ -237,11 +237,11 @@ def test_the_demo_makes_its_report(
         "experiments.demo.command.SEEDS": (0,),
         "experiments.demo.command.OTHER_RATES": (),
         "experiments.demo.command.run_point": lambda point, folder: run_point(
-            [*point, "trace.num_requests=80"], folder
+            [*point, "trace.num_requests=40"], folder
         ),
         "experiments.demo.real_half.RATE_SCALES": (4.0,),
         "experiments.demo.real_half.profile": lambda config, extent: profile(
-            config, replace(extent, repeats=1, num_requests=2, max_s=8.0)
+            config, replace(extent, repeats=1, num_requests=2, max_s=3.0)
         ),
         "experiments.demo.real_half._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),

@@ -26,8 +26,8 @@ from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from tests.experiments.kit import SHORT, TINY, config_of
 from tests.experiments.streams import Observer, observe
+from tests.source_tree import FILES, relative, tree_of
 
-ROOT = Path(__file__).parents[2]
 SESSIONS: dict[str, Any] = {
     "trace__num_requests": 24,
     "trace__min_turns": 1,
@@ -254,7 +254,9 @@ FIXED = {  # by seeds of their own, of no run: resampling of an analysis; what a
 def makes_generators(node: ast.AST) -> bool:
     """numpy.random.…, or an import of a module that makes random numbers."""
     if isinstance(node, ast.Attribute):
-        return ast.unparse(node.value) in ("np.random", "numpy.random") and node.attr != "Generator"
+        value = node.value
+        is_numpys = isinstance(value, ast.Attribute) and value.attr == "random" and isinstance(value.value, ast.Name)
+        return is_numpys and value.value.id in ("np", "numpy") and node.attr != "Generator"
     modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
     return not {"random", "secrets", "uuid", "numpy.random"}.isdisjoint(modules)
@@ -262,13 +264,7 @@ def makes_generators(node: ast.AST) -> bool:
 
 def test_generators_are_made_in_one_place() -> None:
     """Whoever needs chance takes a named stream; torch's generator fills dummy weights, from the run's seed."""
-    rooms = ("testbed", "sim", "real", "experiments", "analysis")
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for room in rooms
-        for path in sorted((ROOT / room).rglob("*.py"))
-        if any(makes_generators(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    }
+    found = {relative(path) for path in FILES if any(makes_generators(node) for node in ast.walk(tree_of(path)))}
     assert "testbed/traces/draws.py" in found
     assert found <= {"testbed/traces/draws.py", *FIXED}, found
 

@@ -45,6 +45,7 @@ def test_what_the_simulator_measured_itself_has_no_error(base, tmp_path, capsys)
     assert "was simulated itself: what stands under 'measured' says nothing of a real engine" in said
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_closed_loops_and_aborted_requests_are_replayed_as_they_came(tmp_path):
     trace = {**TRACE, "num_requests": 40, "max_turns": 3}
     run = ran(tmp_path / "turns", trace=trace)
@@ -52,6 +53,7 @@ def test_closed_loops_and_aborted_requests_are_replayed_as_they_came(tmp_path):
     assert {row["error"] for row in result(tmp_path / "out")["loads"][0]["errors"]} == {0.0}
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path):
     folder = copied(base, tmp_path / "cut")
     table = pq.read_table(folder / "requests.parquet")
@@ -75,6 +77,7 @@ def copied(run: Run, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tmp_path, capsys):
     runs = tmp_path / "runs"
     repeat = ran(runs / "again", overhead_ns=GIVEN_NS)
@@ -107,14 +110,18 @@ def slower_ttft(folder: Path, factor: float) -> None:
 # --- fitting ---
 
 
+FEW = {**TRACE, "num_requests": 24}
+
+
 def fitted(folder: Path, *arguments: object) -> dict:
     out = folder.with_name(folder.name + "-out")
     assert fidelity(folder, f"device.step_overhead_ns={GIVEN_NS}", "--fit", "host", "--out", out, *arguments) == 0
     return result(out)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path):
-    found = fitted(ran(tmp_path / "planted", PLANTED_NS).path)
+    found = fitted(ran(tmp_path / "planted", PLANTED_NS, trace=FEW).path)
     assert found["fit"]["given"] == {"host": GIVEN_NS}
     assert found["fit"]["fitted"]["host"] == pytest.approx(PLANTED_NS, rel=0.02)
     halves = found["loads"][0]["second_half"]
@@ -124,9 +131,10 @@ def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path)
             assert abs(after["error"]) < 0.002
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_second_half_has_no_part_in_the_fit(tmp_path):
     """Other arrivals, lengths and latencies there: the fitted scalar is the very same number."""
-    one = ran(tmp_path / "one", PLANTED_NS)
+    one = ran(tmp_path / "one", PLANTED_NS, trace=FEW)
     rows = list(read_jsonl(copied(one, tmp_path / "kept") / "trace.jsonl").rows)
     half = len(rows) // 2
     changed = [
@@ -142,10 +150,11 @@ def test_the_second_half_has_no_part_in_the_fit(tmp_path):
     assert list(fits[0]["num_scored"].values()) == list(fits[1]["num_scored"].values())
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(tmp_path, capsys):
-    trace = {**TRACE, "num_requests": 40, "rate": 400}
+    trace = {**FEW, "rate": 400}
     runs = [ran(tmp_path / name, PLANTED_NS, trace=trace).path for name in ("one", "other")]
-    slower_ttft_of_second_half(runs[1], {f"r{i}" for i in range(20, 40)})
+    slower_ttft_of_second_half(runs[1], {f"r{i}" for i in range(12, 24)})
     fits = [fitted(folder)["fit"] for folder in runs]
     assert fits[0]["fitted"] == fits[1]["fitted"]
     assert fits[0]["fitted"]["host"] == pytest.approx(PLANTED_NS, rel=0.02)
@@ -164,6 +173,7 @@ def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
     pq.write_table(table, folder / "requests.parquet")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
     trace = {**TRACE, "num_requests": 12, "output": {"kind": "uniform", "min_tokens": 2, "max_tokens": 6}}
     device = {"name": "l40s", "tensor_parallel_size": 2, "interconnect_factor": 2.5}
@@ -174,10 +184,11 @@ def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
     assert "| link: device.interconnect_factor |" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
-    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 16, "output": output}}
+    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 10, "output": output}}
     device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3}
     trace = settings.pop("trace")
     run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, **settings})
@@ -190,6 +201,7 @@ def test_link_is_fitted_beside_host(tmp_path):
             assert abs(row["error"]) < 0.02  # on one small load each stands in for the other; as given it is 0.2
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
     assert "did you mean 'host'" in error_line(capsys, base.path, "--fit", "hots")
     assert "name each of host, kernels, link once" in error_line(capsys, base.path, "--fit", "host,host")
@@ -206,6 +218,7 @@ def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
 # --- the command line ---
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_command_line_is_checked(base, tmp_path, capsys):
     assert "at least one measured run" in error_line(capsys)
     assert "does not exist; expected a measured run" in error_line(capsys, tmp_path / "none")
@@ -234,6 +247,7 @@ def test_runs_kept_with_out_are_run_folders(base, tmp_path):
     assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "report.html")]) == 0
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, capsys):
     file, out = write(tmp_path, "vllm-bench", rows_of(base)), tmp_path / "out"
     runs = out / "runs"

@@ -6,9 +6,13 @@ BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
-# What runs a second time, with the compiled core.
-COMPILED_SUITES := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
+# Tests of the core and of what is compiled with it run interpreted and compiled; those of what is built on it, which are
+# most of the time, run as users run it: compiled where it can be.
+BOTH_WAYS := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
   tests/experiments/test_own_classes.py tests/experiments/test_misbehaving_classes.py tests/cost/test_own_prices.py
+BUILT_ON_IT := tests/experiments tests/analysis
+INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
+  $(wildcard tests/test_*.py) $(filter tests/experiments/%,$(BOTH_WAYS))
 
 # What is checked for style: a policy that you try beside it is yours.
 OURS := testbed sim real experiments analysis tests setup.py
@@ -47,12 +51,13 @@ types:
 # Many tests start processes, which would all compile the sources to bytecode where PYTHONDONTWRITEBYTECODE is set.
 check:
 	@$(BIN)/python -m compileall -q testbed sim real experiments analysis
-	TESTBED_COMPILED=0 $(BIN)/pytest -n 2
 	@if why=$$(TESTBED_COMPILED=1 $(BIN)/python -c 'import testbed' 2>&1); then \
-	  echo 'TESTBED_COMPILED=1 pytest $(COMPILED_SUITES)'; \
-	  TESTBED_COMPILED=1 $(BIN)/pytest -n 2 $(COMPILED_SUITES); \
+	  echo 'interpreted: all but $(BUILT_ON_IT)'; \
+	  TESTBED_COMPILED=0 $(BIN)/pytest -n 2 $(INTERPRETED) && \
+	  echo 'compiled: $(BUILT_ON_IT) $(BOTH_WAYS)' && \
+	  TESTBED_COMPILED=1 $(BIN)/pytest -n 2 $(BUILT_ON_IT) $(BOTH_WAYS); \
 	elif echo "$$why" | grep -qE 'not compiled: (no C compiler|Python.h is missing|mypyc is|TESTBED_COMPILED=0)'; then \
-	  echo "the compiled core's suites were left out: $$why"; \
+	  echo "interpreted alone: $$why"; TESTBED_COMPILED=0 $(BIN)/pytest -n 2; \
 	else echo "$$why"; exit 1; fi
 
 # Against vLLM itself, on the CPU (docs/vllm.md), then with its newer model runner, which it takes by itself on GPUs.

@@ -199,8 +199,8 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
     ]
     who = "Every arm" if is_all else fmt.listing(told)
     return [
-        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered:.3g} requests/s came there, "
-        f"{reached:.3g} were served, and more and more were in the system until the last one came. Such latencies "
+        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {fmt.number(offered, 'req/s')} came there, "
+        f"{fmt.number(reached)} were served, and more and more were in the system until the last one came. Such latencies "
         "depend on how long the trace is, and so does how many keep an SLO; compare throughputs there, or lower the "
         "rate."
     ]
@@ -218,8 +218,8 @@ def _draining(arms: Sequence[Arm]) -> list[str]:
         return []
     offered, reached = (float(np.mean([rate[name] for rate in slow])) for name in ("offered_per_s", "requests_per_s"))
     return [
-        f"Rates are over all of a run, and the traces are short: {offered:.3g} requests/s came and {reached:.3g} were "
-        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
+        f"Rates are over all of a run, and the traces are short: {fmt.number(offered, 'req/s')} came and "
+        f"{fmt.number(reached)} were served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
         "how long these took; a longer trace helps."
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from experiments.conform.systems import SYSTEMS
 from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
-from experiments.runs.environment import describe_versions
+from experiments.runs.environment import describe_machine, describe_versions, versions_in_vllm
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
@@ -89,13 +90,15 @@ def import_log(
     finally:
         recorder.close()
     lines = _write_case(log, folder, file)
-    probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
-    lines += (
-        [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command, probe_ns)
-    )
-    manifest = _manifest(log, config, trace, recorder, command, unpriced)
+    no_profile = unpriced or _why_no_profile(log)
+    if no_profile:
+        lines.append(f"no profile   {no_profile}")
+    else:
+        probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
+        lines.append(_write_profile(log, folder, config, measured, command, probe_ns))
+    manifest = _manifest(log, config, trace, recorder, command, unpriced) | {"no_profile": no_profile or None}
     if replayed is not None:
-        manifest |= {"replay": replayed.replay, "identity": identity_of(replayed.config).describe()}  # as asked for
+        manifest |= _ran_here(replayed)
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:
@@ -220,17 +223,23 @@ def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:
     return [f"case         testbed conform {folder / CASE_FILE}"]
 
 
-def _write_profile(
-    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str,
-    probe_ns: int | None,
-) -> list[str]:  # fmt: skip
-    """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
+def _why_no_profile(log: ObservedLog) -> str:
+    """What keeps its steps from having times of their own; empty: nothing."""
     if log.header["config"]["async_scheduling"]:
-        return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
+        return (
+            "asynchronous steps overlap: what each costs by itself is not known, unless vLLM is observed with "
+            "--no-async-scheduling"
+        )
     if log.left_out:
-        return [f"no profile   {log.note}, and what they cost is within that of the steps"]
+        return f"{log.note}, and what they cost is within that of the steps"
     if log.header["unknown"]:
-        return [f"no profile   vLLM ran with {', '.join(log.header['unknown'])}: what steps computed is not known"]
+        return f"vLLM ran with {', '.join(log.header['unknown'])}: what steps computed is not known"
+    return ""
+
+
+def _write_profile(
+    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
+) -> str:
     said = log.header["device"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
@@ -241,7 +250,7 @@ def _write_profile(
     )  # fmt: skip
     steps = [(one.shape, one.spans, one.period_ns) for one in measured if not one.shape.is_empty]
     write_profile(folder / PROFILE_FILE, manifest, number_repeats(steps))
-    return [f"profile      testbed calibrate fit {folder / PROFILE_FILE} --out fit.json"]
+    return f"profile      testbed calibrate fit {folder / PROFILE_FILE} --out fit.json"
 
 
 def _date(log: ObservedLog) -> str:
@@ -272,11 +281,19 @@ def _manifest(
     }  # fmt: skip
 
 
+def _ran_here(replayed: Replayed) -> dict[str, Any]:
+    """What is known of a run of ours, and not of a log of somebody's. Its identity is that of what was asked for."""
+    return {
+        "replay": replayed.replay, "identity": identity_of(replayed.config).describe(), "machine": describe_machine(),
+        "started_in": os.getcwd(),
+    }  # fmt: skip
+
+
 def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:
     """What a manifest says of a run that vLLM made, before it is known how it went. said: of vLLM, as its observer
     describes it."""
     return {
-        "backend": "vllm", "versions": {**describe_versions(), "vllm": said["vllm"]},
+        "backend": "vllm", **versions_in_vllm(said["vllm"]),
         "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,
         "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
         "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,

@@ -122,6 +122,15 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60
 
 
+def test_who_fits_what_an_import_made_no_profile_of_is_told_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_log(LOGS / "async.jsonl.gz", tmp_path / "run")
+    assert main(["calibrate", "fit", str(tmp_path / "run" / "profile.parquet")]) == 1
+    why = "the run there left none (asynchronous steps overlap: what each costs by itself is not known"
+    assert f"no profile at {tmp_path / 'run' / 'profile.parquet'}: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.1", False)])
 def test_a_log_is_simulated_by_the_rules_of_its_version(

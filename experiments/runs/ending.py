@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.wiring import build
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.runs.replay_log import warnings_of
 from experiments.runs.run_folder import describe_failure, describe_kept
+from experiments.wiring import build
 from testbed.core.plan import BlockedBy
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's

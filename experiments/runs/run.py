@@ -13,22 +13,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.wiring import build, engines
-from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.runs.collector import fewer_collections
 from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import TRACE_FILE
+from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.runs.collector import fewer_collections
 from experiments.runs.ending import failure_message, ignored_message, notes_of, reason_of
 from experiments.runs.environment import describe_machine, describe_versions
-from experiments.wiring.foreign import policy_failure
 from experiments.runs.identity import identity_of
 from experiments.runs.interrupt import interruptible, undisturbed
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.runs.progress import Progress
 from experiments.runs.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
-from experiments.configuration.saved import TRACE_FILE
 from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json
-from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.wiring import build, engines
+from experiments.wiring.build_engine import check_prompts, check_token_ids
+from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace
 from experiments.wiring.watches import batch_limits, status_lines
 from real.vllm.config import VllmConfig

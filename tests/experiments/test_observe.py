@@ -18,9 +18,10 @@ from experiments.configuration.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.importing import device_of, import_log, trace_of
+from experiments.observe.importing import import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
+from experiments.runs.in_vllm import device_of
 from testbed.errors import ConfigError, RunFolderError
 from testbed.specs.profiles import read_profile
 

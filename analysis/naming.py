@@ -11,6 +11,7 @@ from typing import Any
 from analysis.format import plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
+DECIDES = "backend.decides"  # of runs in vLLM: whose scheduler did, this testbed's or vLLM's own
 
 
 def is_seed(key: str) -> bool:
@@ -19,7 +20,7 @@ def is_seed(key: str) -> bool:
 
 def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
     """The keys of `swept` of which each tells some configurations apart that those before it did not: components' names
-    first, seeds after all that may decide."""
+    first, then who decided, seeds after all that may decide."""
     kept: list[str] = []
     groups = 1
     for key in sorted(swept, key=naming_rank):
@@ -29,8 +30,10 @@ def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> l
     return kept
 
 
-def naming_rank(key: str) -> tuple[bool, bool, bool]:
-    return key.split(".")[0] in ("slo", "report", "record"), is_seed(key), key.split(".")[-1] not in NAMING_KEYS
+def naming_rank(key: str) -> tuple[bool, bool, int]:
+    leaf = key.split(".")[-1]
+    place = 0 if leaf == "name" else 1 if key == DECIDES else 2 if leaf in NAMING_KEYS else 3
+    return key.split(".")[0] in ("slo", "report", "record"), is_seed(key), place
 
 
 def labels_of(configs: Sequence[tuple[Mapping[str, Any], Path]], swept: Sequence[str]) -> list[str]:
@@ -56,6 +59,8 @@ def level_names(levels: Mapping[str, Any]) -> str:
 
 def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
     leaf = key.split(".")[-1]
+    if key == DECIDES:
+        return "vLLM's own scheduler" if value == "vllm" else "the testbed's scheduler"
     if leaf in NAMING_KEYS:
         return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
     same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1

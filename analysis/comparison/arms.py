@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from analysis.format import plain
+from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
-from analysis.naming import is_seed, labels_of, level_names, naming_keys, naming_rank
+from analysis.naming import DECIDES, is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown
 
@@ -152,7 +152,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
 
 def engine_of(run: Run) -> str:
     """What ran it, in a word or two: sim, real, vllm, or vllm's own where its scheduler decided."""
-    backend, decides = run.manifest.get("backend"), run.flat_config.get("backend.decides")
+    backend, decides = run.manifest.get("backend"), run.flat_config.get(DECIDES)
     return "vllm's own" if backend == "vllm" and decides == "vllm" else str(backend)
 
 
@@ -190,7 +190,7 @@ def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str
 def _load_value(run: Run, key: str, offered: float) -> str:
     value, config = run.flat_config.get(key), run.flat_config
     if key == "trace.rate_scale" and offered > 0:
-        return f"{plain(value)} ({offered:.3g} requests/s)"
+        return f"{plain(value)} ({significant(offered)} requests/s)"
     if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
         return plain(value)
     return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"

@@ -1,7 +1,8 @@
 """Runs into experiments: of a folder that mixes several, the largest is the ablation and the others are named.
 
 An experiment is one model, device, cost model and backend under one trace, but for its load and seed. Where the very
-same policies ran on each of several platforms or traces, that is a crossed design and stays one experiment.
+same policies ran on each of several platforms or traces, that is a crossed design and stays one experiment. In vLLM,
+this testbed's scheduler and vLLM's own are arms of one experiment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from analysis.comparison.arms import infer_arms, is_policy, stated_replicates
 from analysis.load import Run, relative, swept_keys
+from analysis.naming import DECIDES
 from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
@@ -23,21 +25,25 @@ Experiment = list[Run]
 def experiments(runs: Sequence[Run]) -> list[Experiment]:
     """The runs by experiment, the one to report first: it compares something if any does, and has the most runs."""
     keys = swept_keys(runs)
-    platform = [key for key in keys if key.split(".")[0] in _PLATFORM and key.split(".")[-1] != "seed"]
+    platform = [key for key in keys if _is_platform(key) and key.split(".")[-1] != "seed"]
     replicated = stated_replicates(runs)
     trace = [key for key in keys if key.startswith("trace.") and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
-    policy = [key for key in keys if is_policy(key) and key not in platform]
+    policy = [key for key in keys if is_policy(key) and key not in (*platform, DECIDES)]
 
     def settings(run: Run, of: Sequence[str]) -> str:
         return repr([run.flat_config.get(key) for key in of])
 
-    def policies(members: Experiment) -> str:
-        return repr(sorted({settings(run, policy) for run in members}))
+    def policies(members: Experiment, of: Sequence[str] = policy) -> str:
+        return repr(sorted({settings(run, of) for run in members}))
 
     groups = _merged([[run] for run in runs], lambda one: settings(one[0], [*platform, *trace]))
-    groups = _merged(groups, lambda members: policies(members) + settings(members[0], platform))
+    groups = _merged(groups, lambda members: policies(members, [*policy, DECIDES]) + settings(members[0], platform))
     groups = _merged(groups, lambda members: policies(members) + repr(sorted({str(m.fingerprint) for m in members})))
     return sorted(groups, key=lambda members: (len(infer_arms(members)) < 2, -len(members)))
+
+
+def _is_platform(key: str) -> bool:
+    return key.split(".")[0] in _PLATFORM and key != DECIDES
 
 
 def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:
@@ -74,8 +80,8 @@ def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
     found = []
     for key in swept_keys([*some, *others]):
         sides = [{repr(run.flat_config.get(key)) for run in runs} for runs in (some, others)]
-        if key.split(".")[0] in (*_PLATFORM, "trace", "seed") and not sides[0] & sides[1]:
-            found.append(key.split(".")[0] if key.split(".")[0] in _PLATFORM else key)
+        if (_is_platform(key) or key.split(".")[0] in ("trace", "seed")) and not sides[0] & sides[1]:
+            found.append(key.split(".")[0] if _is_platform(key) else key)
     found = list(dict.fromkeys(found))
     more = f" and {len(found) - MAX_KEYS} more" if len(found) > MAX_KEYS else ""
     return f"other {', '.join(found[:MAX_KEYS])}{more}" if found else "other traces"

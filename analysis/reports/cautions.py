@@ -190,19 +190,25 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
     if not named:
         return []
     rates = [run.summary["throughput"] for runs in beyond.values() for run in runs]
-    offered = float(np.mean([rate["offered_per_s"] or 0.0 for rate in rates]))
-    reached = float(np.mean([rate["requests_per_s"] or 0.0 for rate in rates]))
     is_all = all(len(beyond[arm.name]) == nums[arm.name] for arm in arms)
     told = [
         name if len(beyond[name]) == nums[name] else f"{name} (in {len(beyond[name])} of {nums[name]} replicates)"
         for name in named
     ]
     who = "Every arm" if is_all else fmt.listing(told)
+    offered, reached = _mean_rates(rates)
     return [
-        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered:.3g} requests/s came there, "
-        f"{reached:.3g} were served, and more and more were in the system until the last one came. Such latencies "
-        "depend on how long the trace is, and so does how many keep an SLO; compare throughputs there, or lower the "
-        "rate."
+        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered} came there, {reached} were "
+        "served, and more and more were in the system until the last one came. Such latencies depend on how long the "
+        "trace is, and so does how many keep an SLO; compare throughputs there, or lower the rate."
+    ]
+
+
+def _mean_rates(rates: Sequence[Mapping[str, float | None]]) -> list[str]:
+    """What came, and what was served."""
+    return [
+        fmt.number(float(np.mean([rate[name] or 0.0 for rate in rates])), "req/s")
+        for name in ("offered_per_s", "requests_per_s")
     ]
 
 
@@ -216,11 +222,11 @@ def _draining(arms: Sequence[Arm]) -> list[str]:
     slow = [rate for rate in rates if rate["requests_per_s"] < _DRAINED * rate["offered_per_s"]]
     if not slow:
         return []
-    offered, reached = (float(np.mean([rate[name] for rate in slow])) for name in ("offered_per_s", "requests_per_s"))
+    offered, reached = _mean_rates(slow)
     return [
-        f"Rates are over all of a run, and the traces are short: {offered:.3g} requests/s came and {reached:.3g} were "
-        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
-        "how long these took; a longer trace helps."
+        f"Rates are over all of a run, and the traces are short: {offered} came and {reached} were served, as no more "
+        "came while the last ones were being served. A difference in rates or goodput may be one in how long these "
+        "took; a longer trace helps."
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import format as fmt
 from analysis.comparison import fidelity
 from analysis.comparison.arms import engine_of
 from analysis.load import Run, relative
@@ -56,6 +57,6 @@ def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.D
     for pairs in several.values():
         offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
         seed = next(iter(pairs.values()))[1].manifest.get("seed")
-        load = f"{offered:.3g} requests/s, seed {seed}" if len(several) > 1 else ""
+        load = f"{fmt.significant(offered)} requests/s, seed {seed}" if len(several) > 1 else ""
         found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
     return found

@@ -62,12 +62,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def _fit(options: argparse.Namespace, command: str) -> int:
     from experiments.calibration.calibrate import describe
+    from experiments.wiring.costs import profile_at
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
-    from testbed.specs.profiles import read_profile
 
     require_whole("--folds", options.folds, 2, 20)
-    calibration = calibrate(read_profile(options.profile), options.folds)
+    calibration = calibrate(profile_at(options.profile), options.folds)
     if options.out is not None:
         save_calibration(calibration, options.out)
     print(describe(calibration))

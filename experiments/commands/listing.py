@@ -99,7 +99,7 @@ def _first_line(maker: Any) -> str:
 def print_summary(result: RunResult) -> None:
     """Prints what ran, the headline numbers, and where the run is."""
     summary = result.summary
-    print(_what(result.manifest))
+    print(_what(result.manifest, result.config["backend"].get("decides")))
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)
     print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
     throughput = summary["throughput"]
@@ -140,10 +140,12 @@ def clock_line(probe: dict[str, Any]) -> str:
     )
 
 
-def _what(manifest: dict[str, Any]) -> str:
-    """Which model ran where, under which scheduler, on which trace; of a simulation also whose prices it had."""
+def _what(manifest: dict[str, Any], decides: str | None) -> str:
+    """Which model ran where, under which scheduler, on which trace; of a simulation also whose prices it had. decides:
+    in vLLM, whose scheduler did."""
     on, trace = f"{manifest['model']} on {manifest['device']}", manifest["trace"]["name"]
-    by = f"scheduler={manifest['scheduler']}, trace {trace}"
+    own = " (vLLM's own)" if decides == "vllm" else ""
+    by = f"scheduler={manifest['scheduler']}{own}, trace {trace}"
     if manifest["backend"] == "sim":
         return f"simulated    {on}, cost={manifest['cost']}, {by}"
     return f"measured     {on}{', in vLLM' if manifest['backend'] == 'vllm' else ''}, {by}"

@@ -6,16 +6,13 @@ import re
 from typing import Any
 
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
+from experiments.runs.in_vllm import USUAL
 from real.vllm.versions import SPAN, is_known
 from testbed.core.request import Request
 
 _ALIKE = (  # settings that cases call as logs do
     "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
 )  # fmt: skip
-USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
-    "enable_chunked_prefill": True, "scheduler_reserve_full_isl": True, "long_prefill_token_threshold_adaptive": False,
-    "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
-}  # fmt: skip
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 
 

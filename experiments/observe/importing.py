@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,24 +14,21 @@ from typing import Any, NamedTuple
 from analysis.load import Run
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
-from experiments.configuration.names import device_named
-from experiments.configuration.options import options
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
 from experiments.conform.overrides import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import Measured, replay
-from experiments.runs.environment import describe_versions
+from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
+from experiments.runs.in_vllm import device_of, manifest_in_vllm, with_model
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
-from testbed.errors import ConfigError, IllegalTransitionError, ModelError, RunFolderError, TestbedError
+from testbed.errors import IllegalTransitionError, RunFolderError, TestbedError
 from testbed.foreign_text import shortened
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
-from testbed.specs.hf_config import ARCHITECTURES
-from testbed.specs.model import DTYPE_BYTES
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
@@ -89,13 +86,15 @@ def import_log(
     finally:
         recorder.close()
     lines = _write_case(log, folder, file)
-    probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
-    lines += (
-        [f"no profile   {unpriced}"] if unpriced else _write_profile(log, folder, config, measured, command, probe_ns)
-    )
-    manifest = _manifest(log, config, trace, recorder, command, unpriced)
+    no_profile = unpriced or _why_no_profile(log)
+    if no_profile:
+        lines.append(f"no profile   {no_profile}")
+    else:
+        probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
+        lines.append(_write_profile(log, folder, config, measured, command, probe_ns))
+    manifest = _manifest(log, config, trace, recorder, command, unpriced) | {"no_profile": no_profile or None}
     if replayed is not None:
-        manifest |= {"replay": replayed.replay, "identity": identity_of(replayed.config).describe()}  # as asked for
+        manifest |= _ran_here(replayed)
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:
@@ -137,43 +136,9 @@ def _row(one: ObservedRequest) -> TraceRequest:
     )  # fmt: skip
 
 
-def device_of(said: dict[str, Any]) -> str:
-    """The entry of the device library that an observed engine's device is. Raises ConfigError where that cannot be
-    told."""
-    device = said["device"]
-    found = "cpu" if device["type"] == "cpu" else device_named(device["name"])
-    if found is None:
-        raise ConfigError(
-            f"vLLM's device is {device['name']!r}, which the device library does not have; say which is nearest with "
-            f"--device ({', '.join(options('device'))})"
-        )
-    return found
-
-
 def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:
     """The configuration, and why its model has no price; empty: it has. All else is kept of such a run too."""
     return with_model(log.header, folder / MODEL_FOLDER, lambda model: config_of(log, folder, device, model))
-
-
-def with_model(
-    said: dict[str, Any], folder: Path, make: Callable[[dict[str, Any]], RunConfig]
-) -> tuple[RunConfig, str]:
-    """What `make` makes of the `model` group of an observed engine, and why its model has no price; empty: it has.
-    folder: is made, for its config.json."""
-    model, max_model_len = said["model"], said["config"]["max_model_len"]
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "config.json", model["hf_config"])
-    try:
-        if model["dtype"] not in DTYPE_BYTES:
-            raise ModelError(f"the model computes in {model['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
-        config = make({"path": str(folder), "dtype": model["dtype"]})
-        if config.model.architecture not in ARCHITECTURES:
-            raise ModelError(f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}")
-        if config.model.max_length < max_model_len:
-            raise ModelError(f"config.json has {config.model.max_length} positions, and vLLM serves {max_model_len}")
-        return config, ""
-    except ModelError as error:
-        return make({"max_position_embeddings": max_model_len}), f"{model['name']} has no price here: {error}"
 
 
 def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
@@ -220,17 +185,23 @@ def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:
     return [f"case         testbed conform {folder / CASE_FILE}"]
 
 
-def _write_profile(
-    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str,
-    probe_ns: int | None,
-) -> list[str]:  # fmt: skip
-    """Of a synchronous run: with a plan ahead nothing tells the device's time from the host's."""
+def _why_no_profile(log: ObservedLog) -> str:
+    """What keeps its steps from having times of their own; empty: nothing."""
     if log.header["config"]["async_scheduling"]:
-        return ["no profile   asynchronous steps overlap: what each costs by itself is not known"]
+        return (
+            "asynchronous steps overlap: what each costs by itself is not known, unless vLLM is observed with "
+            "--no-async-scheduling"
+        )
     if log.left_out:
-        return [f"no profile   {log.note}, and what they cost is within that of the steps"]
+        return f"{log.note}, and what they cost is within that of the steps"
     if log.header["unknown"]:
-        return [f"no profile   vLLM ran with {', '.join(log.header['unknown'])}: what steps computed is not known"]
+        return f"vLLM ran with {', '.join(log.header['unknown'])}: what steps computed is not known"
+    return ""
+
+
+def _write_profile(
+    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
+) -> str:
     said = log.header["device"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
@@ -241,7 +212,7 @@ def _write_profile(
     )  # fmt: skip
     steps = [(one.shape, one.spans, one.period_ns) for one in measured if not one.shape.is_empty]
     write_profile(folder / PROFILE_FILE, manifest, number_repeats(steps))
-    return [f"profile      testbed calibrate fit {folder / PROFILE_FILE} --out fit.json"]
+    return f"profile      testbed calibrate fit {folder / PROFILE_FILE} --out fit.json"
 
 
 def _date(log: ObservedLog) -> str:
@@ -272,16 +243,9 @@ def _manifest(
     }  # fmt: skip
 
 
-def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:
-    """What a manifest says of a run that vLLM made, before it is known how it went. said: of vLLM, as its observer
-    describes it."""
+def _ran_here(replayed: Replayed) -> dict[str, Any]:
+    """What is known of a run of ours, and not of a log of somebody's. Its identity is that of what was asked for."""
     return {
-        "backend": "vllm", "versions": {**describe_versions(), "vllm": said["vllm"]},
-        "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,
-        "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
-        "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
-        "device": said["device"]["name"], "attention": None, "attention_reasons": None, "weights": None,
-        "cost": None, "estimator": None, "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
-        "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
-        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [],
+        "replay": replayed.replay, "identity": identity_of(replayed.config).describe(), "machine": describe_machine(),
+        "started_in": os.getcwd(),
     }  # fmt: skip

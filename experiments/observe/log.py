@@ -16,6 +16,7 @@ from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
 Place = tuple[int, int]  # steps planned and committed before
+_CURE = "take the log as vLLM left it, or record another"
 _SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
 
 
@@ -129,10 +130,12 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
             except TraceError as error:
                 bad = RunFolderError(f"{error}; an observer's log has one JSON object on each line")
             except (AttributeError, TypeError, ValueError) as error:
-                raise RunFolderError(f"{place}: not a line of an observer's log ({shortened(error)})") from None
+                raise RunFolderError(
+                    f"{place}: not a line of an observer's log ({shortened(error)}); {_CURE}"
+                ) from None
             except KeyError as error:
                 raise RunFolderError(
-                    f"{place}: not a line of an observer's log, or one before it is missing: {error} is not there"
+                    f"{place}: not a line of an observer's log: it has no {error.args[0]!r}; {_CURE}"
                 ) from None
     except DamagedError as error:
         bad = RunFolderError(str(error))
@@ -180,7 +183,7 @@ class _Reader:
         elif kind == "commit":
             self._commit(fields)
         elif kind == "abort":
-            request = self._requests[self._names[fields["id"]]]
+            request = self._requests[self._name(fields["id"])]
             if request.reason is None:
                 self._num_live -= 1
                 request.aborted = int(fields["plans"]), int(fields["commits"])
@@ -218,7 +221,7 @@ class _Reader:
 
     def _live(self, vllm_ids: list[str]) -> tuple[str, ...]:
         """Of whom a reset preempted, vLLM also tells when an abort came before the next plan."""
-        names = [self._names[vllm_id] for vllm_id in vllm_ids]
+        names = [self._name(vllm_id) for vllm_id in vllm_ids]
         return tuple([name for name in names if self._requests[name].reason is None])
 
     def _at(self, ns: Any) -> int:
@@ -266,8 +269,12 @@ class _Reader:
 
     def _commit(self, fields: dict[str, Any]) -> None:
         if fields["step"] != len(self._steps):
-            raise ValueError(f"it is of step {fields['step']}, and that of step {len(self._steps)} is missing")
-        plan = self._plans.pop(len(self._steps))
+            raise ValueError(
+                f"it ends step {fields['step']}, and no line before it ends step {len(self._steps)}: one is missing"
+            )
+        if fields["step"] not in self._plans:
+            raise ValueError(f"it ends step {fields['step']}, and no line before it plans that step: one is missing")
+        plan = self._plans.pop(fields["step"])
         emitted = self._named(fields["emitted"])
         for name, tokens in emitted.items():
             if isinstance(tokens, int) and tokens > self._max_model_len:
@@ -292,7 +299,12 @@ class _Reader:
         )  # fmt: skip
 
     def _named(self, by_id: dict[str, Any]) -> dict[str, Any]:
-        return {self._names[vllm_id]: value for vllm_id, value in by_id.items()}
+        return {self._name(vllm_id): value for vllm_id, value in by_id.items()}
+
+    def _name(self, vllm_id: str) -> str:
+        if vllm_id not in self._names:
+            raise ValueError(f"no line before it adds request {shown(vllm_id)}: one is missing")
+        return self._names[vllm_id]
 
     def log(self) -> ObservedLog:
         requests, steps = self._requests, self._steps

@@ -88,6 +88,7 @@ def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
     try:
         backend = build_vllm_backend(config, observe=log, told=told)
     except BaseException:
+        log.unlink(missing_ok=True)  # what vLLM began of one
         if earlier is not None:
             earlier.replace(log)
         raise

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.wiring import build
 from experiments.configuration.config import RunConfig
-from experiments.wiring.engines import RunRecords
 from experiments.configuration.names import device_of_run
 from experiments.runs.replay_log import warnings_of
 from experiments.runs.run_folder import describe_failure, describe_kept
+from experiments.wiring import build
 from testbed.core.plan import BlockedBy
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
@@ -20,7 +19,12 @@ _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbe
 
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
     """What whoever reads the run's numbers should know of them."""
-    notes = [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
+    from analysis.measures.steadiness import outrun_note
+
+    outrun = outrun_note(summary)
+    notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun])]
+    notes += [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(
@@ -72,9 +76,9 @@ def reason_of(failure: BaseException) -> str:
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
 
 
-def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], records: RunRecords) -> str:
+def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], num_finished: int) -> str:
     total = manifest["trace"]["num_requests"]
-    after = f"after {records.num_finished} of {'an unknown number of' if total is None else total} requests"
+    after = f"after {num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; {describe_kept(folder)}"
     return f"failed {after}: {reason_of(failure)}; {describe_kept(folder)}"

@@ -41,6 +41,11 @@ def describe_versions() -> dict[str, str]:
     return found
 
 
+def versions_in_vllm(version: str) -> dict[str, Any]:
+    """The same as manifest.json has it of a run in vLLM, whose distribution has several names."""
+    return {"versions": {**describe_versions(), "vllm": version}}
+
+
 def _own_version() -> str:
     try:
         own = version("llm-serving-testbed")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from analysis.reading.files import read_said
-from experiments.wiring import build
 from experiments.configuration.config import RunConfig
 from experiments.configuration.forcing import forcing
-from experiments.wiring.foreign import policy_failure
 from experiments.configuration.saved import read_config
+from experiments.wiring import build
+from experiments.wiring.foreign import policy_failure
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView

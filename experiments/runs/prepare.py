@@ -8,6 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.configuration.config import RunConfig
+from experiments.configuration.forcing import check_simulated_output, forcing
+from experiments.configuration.settings import SimConfig
+from experiments.runs.environment import versions_in_vllm
+from experiments.runs.replay_log import ReplayLog, at_speed, traced
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import (
     build_real_backend,
@@ -17,10 +22,6 @@ from experiments.wiring.build_engine import (
     check_token_ids,
     computes_beside,
 )
-from experiments.configuration.config import RunConfig
-from experiments.configuration.forcing import check_simulated_output, forcing
-from experiments.runs.replay_log import ReplayLog, at_speed, traced
-from experiments.configuration.settings import SimConfig
 from real.config import RealConfig
 from real.late_records import LateRecords
 from real.vllm.config import VllmConfig
@@ -105,7 +106,8 @@ def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
         build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
         lambda loops, _: drive(loops[0], driven, clock, log=log.host, catch_up=late.catch_up if late else None),
         inboxes,
-        _described(backend), replay=log, late=[late] if late else [], close=close,
+        _described(backend) | (versions_in_vllm(backend.version) if config.is_vllm else {}),
+        replay=log, late=[late] if late else [], close=close,
     )  # fmt: skip
 
 

@@ -13,22 +13,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.wiring import build, engines
-from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.runs.collector import fewer_collections
 from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import TRACE_FILE
+from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.runs.collector import fewer_collections
 from experiments.runs.ending import failure_message, ignored_message, notes_of, reason_of
 from experiments.runs.environment import describe_machine, describe_versions
-from experiments.wiring.foreign import policy_failure
 from experiments.runs.identity import identity_of
 from experiments.runs.interrupt import interruptible, undisturbed
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
 from experiments.runs.progress import Progress
 from experiments.runs.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
-from experiments.configuration.saved import TRACE_FILE
-from experiments.runs.run_folder import claimed, describe_failure, describe_kept, locked, refuse_overwrite, write_json
-from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json
+from experiments.wiring import build, engines
+from experiments.wiring.build_engine import check_prompts, check_token_ids
+from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace
 from experiments.wiring.watches import batch_limits, status_lines
 from real.vllm.config import VllmConfig
@@ -108,14 +108,19 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     told, inbox = options_of_stock(config), trace_inbox(config, at_speed(trace, speed))
     with locked(folder):
         failure = replay_stock(config, trace, inbox, folder, command, told)
-    message, exit_status = "", 0
-    if failure is not None:
-        is_pressed = isinstance(failure, KeyboardInterrupt)
-        what = "interrupted" if is_pressed else f"failed: {describe_failure(failure)}"
-        message, exit_status = f"{what}; {describe_kept(folder)}", INTERRUPTED if is_pressed else 1
     origin.state(folder, command)
     run = load_run(folder)
-    return RunResult(folder, run.manifest["status"], exit_status, message, run.summary, run.config, run.manifest)
+    manifest, summary = run.manifest, run.summary
+    message, exit_status = "", 0
+    if failure is not None:
+        num_finished = int(run.requests["finish_reason"].notna().sum())
+        message, exit_status = failure_message(failure, folder, manifest, num_finished), _exit_status(failure)
+    notes = notes_of(config, manifest, summary)
+    return RunResult(folder, manifest["status"], exit_status, message, summary, run.config, manifest, notes)
+
+
+def _exit_status(failure: BaseException) -> int:
+    return INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
 
 
 def _own_trace(config: RunConfig) -> TraceLike:
@@ -251,26 +256,20 @@ def _close(
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
-        raise RunFolderError(failure_message(failure or error, folder, manifest, records)) from None
+        raise RunFolderError(failure_message(failure or error, folder, manifest, records.num_finished)) from None
     status, message, exit_status = manifest["status"], "", 0
     if failure is not None:
-        message = failure_message(failure, folder, manifest, records)
-        exit_status = INTERRUPTED if isinstance(failure, KeyboardInterrupt) else 1
+        message, exit_status = failure_message(failure, folder, manifest, records.num_finished), _exit_status(failure)
     elif records.ignored:
         message = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
         exit_status = 0 if config.allow_ignored else 1
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
-    from analysis.measures.steadiness import outrun_note
 
     log = logging.getLogger("testbed")
-    failed = failures(summary["checks"])
-    for sentence in failed:
-        log.warning("%s", sentence)
-    for sentence in warnings_of(manifest):
+    for sentence in (*failures(summary["checks"]), *warnings_of(manifest)):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
-    outrun = outrun_note(summary)
-    notes = (*failed, *([] if outrun is None else [outrun]), *notes_of(config, manifest, summary))
+    notes = notes_of(config, manifest, summary)
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

@@ -120,12 +120,23 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within, the folder is there and no other process can claim it. Raises RunFolderError."""
+    """Within, the folder is there and no other process can claim it; where nothing is written to it, it goes again.
+    Raises RunFolderError."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG_FILE).open("ab") as log:
         if not _lock(log):
             raise _in_use(folder)
-        yield
+        try:
+            yield
+        finally:
+            _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    with suppress(OSError):
+        if os.listdir(folder) == [LOG_FILE] and not (folder / LOG_FILE).stat().st_size:
+            (folder / LOG_FILE).unlink()
+            folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

@@ -19,8 +19,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_hits, check_in_vllm, check_steps
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
-from experiments.observe.case import USUAL
-from experiments.observe.importing import device_of, with_model
+from experiments.runs.in_vllm import USUAL, device_of, with_model
 from experiments.serving.served_folder import ServedFolder
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.foreign import policy_failure

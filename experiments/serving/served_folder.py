@@ -15,8 +15,8 @@ from typing import Any
 from analysis.load import Run
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
-from experiments.observe.importing import manifest_in_vllm
 from experiments.runs.environment import describe_machine
+from experiments.runs.in_vllm import manifest_in_vllm
 from experiments.runs.run_folder import claim, describe_failure, refuse_overwrite, write_json  # fmt: skip
 from testbed import compiled
 from testbed.core.outcome import Finished, FinishReason

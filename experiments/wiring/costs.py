@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from experiments.configuration.config import COST_CONFIGS, RunConfig
 from experiments.configuration.device_file import read_device_file
 from experiments.configuration.policies import instantiate
+from experiments.configuration.saved import read_manifest
 from experiments.configuration.structured import freeze
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
@@ -24,7 +25,7 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
 from testbed.policies.config import resolve_limits
 from testbed.records.operators import Itemise
@@ -32,7 +33,7 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
-from testbed.specs.profiles import read_profile
+from testbed.specs.profiles import Profile, read_profile
 
 MEASURED_FIELDS = (  # of a device, that measured operators do not follow
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
@@ -245,4 +246,12 @@ def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
         return load_calibration(file)
     from sim.cost.calibration import calibrate  # scipy
 
-    return calibrate(read_profile(file))
+    return calibrate(profile_at(Path(file)))
+
+
+def profile_at(file: Path) -> Profile:
+    """Raises ProfileError where there is none, with the reason why a run in vLLM left none."""
+    why = None if file.exists() else read_manifest(file.parent).get("no_profile")
+    if why:
+        raise ProfileError(f"no profile at {file}: the run there left none ({why})")
+    return read_profile(file)

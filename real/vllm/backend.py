@@ -101,6 +101,7 @@ class VllmBackend:
         self.attention_name, self.load_format = "vllm", config.load_format
         self.attention_reasons = {"vllm": "vLLM chooses by itself"}
         self.device_description = device_name()
+        self.version = str(vllm.__version__)
 
     @property
     def probe(self) -> Callable[[], None] | None:
@@ -255,7 +256,9 @@ def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:
     except Exception as error:
         said = _one_line(error)
         cure = ": set cache.block_size, to 32 on a CPU" if "block size" in said.lower() else ""
-        raise DeviceError(f"vLLM {vllm.__version__} did not start: {said.rstrip('.')}{cure}") from error
+        raise DeviceError(
+            f"vLLM {vllm.__version__} did not start with {own['model']}: {said.rstrip('.')}{cure}"
+        ) from error
 
 
 def _one_line(error: Exception) -> str:

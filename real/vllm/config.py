@@ -8,6 +8,7 @@ from typing import Any
 from real.config import PACES, check_probe
 from testbed.checks import choose, require
 
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")  # vLLM's
 LOAD_FORMATS = ("auto", "dummy")
 DECIDERS = ("testbed", "vllm")
 
@@ -31,6 +32,8 @@ class VllmConfig:
     def __post_init__(self) -> None:
         for name, choices in (("decides", DECIDERS), ("load_format", LOAD_FORMATS), ("pace", PACES)):
             choose(f"backend.{name}", getattr(self, name), choices)
+        if self.dtype is not None:
+            choose("backend.dtype", self.dtype, DTYPES)
         check_probe(self.pace, self.probe_ns)
         require("backend.speed", self.speed, self.speed > 0, "a finite number above 0")
         is_mapping = isinstance(self.options, dict | None)

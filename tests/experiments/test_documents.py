@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.configuration.compose import compose_config
 from tests.experiments.kit import decisions_of, say
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,16 @@ def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
             assert (ROOT / file).exists(), file
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / link).exists(), link
+
+
+# --- docs/vllm.md ---
+
+
+def test_the_model_without_weights_that_is_shown_can_be_run_and_priced(tmp_path: Path) -> None:
+    (config,) = (block for block in shown("vllm.md") if block.startswith("{"))
+    (tmp_path / "config.json").write_text(config)
+    model = compose_config(["backend=vllm", f"model.path={tmp_path}", "backend.load_format=dummy"]).model
+    assert (model.architecture, model.num_hidden_layers, model.dtype) == ("Qwen3ForCausalLM", 4, "float32")
 
 
 # --- docs/life-of-a-request.md ---

@@ -18,9 +18,10 @@ from experiments.configuration.compose import compose_config
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.importing import device_of, import_log, trace_of
+from experiments.observe.importing import import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
+from experiments.runs.in_vllm import device_of
 from testbed.errors import ConfigError, RunFolderError
 from testbed.specs.profiles import read_profile
 
@@ -120,6 +121,15 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     assert main(["timeline", str(folder)]) == 0
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60
+
+
+def test_who_fits_what_an_import_made_no_profile_of_is_told_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_log(LOGS / "async.jsonl.gz", tmp_path / "run")
+    assert main(["calibrate", "fit", str(tmp_path / "run" / "profile.parquet")]) == 1
+    why = "the run there left none (asynchronous steps overlap: what each costs by itself is not known"
+    assert f"no profile at {tmp_path / 'run' / 'profile.parquet'}: {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -185,7 +185,10 @@ def test_an_abort_of_whom_no_line_added_is_a_hole(tmp_path: Path, name: str) -> 
     lines = lines_of(name)
     at = next(place for place, line in enumerate(lines) if line["kind"] == "plan")
     lines.insert(at + 1, {"kind": "abort", "id": "r99", "ns": lines[at]["ns"], "plans": 1, "commits": 0})
-    with pytest.raises(RunFolderError, match=r"log\.jsonl:\d+: .*one before it is missing: 'r99' is not there$"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"log\.jsonl:\d+: .*no line before it adds request 'r99': one is missing\); take the log as",
+    ):
         import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
 
 
@@ -193,7 +196,7 @@ def test_without_the_line_that_added_it_an_aborted_request_is_a_hole(tmp_path: P
     lines = lines_of("sync")
     for aborted in [line["id"] for line in lines if line["kind"] == "abort"]:
         rest = [line for line in lines if (line["kind"], line.get("id")) != ("add", aborted)]
-        with pytest.raises(RunFolderError, match=f"one before it is missing: '{aborted}' is not there$"):
+        with pytest.raises(RunFolderError, match=f"no line before it adds request '{aborted}': one is missing"):
             import_log(written(tmp_path / "log.jsonl", rest), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -220,8 +223,11 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines.pop(0), "not the first line of an observer's log"),
         (lambda lines: lines[0].update(version=9), "a log of version 9"),
         (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
-        (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log"),
-        (lambda lines: lines.remove(planned(lines, 6)), "or one before it is missing: 6 is not there"),
+        (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log: it has no 'prompt'"),
+        (
+            lambda lines: lines.remove(planned(lines, 6)),
+            "(it ends step 6, and no line before it plans that step: one is missing); take the log as vLLM left it",
+        ),
         (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
         (lambda lines: lines[0].pop("device"), "log.jsonl:1: the first line of the log is damaged: its device is None"),
         (lambda lines: lines[0].pop("vllm"), "its vllm is None"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from analysis.load import load_run
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.observe import stock
+from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import is_locked, locked
 from experiments.sweeps.points import holds_another
@@ -118,6 +121,14 @@ class Dead(Vllm):
         raise OSError("nobody answers")
 
 
+class Unstarted(Vllm):
+    """One that ends as it starts."""
+
+    def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
+        log.write_text("a header")
+        raise ConfigError("vLLM did not start")
+
+
 def said_by(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     return line
@@ -131,6 +142,28 @@ def test_a_whole_run_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tm
         assert (len(found.requests), len(found.steps)) == (NUM_REQUESTS, 4 * NUM_REQUESTS)
         assert (found.manifest["status"], found.manifest["num_unsent"]) == ("complete", 0)
     assert [file.name for file in (tmp_path / "run").glob("observed*")] == ["observed.jsonl"]
+
+
+def test_it_says_who_decided_what_was_done_to_the_trace_and_where_it_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run", "trace.max_prompt_tokens=10") == 0
+    said = capsys.readouterr().out
+    assert "in vLLM, scheduler=vllm_v1 (vLLM's own), trace synthetic" in said
+    assert f"note         lengths clipped to max_prompt_tokens=10: those of {NUM_REQUESTS} requests" in said
+    manifest = load_run(tmp_path / "run").manifest
+    assert manifest["versions"]["vllm"] == "0.32.0"
+    assert (manifest["machine"], manifest["started_in"]) == (describe_machine(), os.getcwd())
+
+
+def test_arrivals_that_outran_the_engine_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, lambda number: time.sleep(2e-4))
+    pace = ["backend.pace=real_time", "trace.num_requests=400", "trace.rate=20000"]
+    assert run(tmp_path / "run", *pace, "trace.output={kind:constant,value:300}") == 0
+    assert "note         arrivals outran the engine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.0", False)])
@@ -169,14 +202,15 @@ def test_where_vllm_does_not_start_the_run_that_was_there_is_as_before(
     assert run(tmp_path / "run") == 0
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
 
-    class Unstarted(Vllm):
-        def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
-            log.write_text("a header")
-            raise ConfigError("vLLM did not start")
-
     start(monkeypatch, lambda number: None, Unstarted)
     assert run(tmp_path / "run", "overwrite=true") == 1
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+
+def test_where_vllm_does_not_start_no_folder_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, lambda number: None, Unstarted)
+    assert run(tmp_path / "run") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_while_one_runs_there_is_no_other(
@@ -211,7 +245,7 @@ def test_when_vllm_dies_what_was_finished_is_kept(
     start(monkeypatch, dies, kind)
     assert run(tmp_path / "run") == 1
     said = said_by(capsys)
-    assert "failed: vLLM raised RuntimeError: CUDA error: out of luck" in said
+    assert f"failed after 1 of {NUM_REQUESTS} requests: vLLM raised RuntimeError: CUDA error: out of luck" in said
     assert f"partial results kept in {tmp_path / 'run'}" in said
     found = load_run(tmp_path / "run")
     assert (found.manifest["status"], len(found.steps)) == ("partial", 6)
@@ -229,9 +263,13 @@ def test_of_an_overwritten_run_nothing_is_left(monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "run" / "case.jsonl").exists()
 
 
-def test_an_interrupted_run_says_what_was_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_run_says_what_was_not_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(monkeypatch, is_interrupted)
     assert run(tmp_path / "run") == 130
+    kept = f"partial results kept in {tmp_path / 'run'}"
+    assert said_by(capsys) == f"error: interrupted after 1 of {NUM_REQUESTS} requests; {kept}"
     assert load_run(tmp_path / "run").manifest["num_unsent"] == NUM_REQUESTS - 2
 
 

@@ -10,6 +10,7 @@ import pytest
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Effect
+from analysis.format import number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
@@ -86,8 +87,12 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
     (answered,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
     assert answered.startswith("Beyond the capacity of some arm, vllm_v1 against sarathi: better in mean TTFT")
+    for run in (run for arm in arms for run in arm.runs):
+        run.summary["throughput"]["offered_per_s"] = 1180.4
     (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]
-    assert said.startswith(f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name} are beyond capacity")
+    assert said.startswith(
+        f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name} are beyond capacity: {number(1180.4, 'req/s')} came"
+    )
 
 
 def test_what_is_claimed_of_one_trace_says_so(tmp_path: Path) -> None:

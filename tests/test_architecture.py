@@ -317,6 +317,13 @@ def test_every_import_of_our_own_leads_somewhere() -> None:
     assert leads_nowhere(Import("a.py", 1, "experiments.costs.build_cost", False))
 
 
+def test_every_package_has_its_page() -> None:
+    """A file that exists, also on a fresh clone, and says what the package is."""
+    packages = {path.parent for path in FILES if "plugins" not in path.parts}
+    assert not [relative(place) for place in packages if not (place / "__init__.py").is_file()]
+    assert not [relative(place) for place in packages if not ast.get_docstring(tree_of(place / "__init__.py"))]
+
+
 # --- the rooms of analysis and experiments ---
 
 # packages, and modules beside them, each of which is built on those before it alone

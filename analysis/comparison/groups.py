@@ -76,12 +76,18 @@ def refuse_unused(compared: Sequence[Run], folders: Mapping[str, Sequence[Run]])
 
 
 def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
-    """Of model, device, cost, backend and the trace's settings those in which no run of `some` equals any other."""
-    found = []
+    """What no run of `some` shares with any other: of model, device, cost, backend and the trace's settings, or else of
+    all settings where the traces are the same."""
+    apart = []
     for key in swept_keys([*some, *others]):
         sides = [{repr(run.flat_config.get(key)) for run in runs} for runs in (some, others)]
-        if (_is_platform(key) or key.split(".")[0] in ("trace", "seed")) and not sides[0] & sides[1]:
-            found.append(key.split(".")[0] if _is_platform(key) else key)
-    found = list(dict.fromkeys(found))
+        if not sides[0] & sides[1]:
+            apart.append(key)
+    of_load = [key for key in apart if _is_platform(key) or key.split(".")[0] in ("trace", "seed")]
+    found = list(dict.fromkeys(key.split(".")[0] if _is_platform(key) else key for key in of_load))
+    if not found:
+        if not {run.fingerprint for run in some} & {run.fingerprint for run in others}:
+            return "other traces"
+        found = apart or ["policies"]
     more = f" and {len(found) - MAX_KEYS} more" if len(found) > MAX_KEYS else ""
-    return f"other {', '.join(found[:MAX_KEYS])}{more}" if found else "other traces"
+    return f"other {', '.join(found[:MAX_KEYS])}{more}"

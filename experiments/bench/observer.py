@@ -22,6 +22,7 @@ from experiments.console.arguments import Parser
 from testbed.errors import ConfigError
 
 STEP_METHODS = ("schedule", "update_from_output")
+PROMPT_TOKENS = 16
 MAX_NUM_STEPS = 2000  # the model has room for twice as many tokens
 
 
@@ -63,7 +64,8 @@ class _Steps:
             raise ConfigError("testbed bench observer runs in vLLM's environment: docs/vllm.md") from None
         llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, block_size=32,
-            max_num_seqs=max_running, async_scheduling=False, scheduler_cls=timed_scheduler(),
+            max_num_seqs=max_running, max_num_batched_tokens=max(8192, PROMPT_TOKENS * max_running),
+            async_scheduling=False, scheduler_cls=timed_scheduler(),
             additional_config={"testbed": {"observe": str(folder / "log.jsonl")}},
         )  # fmt: skip
         self._engine = llm.llm_engine
@@ -75,7 +77,9 @@ class _Steps:
 
         for index in range(num_running):
             params = SamplingParams(temperature=0.0, max_tokens=num_steps + 2, ignore_eos=True, detokenize=False)
-            self._engine.add_request(f"{num_running}-{index}", {"prompt_token_ids": [index + 3] * 16}, params)
+            self._engine.add_request(
+                f"{num_running}-{index}", {"prompt_token_ids": [index % 1000 + 3] * PROMPT_TOKENS}, params
+            )
         self._engine.step()  # their prompts
         own, added = [], []
         for _ in range(num_steps):

@@ -22,7 +22,7 @@ from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_l
 from experiments.observe.records import Measured, replay
 from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
-from experiments.runs.in_vllm import device_of, manifest_in_vllm, with_model
+from experiments.runs.in_vllm import device_of, manifest_in_vllm, why_unpriced, with_model
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import IllegalTransitionError, RunFolderError, TestbedError
@@ -75,7 +75,7 @@ def import_log(
         folder.mkdir(parents=True, exist_ok=True)
         config, unpriced = _config(log, folder, device)
     else:
-        config, unpriced = _by_rules_of(log, replayed.config), ""
+        config, unpriced = _by_rules_of(log, replayed.config), why_unpriced(log.header, replayed.config)
     claim(folder, config)
     for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
         (folder / name).unlink(missing_ok=True)
@@ -189,8 +189,8 @@ def _why_no_profile(log: ObservedLog) -> str:
     """What keeps its steps from having times of their own; empty: nothing."""
     if log.header["config"]["async_scheduling"]:
         return (
-            "asynchronous steps overlap: what each costs by itself is not known, unless vLLM is observed with "
-            "--no-async-scheduling"
+            "asynchronous steps overlap: what each costs by itself is not known, unless vLLM plans none ahead (its "
+            "--no-async-scheduling; of `testbed run` scheduler.async_scheduling=false)"
         )
     if log.left_out:
         return f"{log.note}, and what they cost is within that of the steps"
@@ -203,10 +203,11 @@ def _write_profile(
     log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
 ) -> str:
     said = log.header["device"]
+    dtype = log.header["model"]["dtype"]  # in which vLLM computed, whatever the weights are
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
-        device=config.device.name, model=asdict(config.model), block_size=config.cache.block_size,
-        dtype=config.model.dtype or "", tensor_parallel_size=said["tensor_parallel_size"],
+        device=config.device.name, model=asdict(config.model) | {"dtype": dtype}, block_size=config.cache.block_size,
+        dtype=dtype, tensor_parallel_size=said["tensor_parallel_size"],
         kv_dtype=None if kv_dtype == "auto" else kv_dtype, probe_ns=probe_ns, attention="vllm",
         device_description=said["name"], versions={"vllm": log.header["vllm"]}, date=_date(log), command=command,
     )  # fmt: skip

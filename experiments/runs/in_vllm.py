@@ -46,16 +46,37 @@ def with_model(
     folder.mkdir(exist_ok=True)
     write_json(folder / "config.json", model["hf_config"])
     try:
-        if model["dtype"] not in DTYPE_BYTES:
-            raise ModelError(f"the model computes in {model['dtype']!r}, not in one of {', '.join(DTYPE_BYTES)}")
-        config = make({"path": str(folder), "dtype": model["dtype"]})
-        if config.model.architecture not in ARCHITECTURES:
-            raise ModelError(f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}")
-        if config.model.max_length < max_model_len:
-            raise ModelError(f"config.json has {config.model.max_length} positions, and vLLM serves {max_model_len}")
-        return config, ""
+        config = make({"path": str(folder), "dtype": _dtype_of(said)})
     except ModelError as error:
-        return make({"max_position_embeddings": max_model_len}), f"{model['name']} has no price here: {error}"
+        return make({"max_position_embeddings": max_model_len}), _unpriced(said, error)
+    why = why_unpriced(said, config)
+    return (make({"max_position_embeddings": max_model_len}), why) if why else (config, "")
+
+
+def why_unpriced(said: dict[str, Any], config: RunConfig) -> str:
+    """Why the model of an observed engine, of which this is the configuration, has no price; empty: it has."""
+    spec, max_model_len = config.model, said["config"]["max_model_len"]
+    try:
+        _dtype_of(said)
+        if spec.architecture not in ARCHITECTURES:
+            raise ModelError(f"{spec.architecture} is none of {', '.join(ARCHITECTURES)}")
+        if spec.max_length < max_model_len:
+            raise ModelError(f"config.json has {spec.max_length} positions, and vLLM serves {max_model_len}")
+    except ModelError as error:
+        return _unpriced(said, error)
+    return ""
+
+
+def _dtype_of(said: dict[str, Any]) -> str:
+    """What the model computes in. Raises ModelError for what has no price."""
+    dtype: str = said["model"]["dtype"]
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"the model computes in {dtype!r}, not in one of {', '.join(DTYPE_BYTES)}")
+    return dtype
+
+
+def _unpriced(said: dict[str, Any], error: ModelError) -> str:
+    return f"{said['model']['name']} has no price here: {error}"
 
 
 def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:

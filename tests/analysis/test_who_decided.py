@@ -8,7 +8,7 @@ import pytest
 
 from analysis.comparison.arms import infer_arms
 from analysis.comparison.groups import experiments
-from analysis.load import load_sweep
+from analysis.load import load_run, load_sweep
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError
 from tests.analysis.runs import simulate, write_folder
@@ -56,3 +56,14 @@ def test_on_different_traces_they_are_not_compared(tmp_path: Path) -> None:
     own = write_in_vllm(tmp_path / "own", "vllm", seed=1)
     with pytest.raises(RunFolderError, match=r"the arms ran different traces \(other trace.seed\)"):
         report_from_folders([ours, own], tmp_path / "report.html")
+
+
+def test_what_keeps_runs_of_one_trace_apart_is_named(tmp_path: Path) -> None:
+    """A simulation of vLLM's own by the rule of its version is paired with that; the testbed's has none."""
+    ours = write_in_vllm(tmp_path / "ours", "testbed")
+    own = write_in_vllm(tmp_path / "own", "vllm", composition=_OWN_RULE)
+    requests, steps, manifest = simulate(num_requests=20)
+    config = load_run(own).config | {"backend": {"name": "sim"}}
+    sim = write_folder(tmp_path / "sim", requests, steps, manifest, config)
+    with pytest.raises(RunFolderError, match=r"another experiment .* \(other scheduler\.composition"):
+        report_from_folders([own, sim, ours], tmp_path / "report.html")

@@ -21,6 +21,7 @@ from experiments.runs.run_folder import is_locked, locked
 from experiments.sweeps.points import holds_another
 from testbed.core.request import Request
 from testbed.errors import ConfigError
+from testbed.specs.profiles import read_profile
 from tests.experiments.test_observe import lines_of
 
 NUM_REQUESTS = 6
@@ -31,13 +32,15 @@ class Vllm:
     every request. on_step: called with the number of each before it is made."""
 
     version = "0.32.0"
+    dtype = "float32"
 
     def __init__(self, log: Path, on_step: Callable[[int], object]) -> None:
         self._file = log.open("x")
         self._on_step = on_step
         self._live: dict[str, list[int]] = {}  # tokens of the next step, tokens left
         self._num_steps = 0
-        self._write(lines_of("sync")[0] | {"vllm": self.version})
+        head = lines_of("sync")[0]
+        self._write(head | {"vllm": self.version, "model": head["model"] | {"dtype": self.dtype}})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -184,6 +187,27 @@ def test_a_run_is_simulated_by_the_rules_of_the_version_that_ran(
     asked = compose_config(settings(tmp_path / "run"))
     assert load_run(tmp_path / "run").manifest["identity"]["config"] == identity_of(asked).config
     assert not holds_another(tmp_path / "run", asked)
+
+
+def test_a_profile_is_of_what_vllm_computed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """backend.dtype, whatever the weights are in; the configuration's model stays that of the run's neighbours."""
+    monkeypatch.setattr(Vllm, "dtype", "float16")
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run", "backend.dtype=float16") == 0
+    profile = read_profile(tmp_path / "run" / "profile.parquet").manifest
+    assert (profile.dtype, profile.model["dtype"]) == ("float16", "float16")
+    assert load_run(tmp_path / "run").config["model"]["dtype"] == "bfloat16"
+
+
+def test_a_model_without_a_price_is_told_of_as_in_an_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch, lambda number: None)
+    shape = lines_of("sync")[0]["model"]["hf_config"] | {"architectures": ["GemmaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert main(["run", *settings(tmp_path / "run"), f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    manifest = load_run(tmp_path / "run").manifest
+    assert "has no price here: GemmaForCausalLM is none of" in manifest["unpriced"]
+    assert manifest["no_profile"] == manifest["unpriced"]
+    assert not (tmp_path / "run" / "profile.parquet").exists()
 
 
 def test_a_log_of_which_no_run_was_made_is_set_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +64,20 @@ class _Steps:
             from vllm import LLM
         except ImportError:
             raise ConfigError("testbed bench observer runs in vLLM's environment: docs/vllm.md") from None
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from real.vllm.observer import ObservedScheduler
+
+        self._took_ns: Counter[str] = Counter()  # by class, the observer's with what it calls of vLLM's
+        for owner, method in product((Scheduler, ObservedScheduler), STEP_METHODS):
+            _adding(self._took_ns, owner, method)
         llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, block_size=32,
             max_num_seqs=max_running, max_num_batched_tokens=max(8192, PROMPT_TOKENS * max_running),
-            async_scheduling=False, scheduler_cls=timed_scheduler(),
+            async_scheduling=False, scheduler_cls=ObservedScheduler,
             additional_config={"testbed": {"observe": str(folder / "log.jsonl")}},
         )  # fmt: skip
         self._engine = llm.llm_engine
-        self._scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
 
     def of(self, num_running: int, num_steps: int) -> tuple[list[int], list[int]]:
         """Ns a step in vLLM's own plan and commit, and in the observer's."""
@@ -83,40 +91,23 @@ class _Steps:
         self._engine.step()  # their prompts
         own, added = [], []
         for _ in range(num_steps):
-            self._scheduler.outer_ns = self._scheduler.inner_ns = 0
+            self._took_ns.clear()
             self._engine.step()
-            own.append(self._scheduler.inner_ns)
-            added.append(self._scheduler.outer_ns - self._scheduler.inner_ns)
+            own.append(self._took_ns["Scheduler"])
+            added.append(self._took_ns["ObservedScheduler"] - self._took_ns["Scheduler"])
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return own, added
 
 
-def timed_scheduler() -> type:
-    """The observer's synchronous class, timed above and below."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+def _adding(took_ns: Counter[str], owner: type, method: str) -> None:
+    """From now on the owner's method adds what it takes to what its owner took."""
+    own = getattr(owner, method)
 
-    from real.vllm.observer import ObservedScheduler
-
-    class Inner(Scheduler):  # type: ignore[misc]  # vLLM has no types here
-        inner_ns = 0
-
-    class Timed(ObservedScheduler, Inner):
-        outer_ns = 0
-
-    for method in STEP_METHODS:
-        setattr(Inner, method, _adding("inner_ns", getattr(Scheduler, method)))
-        setattr(Timed, method, _adding("outer_ns", getattr(ObservedScheduler, method)))
-    return Timed
-
-
-def _adding(counter: str, method: Any) -> Any:
-    """The method, which adds what it takes to the counter."""
-
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         began_ns = time.perf_counter_ns()
-        result = method(self, *args, **kwargs)
-        setattr(self, counter, getattr(self, counter) + time.perf_counter_ns() - began_ns)
+        result = own(*args, **kwargs)
+        took_ns[owner.__name__] += time.perf_counter_ns() - began_ns
         return result
 
-    return timed
+    setattr(owner, method, timed)

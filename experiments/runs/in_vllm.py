@@ -46,37 +46,28 @@ def with_model(
     folder.mkdir(exist_ok=True)
     write_json(folder / "config.json", model["hf_config"])
     try:
-        config = make({"path": str(folder), "dtype": _dtype_of(said)})
+        known = {"dtype": model["dtype"]} if model["dtype"] in DTYPE_BYTES else {}
+        config = make({"path": str(folder), **known})
+        why = why_unpriced(said, config)
     except ModelError as error:
-        return make({"max_position_embeddings": max_model_len}), _unpriced(said, error)
-    why = why_unpriced(said, config)
+        why = _unpriced(said, str(error))
     return (make({"max_position_embeddings": max_model_len}), why) if why else (config, "")
 
 
 def why_unpriced(said: dict[str, Any], config: RunConfig) -> str:
     """Why the model of an observed engine, of which this is the configuration, has no price; empty: it has."""
-    spec, max_model_len = config.model, said["config"]["max_model_len"]
-    try:
-        _dtype_of(said)
-        if spec.architecture not in ARCHITECTURES:
-            raise ModelError(f"{spec.architecture} is none of {', '.join(ARCHITECTURES)}")
-        if spec.max_length < max_model_len:
-            raise ModelError(f"config.json has {spec.max_length} positions, and vLLM serves {max_model_len}")
-    except ModelError as error:
-        return _unpriced(said, error)
+    dtype, spec, max_model_len = said["model"]["dtype"], config.model, said["config"]["max_model_len"]
+    if dtype not in DTYPE_BYTES:
+        return _unpriced(said, f"the model computes in {dtype!r}, not in one of {', '.join(DTYPE_BYTES)}")
+    if spec.architecture not in ARCHITECTURES:
+        return _unpriced(said, f"{spec.architecture} is none of {', '.join(ARCHITECTURES)}")
+    if spec.max_length < max_model_len:
+        return _unpriced(said, f"config.json has {spec.max_length} positions, and vLLM serves {max_model_len}")
     return ""
 
 
-def _dtype_of(said: dict[str, Any]) -> str:
-    """What the model computes in. Raises ModelError for what has no price."""
-    dtype: str = said["model"]["dtype"]
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"the model computes in {dtype!r}, not in one of {', '.join(DTYPE_BYTES)}")
-    return dtype
-
-
-def _unpriced(said: dict[str, Any], error: ModelError) -> str:
-    return f"{said['model']['name']} has no price here: {error}"
+def _unpriced(said: dict[str, Any], why: str) -> str:
+    return f"{said['model']['name']} has no price here: {why}"
 
 
 def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:

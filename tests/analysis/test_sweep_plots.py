@@ -51,7 +51,7 @@ def legend_of(axes):
 # --- Pareto front ---
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12, unique=True))
 def test_the_front_is_what_no_other_beats(points):
     axes = pareto(frame_of([(float(x), y / 1000) for x, y in points]))

@@ -73,11 +73,12 @@ def test_records_of_a_profile_wait_for_a_launch_where_those_of_a_run_do(monkeypa
         monkeypatch.setattr(calibrate, "computes_beside", lambda config, late=late: late)
         file = tmp_path / f"{name}.parquet"
         few = ("--quick", "--repeats", "1", "--requests", "4")
-        asynchronous = ("scheduler=vllm_v1_async", "cache.num_gpu_blocks=100")
+        asynchronous = ("scheduler=vllm_v1_async", "cache.num_gpu_blocks=256")
         said = say(capsys, "calibrate", "profile", *ENGINE, *few, *asynchronous, "--out", str(file))
         assert said.status == 0, said.err
         steps = read_profile(file).steps
         assert all(sum(step.spans) <= step.total_ns for step in steps), "a step began before the one before had ended"
+        assert sum(step.total_ns > 1.8 * sum(step.spans) for step in steps) < len(steps) / 4
         shapes.append(sorted(map(repr, (step.shape for step in steps))))
     assert shapes[0] == shapes[1]
     assert max(waiting) > 0

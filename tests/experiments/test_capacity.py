@@ -88,7 +88,7 @@ def test_it_ends_whatever_the_verdicts_are(bits: int, start: float) -> None:
 def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     """D/D/1, 10 ms: below 100 requests/s nobody waits, above it the queue grows."""
     found = capacity_of(
-        tmp_path, *ONE_TOKEN, "trace.arrival=deterministic", "trace.num_requests=1000", "slo.ttft_s=0.05",
+        tmp_path, *ONE_TOKEN, "trace.arrival=deterministic", "trace.num_requests=2000", "slo.ttft_s=0.05",
         "trace.rate=64", tolerance=0.005,
     )  # fmt: skip
     kept, failed = ends(found)
@@ -101,7 +101,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     """M/D/1 (Erlang, 1909): the rate at which 99 % wait 40 ms at most, services being 10 ms."""
-    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=3000", "trace.rate=56", "slo.ttft_s=0.05", "seed=0,1")
+    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "trace.rate=56", "slo.ttft_s=0.05", "seed=0,1")
     low, high = 1.0, 99.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -109,7 +109,7 @@ def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     assert found.capacity == pytest.approx(low, rel=0.05)
     at = found.at_kept
     assert at is not None
-    assert at.num_requests == 6_000, "of both seeds"
+    assert at.num_requests == 12_000, "of both seeds"
 
 
 def waits_at_most(time_s: float, rate: float, service_s: float) -> float:
@@ -120,7 +120,7 @@ def waits_at_most(time_s: float, rate: float, service_s: float) -> float:
 
 def test_a_queue_that_grows_fails_although_no_limit_does(tmp_path: Path) -> None:
     """A step of 10 ms serves four: 400 requests/s. The limit is too wide for the trace to reach it."""
-    more = ("scheduler.max_num_seqs=4", "trace.arrival=deterministic", "trace.num_requests=1500", "trace.rate=256")
+    more = ("scheduler.max_num_seqs=4", "trace.arrival=deterministic", "trace.num_requests=3000", "trace.rate=256")
     found = capacity_of(tmp_path, *ONE_TOKEN[:3], *ONE_TOKEN[4:], *more, "slo.ttft_s=1000")
     kept, failed = ends(found)
     assert kept <= 400 * 1.12

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -141,8 +141,11 @@ _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def fields_of(schema: Schema) -> dict[str, Any]:
     """Type by key; what a schema does not say is Any."""
     if isinstance(schema, type):
-        return get_type_hints(schema)
+        return _hints(schema)
     return {key: value if isinstance(value, Mapping) else Any for key, value in schema.items() if key != "defaults"}
+
+
+_hints = cache(get_type_hints)  # which reads each annotation anew
 
 
 def nested(kind: Any) -> Schema | None:

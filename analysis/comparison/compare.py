@@ -15,6 +15,7 @@ from analysis.comparison.arms import Arm, paired_replicates, replicates
 from analysis.load import Run
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
+    ALIKE,
     Estimate,
     Verdict,
     differences,
@@ -111,6 +112,11 @@ class Comparison:
     @property
     def is_claim(self) -> bool:
         return self.verdict in ("higher", "lower") and self.estimate is not None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether it is the same in all replicates, so few that no interval can be made."""
+        return self.verdict == "unknown" and self.estimate is not None and self.estimate.method == ALIKE
 
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:

@@ -61,9 +61,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
-    check_warm_up(
-        [*(run for arm in report.arms for run in arm.runs), *(run for pair in report.pairs for run in pair.runs)]
-    )
+    check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
@@ -80,12 +78,11 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     context["answer"] = answer(sections.compared, slo)
     context["main_figure"] = _main_figure(sections)
     environment = Environment(
-        loader=PackageLoader("analysis.reports"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+        loader=PackageLoader("analysis.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters["md"] = _markdown
-    environment.autoescape = True
     html = environment.get_template("report.html.j2").render(context)
-    environment.autoescape = False
     markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
     for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
         file.write_text(text, encoding="utf-8")

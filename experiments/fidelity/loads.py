@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from analysis.load import Run, load_run
+from analysis.load import Run, load_run, num_replicas
 from analysis.reading.files import read_json
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
@@ -126,7 +126,7 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     """A run folder of ours: backend real, vllm (also imported), or sim. Raises TestbedError in one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
-    if int(run.manifest.get("num_replicas") or 1) > 1 and run.manifest.get("backend") != "sim":
+    if num_replicas(run) > 1 and run.manifest.get("backend") != "sim":
         raise RunFolderError(f"{run.path}: several engines served it; give the folder of a run of one")
     saved = {
         **read_config(run.path),

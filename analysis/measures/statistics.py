@@ -34,7 +34,6 @@ class Estimate:
     num: int  # replicates (or observations, for one run)
     method: str
     scale: Scale = "difference"
-    level: float = 0.95
     p_value: float | None = None
 
     def percent(self) -> tuple[float, float, float]:
@@ -65,17 +64,17 @@ def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 
     mean, num = float(differences.mean()), differences.size
     error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if mean == error == 0.0:
-        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale, level)
+        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale)
     if error <= 1e-12 * abs(mean):
         p_value = 2.0 ** (1 - num)
         if num > 1 and p_value < 1 - level:
-            return Estimate(mean, mean, mean, num, ALIKE, scale, level, p_value)
-        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale, level)
+            return Estimate(mean, mean, mean, num, ALIKE, scale, p_value)
+        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale)
     from scipy import stats  # slow to import
 
     half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
     p_value = 2.0 * float(stats.t.sf(abs(mean / error), num - 1))
-    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
+    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -119,7 +118,7 @@ def moving_blocks(
     num = rows.shape[0]
     value = float(statistic(rows))
     if num < 8:
-        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale, level)
+        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale)
     columns = rows.reshape(num, -1)
     size = length or max(block_length(column) for column in columns.T)
     rng = np.random.default_rng(seed)
@@ -129,7 +128,7 @@ def moving_blocks(
         starts = rng.integers(0, num - size + 1, size=count)
         drawn[index] = statistic(rows[(starts[:, None] + offsets).ravel()[:num]])
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale, level)
+    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale)
 
 
 def wilson(successes: int, total: int, level: float = 0.95) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
+"""The plots that reports have; each takes runs, or comparisons.
 
 Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
 Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
@@ -25,17 +25,10 @@ from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
-from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
 from analysis.plots.style import AxesArray
-from analysis.plots.sweep_plots import heatmap, pareto
 from analysis.reading.frames import numbers
 from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
-
-__all__ = [
-    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
-    "sim_versus_real", "throughput_latency", "timeline",
-]  # fmt: skip
 
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
@@ -331,8 +324,7 @@ def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, 
     low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
     upper.plot([low, high], [low, high], color=style.BLACK, linewidth=0.8)
     for index, (real, sim) in enumerate(pairs):
-        look: dict[str, Any] = {"color": style.COLOURS[index % 7], "marker": style.marker(index)}
-        look |= {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        look = style.point_style(index) | {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
         upper.plot(real * factor, sim * factor, **look)
         lower.plot(real * factor, sim / real, **look)
     for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.console.arguments import Parser
+from experiments.console.arguments import Parser, refuse_existing
 from experiments.runs.run_folder import is_same_file
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
@@ -252,8 +252,7 @@ def _parser(name: str, says: str) -> argparse.ArgumentParser:
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
     if format_suffix(out) not in (".jsonl", ".csv", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
         raise ConfigError(f"{out}: unknown extension; name it .jsonl, .csv (.gz or .zst behind it) or .parquet")
-    if out.exists() and not overwrite:
-        raise RunFolderError(f"{out} exists; choose another file or pass --overwrite")
+    refuse_existing(out, overwrite, "file")
     if any(is_same_file(out, Path(source)) for source in sources):
         raise RunFolderError(f"{out} is what is read; choose another file")
 

@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
 from analysis.load import Run, load_run, num_replicas
 from analysis.reading.files import read_json
@@ -26,7 +25,7 @@ from experiments.configuration.saved import TRACE_FILE, read_config
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed
-from experiments.runs.run_folder import check_priced, write_json
+from experiments.runs.run_folder import as_yaml, check_priced, write_json
 from experiments.wiring.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
@@ -200,7 +199,7 @@ def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(kept, folder / "requests.parquet")
     shutil.copyfile(run.path / "steps.parquet", folder / "steps.parquet")
-    (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
+    (folder / "config.yaml").write_text(as_yaml(run.config))
     manifest = read_json(run.path / "manifest.json")
     manifest["trace"] = describe_trace(trace)
     write_json(folder / "manifest.json", manifest)

@@ -63,7 +63,7 @@ def _inspect(arguments: list[str]) -> int:
     summary = summarise(_bar(trace, trace.num_requests, "inspect"))
     print_summary(trace.name, summary, trace.notes, options.block_size)
     if options.plots is not None:
-        _plot(trace.name, summary, options.plots)
+        _plot(summary, options.plots)
     return 0
 
 
@@ -205,11 +205,11 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
     )
 
 
-def _plot(name: str, summary: TraceSummary, folder: Path) -> None:
+def _plot(summary: TraceSummary, folder: Path) -> None:
     from analysis.plots import style
     from analysis.plots.trace_plots import TraceColumns, all_plots
 
-    columns = TraceColumns(name, summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
+    columns = TraceColumns(summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
     values = [summary.dispersion(window) for window in WINDOWS_S]
     for stem, figure in all_plots(columns, WINDOWS_S, values).items():
         png, _ = style.save(figure, folder / stem)

@@ -66,9 +66,9 @@ class Extent:
 QUICK = Extent(is_quick=True, repeats=2, num_requests=10)
 
 
-def profile(config: RunConfig, extent: Extent = QUICK, *, command: str = "") -> Profile:
+def profile(config: RunConfig, extent: Extent) -> Profile:
     """As `measure_profile`, all of it. Raises KeyboardInterrupt if it was interrupted."""
-    measurement = measure_profile(config, extent, command=command)
+    measurement = measure_profile(config, extent)
     if measurement.profiled.is_interrupted:
         raise KeyboardInterrupt
     return measurement.profile

@@ -91,9 +91,9 @@ def load(
     return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
 
 
-def coverage(systems: Path | None = None) -> list[Coverage]:
+def coverage() -> list[Coverage]:
     """What there is, a line for each device and engine, from the files' footers alone."""
-    root, found = systems_folder(systems), []
+    root, found = systems_folder(), []
     for system in _systems(root):
         for engine in ENGINES:
             folder = root / "data" / system

@@ -36,6 +36,7 @@ class Estimate:
     num: int  # replicates (or observations, for one run)
     method: str
     scale: Scale = "difference"
+    level: float = LEVEL
     p_value: float | None = None
 
     def percent(self) -> tuple[float, float, float]:
@@ -66,17 +67,17 @@ def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 
     mean, num = float(differences.mean()), differences.size
     error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if mean == error == 0.0:
-        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale)
+        return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale, level)
     if error <= 1e-12 * abs(mean):
         p_value = 2.0 ** (1 - num)
         if num > 1 and p_value < 1 - level:
-            return Estimate(mean, mean, mean, num, ALIKE, scale, p_value)
-        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale)
+            return Estimate(mean, mean, mean, num, ALIKE, scale, level, p_value)
+        return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale, level)
     from scipy import stats  # slow to import
 
     half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
     p_value = 2.0 * float(stats.t.sf(abs(mean / error), num - 1))
-    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, p_value)
+    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

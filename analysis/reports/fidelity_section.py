@@ -18,7 +18,8 @@ from analysis.reports.parts import ReportInput, Sections
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": [], "errors": {}, "rankings": {}}
+    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "warnings": [], "setup": None, "pairs": []}
+    result |= {"errors": {}, "rankings": {}}
     result["not_measured"] = fidelity_findings.not_measured(report.arms, report.pairs)
     if not report.pairs:
         return result
@@ -40,7 +41,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     figure = plots.sim_versus_real(matched)
     result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
     real = [run for pair in report.pairs for run in pair.reals]
-    result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
+    result["setup"] = tables.setup_table("Setup of the real runs", real)
     result["pairs"] = [
         (pair.label, *(relative(run.path, sections.out.parent) for run in pair.runs)) for pair in report.pairs
     ]

@@ -191,12 +191,11 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # said once
     group: dict[str, Any] = {"load": load, "method": method if is_new else ""}
-    args = (arms, baseline)
     group["tables"] = [
-        tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
-        tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
+        tables.ablation_table(f"Latency{at_load}", arms, LATENCY, rows, report.margin, slo),
+        tables.ablation_table(f"Throughput{at_load}", arms, rates, rows, report.margin, slo),
         tables.ablation_table(
-            f"What happened inside{at_load} (means over replicates)", *args, inside, (), report.margin, slo
+            f"What happened inside{at_load} (means over replicates)", arms, inside, (), report.margin, slo
         ),
     ]
     effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
@@ -212,7 +211,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         ] + group["tables"]  # fmt: skip
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
-        said = _said(rows, effects, arms, baseline, report.margin, num)
+        said = _said(rows, effects, arms, report.margin, num)
         sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
     sections.ablation.append({"plots": []} | group)
 
@@ -221,7 +220,6 @@ def _said(
     rows: Sequence[Comparison],
     effects: Sequence[Effect],
     arms: Sequence[Arm],
-    baseline: Arm,
     margin: float,
     num_replicates: int,
 ) -> list[str]:
@@ -229,6 +227,7 @@ def _said(
 
     Of an unreplicated factorial design only the arms one factor away from the baseline are told; the tables have all.
     """
+    baseline = arms[0]
     if effects and num_replicates > 1:
         said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
         return said + findings.best_arms(rows, baseline.name)
@@ -325,11 +324,11 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
             *report.cautions,
         ],
         "findings": sections.findings,
-        "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
+        "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": sections.plots,
-        "fidelity": {"warnings": [], "setup": None} | measured,
+        "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],

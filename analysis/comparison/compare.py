@@ -21,6 +21,7 @@ from analysis.measures.statistics import (
     differences,
     effect_size,
     holm,
+    mean_of_all,
     mean_t,
     moving_blocks,
     verdict,
@@ -121,9 +122,7 @@ class Comparison:
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
     """Mean over the arm's replicates; None where any of them does not reach the metric."""
-    values = [metric.of(run.summary_under(slo)) for run in replicates(arm).values()]
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
+    return mean_of_all([metric.of(run.summary_under(slo)) for run in replicates(arm).values()])
 
 
 def compare(

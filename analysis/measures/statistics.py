@@ -57,6 +57,12 @@ def differences(base: FloatArray, other: FloatArray) -> tuple[FloatArray, Scale]
     return other - base, "difference"
 
 
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """None where one of them is missing, or there is none."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
 def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 

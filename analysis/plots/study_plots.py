@@ -21,6 +21,7 @@ from analysis.comparison.fidelity import pair_of
 from analysis.comparison.wording import change_text
 from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import kv_usage, run_end_ns
+from analysis.measures.statistics import mean_of_all
 from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
 from analysis.plots import style
@@ -106,17 +107,15 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
 
 
 def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached).
+    """One dict a load, by offered rate: rate, values of the P99 over replicates and their mean (None: not reached).
     loads: the settings that make one load another."""
     points = []
     for replicates in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in loads])).values():
         rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
         offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
         values = [run.summary[name]["p99"] for run in replicates]
-        known = [value for value in values if value is not None]
-        complete = len(known) == len(values)
-        mean = float(np.mean(known)) if complete else None
-        points.append({"rate": rate, "offered": offered, "mean": mean, "values": known if complete else []})
+        mean = mean_of_all(values)
+        points.append({"rate": rate, "offered": offered, "mean": mean, "values": [] if mean is None else values})
     return sorted(points, key=lambda point: (point["offered"], point["rate"]))
 
 

@@ -169,9 +169,8 @@ def _described(group: Compared, slo: SLO | None) -> str:
     """What one arm did, in means over its replicates."""
     (arm,) = group.arms
     runs = list(replicates(arm).values())
-    manifest, values = runs[0].manifest, {}
-    for metric in (*LATENCY, *RATES, *SLO_METRICS):
-        values[metric.label] = metric.write(mean_over_replicates(arm, metric, slo))
+    manifest, told_of = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
+    values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in told_of}
     sent = fmt.number(float(np.mean([run.summary["num_requests"] for run in runs])))
     offered = fmt.number(float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs])), "req/s")
     over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""

@@ -20,10 +20,10 @@ from analysis.format import component
 from analysis.measures.metrics import SLO
 from analysis.measures.summary import SUMMARY_VERSION, summarise
 from analysis.naming import as_cell
-from analysis.reading.files import one_line, read_json, read_said
+from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import STRINGS
-from analysis.reading.rows import FileRows, whole
+from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
@@ -224,11 +224,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 def _cure(folder: Path, why: str = "the run did not get to its end") -> str:
     """What to do about a run without its end. Who served cannot have it again, but its tape has all decisions."""
-    try:
-        is_served = str(read_json(folder / "manifest.json").get("command")).startswith("scheduler_cls=")
-    except RunFolderError:
-        is_served = False
-    if is_served:
+    if str(read_manifest(folder).get("command")).startswith("scheduler_cls="):
         return (
             f"the vLLM that it is of still serves, or ended before its requests did: `testbed parity {folder}` replays "
             f"its tape, and `testbed run from={folder} backend=sim` simulates its requests"
@@ -268,10 +264,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
 
 def _failure(folder: Path) -> str:
     """Why the run there did not get to its end, as its manifest has it; "" where it does not say."""
-    try:
-        return str(read_json(folder / "manifest.json").get("failure") or "")
-    except RunFolderError:
-        return ""
+    return str(read_manifest(folder).get("failure") or "")
 
 
 def _was_made_again(folder: Path) -> bool:
@@ -368,10 +361,8 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 
 
 def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
-    try:
+    with naming(file):
         names = set(pq.read_schema(file).names)
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error
     missing = [name for name in columns if name not in names]
     if missing:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
@@ -379,7 +370,5 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
 
 def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
     """These columns of a file of records. Raises RunFolderError if it cannot be read."""
-    try:
+    with naming(file):
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error

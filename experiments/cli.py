@@ -11,10 +11,10 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from experiments.console.arguments import Parser, folder_named, words
+from experiments.console.arguments import Parser, folder_named, refuse_existing, words
 from experiments.console.streams import go_on_unheard, take_any_character
 from experiments.runs.collector import THRESHOLD
-from testbed.errors import ConfigError, RunFolderError, TestbedError
+from testbed.errors import ConfigError, TestbedError
 
 USAGE = """usage: testbed <command> ...
 
@@ -158,9 +158,8 @@ def _report(arguments: list[str]) -> int:
     out = options.out if options.out.suffix else options.out.with_suffix(".html")
     if out.suffix != ".html":
         raise ConfigError(f"--out is {options.out}; a report is an .html file, with a .md and pictures beside it")
-    written = [file for file in (out, out.with_suffix(".md")) if file.exists()]
-    if written and not options.overwrite:
-        raise RunFolderError(f"{written[0]} exists; choose another --out or pass --overwrite")
+    for written in (out, out.with_suffix(".md")):
+        refuse_existing(written, options.overwrite)
     if options.margin is not None and not 0 < options.margin < 1:
         raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
     for folder in options.folders:

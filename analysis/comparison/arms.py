@@ -173,14 +173,14 @@ def stated_replicates(runs: Iterable[Run]) -> list[str]:
     return sorted({name for run in runs for name in run.flat_config.get("report.replicates") or ()})
 
 
-def load_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
+def load_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
     """The swept settings of the trace, without its seed: what makes one load (one condition) another. replicated: those
     whose values are replicates instead."""
     keys = [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
     return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 
-def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str] = ()) -> list[str]:
+def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
     """Those of them that `by_load` leaves out of its labels: such loads are of different traces."""
     keys = load_keys(runs, replicated)
     told = naming_keys([run.flat_config for run in runs], keys)
@@ -196,7 +196,7 @@ def _load_value(run: Run, key: str, offered: float) -> str:
     return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"
 
 
-def by_load(arms: Sequence[Arm], replicated: Sequence[str] = ()) -> dict[str, list[Arm]]:
+def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Arm]]:
     """Load -> the arms with their runs at it, the lightest first; the label says the fewest settings that tell
     the loads apart ("" for one). replicated: keys of the trace whose values are replicates and no loads."""
     runs = [run for arm in arms for run in arm.runs]

@@ -15,11 +15,13 @@ from analysis.comparison.arms import Arm, paired_replicates, replicates
 from analysis.load import Run
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
+    ALIKE,
     Estimate,
     Verdict,
     differences,
     effect_size,
     holm,
+    mean_of_all,
     mean_t,
     moving_blocks,
     verdict,
@@ -112,12 +114,15 @@ class Comparison:
     def is_claim(self) -> bool:
         return self.verdict in ("higher", "lower") and self.estimate is not None
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether it is the same in all replicates, so few that no interval can be made."""
+        return self.verdict == "unknown" and self.estimate is not None and self.estimate.method == ALIKE
+
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
     """Mean over the arm's replicates; None where any of them does not reach the metric."""
-    values = [metric.of(run.summary_under(slo)) for run in replicates(arm).values()]
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
+    return mean_of_all([metric.of(run.summary_under(slo)) for run in replicates(arm).values()])
 
 
 def compare(

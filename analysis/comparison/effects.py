@@ -17,7 +17,7 @@ import numpy as np
 from analysis.comparison.arms import Arm, grouped, level_groups, paired_replicates
 from analysis.comparison.compare import Comparison, Metric, judge, paired_values
 from analysis.measures.metrics import SLO
-from analysis.measures.statistics import Estimate, Scale, differences, mean_t
+from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
 from analysis.reading.rows import FloatArray
 from testbed.errors import RunFolderError
@@ -129,7 +129,7 @@ def _interaction(rows: FloatArray, scale: Scale, names: Sequence[str]) -> Intera
     low, high = int(means.argmin()), int(means.argmax())
     if low == high:
         return None
-    estimate = mean_t(rows[high] - rows[low], scale, 1 - 0.05 / num_pairs)
+    estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs)
     if estimate.p_value is not None:
         estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
     return Interaction((names[low], names[high]), float(means[low]), float(means[high]), estimate)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from analysis.comparison.arms import infer_arms, is_policy, stated_replicates
+from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_replicates
 from analysis.load import Run, relative, swept_keys
 from analysis.naming import DECIDES
 from testbed.errors import RunFolderError
@@ -36,7 +36,7 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
     def policies(members: Experiment, of: Sequence[str] = policy) -> str:
         return repr(sorted({settings(run, of) for run in members}))
 
-    groups = _merged([[run] for run in runs], lambda one: settings(one[0], [*platform, *trace]))
+    groups = list(grouped(runs, lambda run: settings(run, [*platform, *trace])).values())
     groups = _merged(groups, lambda members: policies(members, [*policy, DECIDES]) + settings(members[0], platform))
     groups = _merged(groups, lambda members: policies(members) + repr(sorted({str(m.fingerprint) for m in members})))
     return sorted(groups, key=lambda members: (len(infer_arms(members)) < 2, -len(members)))
@@ -47,10 +47,7 @@ def _is_platform(key: str) -> bool:
 
 
 def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:
-    merged: dict[str, Experiment] = {}
-    for members in groups:
-        merged.setdefault(key(members), []).extend(members)
-    return list(merged.values())
+    return [[run for members in alike for run in members] for alike in grouped(groups, key).values()]
 
 
 def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:

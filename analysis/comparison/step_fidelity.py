@@ -66,9 +66,9 @@ def _power(values: FloatArray) -> FloatArray:
 
 
 def _by(joined: pd.DataFrame, column: str, groups: Iterable[Any]) -> pd.DataFrame:
-    medians = dict.fromkeys(("real_s", "sim_s", "error"), "median")
     table = joined.groupby(column).agg(
-        num_steps=("error", "size"), **{name: (name, how) for name, how in medians.items()}
-    )
-    table = table.reindex([group for group in groups if group in table.index]).rename(columns={"real_s": "measured_s"})
-    return table.rename_axis("group").reset_index()[["group", "num_steps", "measured_s", "sim_s", "error"]]
+        num_steps=("error", "size"), measured_s=("real_s", "median"), sim_s=("sim_s", "median"),
+        error=("error", "median"),
+    )  # fmt: skip
+    table = table.reindex([group for group in groups if group in table.index])
+    return table.rename_axis("group").reset_index()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison
-from analysis.measures.statistics import ALIKE
 
 
 def change_text(comparison: Comparison) -> str:
@@ -45,7 +44,7 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         "inside the noise": "inside the noise",
         "unknown": "not comparable" if estimate is None else "no interval",
     }
-    if comparison.verdict == "unknown" and estimate is not None and estimate.method == ALIKE:
+    if comparison.is_alike and estimate is not None:
         return f"the same in all {estimate.num} replicates"
     is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
     if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:

@@ -11,7 +11,7 @@ from analysis.explain.following import NUM_NAMED, Stretch
 from analysis.explain.frames import Told
 from analysis.explain.waiting import Preempted
 from analysis.format import listing, seconds, share
-from analysis.load import Run
+from analysis.load import Run, num_replicas
 
 CAUSES = {
     "kv_blocks": "KV blocks", "token_budget": "the token budget of a step", "max_num_seqs": "max_num_seqs",
@@ -115,7 +115,7 @@ def _wait(one: Stretch, row: Any, block_size: int) -> str:
 
 def _arrival(row: Any, run: Run) -> list[str]:
     late = int(row["queued_ns"]) - int(row["arrival_ns"])
-    where = f" by replica {row['replica']}" if int(run.manifest.get("num_replicas") or 1) > 1 else ""
+    where = f" by replica {row['replica']}" if num_replicas(run) > 1 else ""
     seen = f"seen{where} {seconds(late / 1e9)} later, at the next step boundary" if late else f"seen{where} at once"
     return [f"Arrived at {_at(row['arrival_ns'])} with {row['num_prompt_tokens']:,} prompt tokens; {seen}."]
 

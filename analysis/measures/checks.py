@@ -33,12 +33,12 @@ from analysis.reading.request_columns import Requests
 from analysis.reading.rows import Rows, as_rows
 from analysis.reading.timeline import replicas_of, step_runs
 
-CHECKS = ("littles_law", "work_conserved", "never_idle")
 NAMES = {
     "littles_law": "Little's law",
     "work_conserved": "conservation of work",
     "never_idle": "no idle engine while requests are in the system",
 }
+CHECKS = tuple(NAMES)
 
 
 def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[str, Check]:

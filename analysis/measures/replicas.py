@@ -13,6 +13,7 @@ import numpy as np
 
 from analysis.measures.metrics import jain_index
 from analysis.measures.occupancy import STEP_COLUMNS, Occupancy
+from analysis.measures.statistics import mean_of_all
 from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import FloatArray, Rows
 from analysis.reading.timeline import step_runs
@@ -53,9 +54,9 @@ def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[di
         if is_recorded and not of.num_steps and duration_s > 0:
             _be_idle(one, duration_s, knows_pool=of.knows_pool)
     fleet: dict[str, Any] = {name: _joined([one[name] for one in each], sum) for name in SUMS}
-    fleet["busy_share"] = _joined([one["busy_share"] for one in each], _mean)
+    fleet["busy_share"] = mean_of_all([one["busy_share"] for one in each])
     fleet["kv"] = {
-        "utilisation_mean": _joined([one["kv"]["utilisation_mean"] for one in each], _mean),
+        "utilisation_mean": mean_of_all([one["kv"]["utilisation_mean"] for one in each]),
         "utilisation_peak": _joined([one["kv"]["utilisation_peak"] for one in each], max),
     }
     times = [one["time_s"] for one in each if one["time_s"] is not None]
@@ -129,10 +130,6 @@ def _be_idle(metrics: dict[str, Any], length_s: float, *, knows_pool: bool) -> N
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
     """None where one is not known."""
     return None if any(value is None for value in values) else join(values)
-
-
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values))
 
 
 def _imbalance(values: FloatArray) -> float | None:

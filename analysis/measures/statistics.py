@@ -20,6 +20,8 @@ from numpy.typing import ArrayLike
 from analysis.reading.rows import FloatArray
 
 EQUAL, ALIKE = "equal in every replicate", "the same difference in every replicate"  # methods that need no spread
+LEVEL = 0.95  # of intervals
+ALPHA = 0.05  # of claims
 Scale = Literal["difference", "log_ratio"]
 Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]
 
@@ -34,7 +36,7 @@ class Estimate:
     num: int  # replicates (or observations, for one run)
     method: str
     scale: Scale = "difference"
-    level: float = 0.95
+    level: float = LEVEL
     p_value: float | None = None
 
     def percent(self) -> tuple[float, float, float]:
@@ -55,7 +57,13 @@ def differences(base: FloatArray, other: FloatArray) -> tuple[FloatArray, Scale]
     return other - base, "difference"
 
 
-def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 0.95) -> Estimate:
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """None where one of them is missing, or there is none."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 
     One replicate gives an infinite interval and no p-value. Where all are equal there is no spread to judge by: from as
@@ -104,8 +112,6 @@ def block_length(values: ArrayLike) -> int:
 def moving_blocks(
     values: ArrayLike,
     statistic: Callable[[FloatArray], float] = lambda rows: float(rows.mean()),
-    length: int | None = None,
-    level: float = 0.95,
     num_resamples: int = 1_000,
     seed: int = 0,
     scale: Scale = "difference",
@@ -119,24 +125,24 @@ def moving_blocks(
     num = rows.shape[0]
     value = float(statistic(rows))
     if num < 8:
-        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale, level)
+        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale)
     columns = rows.reshape(num, -1)
-    size = length or max(block_length(column) for column in columns.T)
+    size = max(block_length(column) for column in columns.T)
     rng = np.random.default_rng(seed)
     offsets, count = np.arange(size), math.ceil(num / size)
     drawn = np.empty(num_resamples)
     for index in range(num_resamples):
         starts = rng.integers(0, num - size + 1, size=count)
         drawn[index] = statistic(rows[(starts[:, None] + offsets).ravel()[:num]])
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale, level)
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale)
 
 
-def wilson(successes: int, total: int, level: float = 0.95) -> tuple[float, float]:
+def wilson(successes: int, total: int) -> tuple[float, float]:
     """Wilson's score interval for a share (Wilson, 1927). ValueError unless 0 <= successes <= total and total > 0."""
     if not 0 <= successes <= total or total <= 0:
         raise ValueError(f"a share needs 0 <= successes <= total, total > 0; got {successes} of {total}")
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     share = successes / total
     centre = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
@@ -171,11 +177,11 @@ def effect_size(differences: FloatArray) -> float | None:
     return correction * float(differences.mean()) / float(differences.std(ddof=1))
 
 
-def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None, alpha: float = 0.05) -> Verdict:
+def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None) -> Verdict:
     """What an interval allows one to say; `margin` is the equivalence margin on the estimate's own scale.
 
     "equivalent": the whole interval lies within the margin. "inside the noise": it holds 0, or the p-value (Holm's,
-    if given) is not below alpha. "identical": no difference in any replicate. "unknown": there is no finite interval.
+    if given) is not below ALPHA. "identical": no difference in any replicate. "unknown": there is no finite interval.
     """
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "unknown"
@@ -183,7 +189,7 @@ def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = Non
         return "identical"
     if margin > 0 and -margin <= estimate.low and estimate.high <= margin:
         return "equivalent"
-    significant = p_value is None or p_value < alpha
+    significant = p_value is None or p_value < ALPHA
     if estimate.low <= 0.0 <= estimate.high or not significant:
         return "inside the noise"
     return "higher" if estimate.value > 0 else "lower"

@@ -6,13 +6,16 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = [
-    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
-    "sim_versus_real", "throughput_latency", "timeline",
-]  # fmt: skip
+_STUDY_PLOTS = ("ablation_bars", "latency_cdf", "sim_versus_real", "throughput_latency", "timeline")
+_PLACES = {
+    **dict.fromkeys(_STUDY_PLOTS, "study_plots"),
+    **dict.fromkeys(("batch_composition", "gantt", "preemption_scatter"), "run_plots"),
+    **dict.fromkeys(("heatmap", "pareto"), "sweep_plots"),
+}
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("analysis.plots.study_plots"), name)
+    if name in _PLACES:
+        return getattr(import_module(f"analysis.plots.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'analysis.plots' has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,10 +33,6 @@ def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -
     return figure
 
 
-def _colour(index: int) -> str:
-    return style.COLOURS[index % len(style.COLOURS)]
-
-
 def _errors(axes: Axes, loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> None:
     paths = [str(path) for path in next(iter(loads.values()))[0]["metric"]]
     height = 0.8 / len(loads)
@@ -46,8 +41,8 @@ def _errors(axes: Axes, loads: Mapping[str, Panel], name_of: Callable[[str], str
         places = np.arange(len(paths)) - 0.4 + height * (index + 0.5)
         bands = 100.0 * np.array([noise.get(path, 0.0) for path in paths])
         axes.barh(places, 2 * bands, left=-bands, height=height, color="#DDDDDD", zorder=1)
-        axes.plot(values, places, color=_colour(index), marker=style.marker(index), linestyle="none", zorder=3)
-        axes.hlines(places, 0, values, color=_colour(index), linewidth=1.0, zorder=2)
+        axes.plot(values, places, zorder=3, **style.point_style(index))
+        axes.hlines(places, 0, values, color=style.colour(index), linewidth=1.0, zorder=2)
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.set_yticks(range(len(paths)), [name_of(path) for path in paths])
     axes.set(ylim=(len(paths) - 0.5, -0.5), xlabel="signed error, % (grey: spread of repeated runs)")
@@ -67,10 +62,8 @@ def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str
     for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
         axes.plot([low, high], [low * level, high * level], color=style.BLACK, linewidth=0.6, linestyle=dashes)
     for index, (real, sim) in enumerate(pairs):
-        look: dict[str, Any] = {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0}
-        axes.plot(
-            real * factor, sim * factor, color=_colour(index), marker=style.marker(index), rasterized=True, **look
-        )
+        look = style.point_style(index) | {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        axes.plot(real * factor, sim * factor, **look)
     if style.log_if_wide(axes.xaxis, everything * factor, 6.0):
         style.set_log(axes.yaxis, low, high)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel=f"measured {title} ({unit})", ylabel=f"simulated ({unit})")
@@ -101,10 +94,8 @@ def _signed(axes: Axes, runs: Sequence[tuple[Mapping[str, float], Mapping[str, f
             (place, 100.0 * (ours[key] - measured[key]) / measured[key])
             for place, (ours, measured) in enumerate(runs) if key in ours and measured.get(key)
         ]  # fmt: skip
-        axes.plot(
-            [error for _, error in known], [place + 0.2 * (index - 1) for place, _ in known], linestyle="none",
-            color=_colour(index), marker=style.marker(index),
-        )  # fmt: skip
+        places = [place + 0.2 * (index - 1) for place, _ in known]
+        axes.plot([error for _, error in known], places, **style.point_style(index))
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.set_yticks(range(len(runs)), labels)
     axes.set(ylim=(len(runs) - 0.5, -0.5), xlabel="signed error of this simulator, %")
@@ -134,7 +125,7 @@ def _predictors(axes: Axes, predictors: Sequence[Mapping[str, float]], labels: S
         for place, errors in enumerate(predictors):
             if key in errors:
                 value, where = 100.0 * errors[key], place + 0.25 * (index - 1)
-                axes.barh(where, min(value, limit), height=0.23, color=_colour(index))
+                axes.barh(where, min(value, limit), height=0.23, color=style.colour(index))
                 says = f" {value:.0f}" if value <= limit else f" {value:.0f}, cut"
                 axes.text(min(value, limit), where, says, va="center", fontsize=6.5)
     axes.set_yticks(range(len(predictors)), labels)

@@ -1,4 +1,4 @@
-"""The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
+"""The plots that reports have; each takes runs, or comparisons.
 
 Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
 Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
@@ -21,21 +21,15 @@ from analysis.comparison.fidelity import pair_of
 from analysis.comparison.wording import change_text
 from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import kv_usage, run_end_ns
+from analysis.measures.statistics import mean_of_all
 from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
-from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
 from analysis.plots.style import AxesArray
-from analysis.plots.sweep_plots import heatmap, pareto
 from analysis.reading.frames import numbers
 from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
-
-__all__ = [
-    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
-    "sim_versus_real", "throughput_latency", "timeline",
-]  # fmt: skip
 
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
@@ -113,17 +107,15 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
 
 
 def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a load, by offered rate: rate, and mean, low, high of the P99 over replicates (None: not reached).
+    """One dict a load, by offered rate: rate, values of the P99 over replicates and their mean (None: not reached).
     loads: the settings that make one load another."""
     points = []
     for replicates in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in loads])).values():
         rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
         offered = float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in replicates]))
         values = [run.summary[name]["p99"] for run in replicates]
-        known = [value for value in values if value is not None]
-        complete = len(known) == len(values)
-        mean = float(np.mean(known)) if complete else None
-        points.append({"rate": rate, "offered": offered, "mean": mean, "values": known if complete else []})
+        mean = mean_of_all(values)
+        points.append({"rate": rate, "offered": offered, "mean": mean, "values": [] if mean is None else values})
     return sorted(points, key=lambda point: (point["offered"], point["rate"]))
 
 
@@ -331,8 +323,7 @@ def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, 
     low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
     upper.plot([low, high], [low, high], color=style.BLACK, linewidth=0.8)
     for index, (real, sim) in enumerate(pairs):
-        look: dict[str, Any] = {"color": style.COLOURS[index % 7], "marker": style.marker(index)}
-        look |= {"linestyle": "none", "markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        look = style.point_style(index) | {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
         upper.plot(real * factor, sim * factor, **look)
         lower.plot(real * factor, sim / real, **look)
     for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):

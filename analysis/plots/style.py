@@ -93,7 +93,16 @@ def only_axes(ax: Axes | None, height_in: float) -> Axes:
 def series_style(index: int) -> dict[str, Any]:
     """Colour and line style of the index-th series; 35 combinations before they repeat."""
     turn = (index + index // len(COLOURS)) % len(LINES)
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[turn]}
+    return {"color": colour(index), "linestyle": LINES[turn]}
+
+
+def point_style(index: int) -> dict[str, Any]:
+    """Colour and marker of the index-th series of points."""
+    return {"color": colour(index), "marker": marker(index), "linestyle": "none"}
+
+
+def colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
 
 
 def marker(index: int) -> str:
@@ -153,7 +162,7 @@ def line_handle(**style: Any) -> Line2D:
 
 def marker_handles(num: int) -> list[Line2D]:
     """Of so many series of points."""
-    return [line_handle(color=COLOURS[i % len(COLOURS)], marker=marker(i), linestyle="none") for i in range(num)]
+    return [line_handle(**point_style(index)) for index in range(num)]
 
 
 def time_unit(seconds: FloatArray) -> tuple[float, str]:

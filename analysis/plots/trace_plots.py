@@ -21,7 +21,6 @@ _MAX_POINTS = 20_000  # of a scatter: more are drawn by even steps through the t
 class TraceColumns:
     """One entry a request, in row order; arrivals_s only of requests with an arrival of their own."""
 
-    name: str
     arrivals_s: FloatArray
     prompts: IntArray
     outputs: IntArray  # 0: not known

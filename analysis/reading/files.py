@@ -58,5 +58,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return tree
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the run there says of itself; nothing where it does not."""
+    try:
+        return read_json(folder / "manifest.json")
+    except RunFolderError:
+        return {}
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]

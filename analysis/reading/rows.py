@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from analysis.reading.files import one_line
 from testbed.errors import RunFolderError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class FileRows:
 
     def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
         self._file, self._batch_rows = file, batch_rows
-        with _naming(file):
+        with naming(file):
             self._source = pq.ParquetFile(file, read_dictionary=list(strings), pre_buffer=False)
             self.num_rows = int(self._source.metadata.num_rows)
             self.names = frozenset(self._source.schema_arrow.names)
@@ -98,7 +99,7 @@ class FileRows:
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
         size = min(self._batch_rows, num_rows or self._batch_rows)
-        with _naming(self._file):
+        with naming(self._file):
             for batch in self._source.iter_batches(size, self._groups, columns=list(names), use_threads=False):
                 yield [batch.column(name) for name in names]
 
@@ -122,13 +123,12 @@ Rows = MemoryRows | FileRows
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Says of what goes wrong in reading a file which one it was."""
+def naming(file: Path) -> Iterator[None]:
+    """Says of what goes wrong in reading a file which one it was. Raises RunFolderError."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:  # Arrow's own are such
-        text = " ".join(str(error).split())[:200]
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({text})") from error
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error
 
 
 # --- one Arrow array into numpy ---

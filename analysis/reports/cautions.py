@@ -15,7 +15,7 @@ from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
-from analysis.reading.files import read_json, read_yaml
+from analysis.reading.files import read_manifest, read_yaml
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -84,10 +84,7 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     try:
         config = flatten(read_yaml(folder / "config.yaml"))
     except RunFolderError:
-        try:
-            swept = read_json(folder / "manifest.json").get("swept") or {}
-        except RunFolderError:
-            return ""
+        swept = read_manifest(folder).get("swept") or {}
         return level_names({key: value for key, value in swept.items() if is_policy(key)})
     configs = [*(run.flat_config for arm in arms for run in arm.runs), config]
     policies = [key for key in config if is_policy(key) and len({repr(one.get(key)) for one in configs}) > 1]

@@ -9,8 +9,8 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import engine_of
-from analysis.load import Run, relative
+from analysis.comparison.arms import engine_of, grouped
+from analysis.load import relative
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.parts import ReportInput, Sections
@@ -18,7 +18,8 @@ from analysis.reports.parts import ReportInput, Sections
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "pairs": [], "errors": {}, "rankings": {}}
+    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "warnings": [], "setup": None, "pairs": []}
+    result |= {"errors": {}, "rankings": {}}
     result["not_measured"] = fidelity_findings.not_measured(report.arms, report.pairs)
     if not report.pairs:
         return result
@@ -40,7 +41,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     figure = plots.sim_versus_real(matched)
     result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
     real = [run for pair in report.pairs for run in pair.reals]
-    result["setup"] = tables.setup_table("Setup of the real runs", real, [run.manifest.get("seed") for run in real])
+    result["setup"] = tables.setup_table("Setup of the real runs", real)
     result["pairs"] = [
         (pair.label, *(relative(run.path, sections.out.parent) for run in pair.runs)) for pair in report.pairs
     ]
@@ -49,14 +50,13 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
 
 def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
     """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
-    by_trace: dict[str | None, dict[str, tuple[Run, ...]]] = {}
-    for pair in report.pairs:
-        by_trace.setdefault(pair.real.fingerprint, {})[pair.label] = pair.runs
-    several = {trace: pairs for trace, pairs in by_trace.items() if len(pairs) > 1}
+    by_trace = grouped(report.pairs, lambda pair: pair.real.fingerprint).values()
+    several = [pairs for pairs in by_trace if len(pairs) > 1]
     found = {}
-    for pairs in several.values():
-        offered = next(iter(pairs.values()))[1].summary["throughput"]["offered_per_s"] or 0.0
-        seed = next(iter(pairs.values()))[1].manifest.get("seed")
+    for pairs in several:
+        real = pairs[0].real
+        offered, seed = real.summary["throughput"]["offered_per_s"] or 0.0, real.manifest.get("seed")
         load = f"{fmt.significant(offered)} requests/s, seed {seed}" if len(several) > 1 else ""
-        found[load] = fidelity.ranking_agreement(pairs, noise=noise, margin=report.margin)
+        by_policy = {pair.label: pair.runs for pair in pairs}
+        found[load] = fidelity.ranking_agreement(by_policy, noise=noise, margin=report.margin)
     return found

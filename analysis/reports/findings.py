@@ -13,7 +13,6 @@ from analysis.comparison.effects import Effect
 from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
 from analysis.load import Run
 from analysis.measures.checks import failures
-from analysis.measures.statistics import ALIKE
 from analysis.naming import factor_name
 
 
@@ -71,9 +70,8 @@ def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
-        is_alike = row.verdict == "unknown" and row.estimate is not None and row.estimate.method == ALIKE
-        key = "same" if row.verdict in ("identical", "equivalent") else "alike" if is_alike else said
-        told = f"{change_text(row)}: {said}" if is_alike else interval_text(row)
+        key = "same" if row.verdict in ("identical", "equivalent") else "alike" if row.is_alike else said
+        told = f"{change_text(row)}: {said}" if row.is_alike else interval_text(row)
         text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
         groups.setdefault(key, []).append(text)
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]

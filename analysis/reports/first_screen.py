@@ -13,7 +13,6 @@ from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison,
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.wording import change_text
 from analysis.measures.metrics import SLO
-from analysis.measures.statistics import ALIKE
 from analysis.naming import factor_name
 from analysis.reports.cautions import is_outrun
 
@@ -79,7 +78,7 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     away = [name for text in shown for name in by_share[text] if name in rows]
     unclaimed = [name for name in away if not rows[name].is_claim]
     noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
-    untested = [name for name in unclaimed if name not in noise and not _is_alike(rows[name])]
+    untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
     claims = [row for row in _of_factors_too(group) if row.metric is SLO_METRICS[0] and row.is_claim]
     said = []
     if noise and not untested and not claims:
@@ -89,11 +88,6 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     if untested:
         said.append(f"of {'these' if untested == away else fmt.listing(untested)} no interval is known")
     return f" ({'; '.join(said)})" if said else ""
-
-
-def _is_alike(row: Comparison) -> bool:
-    """Whether it is the same in all replicates, so few that no interval can be made."""
-    return row.estimate is not None and row.estimate.method == ALIKE
 
 
 def _of_factors_too(group: Compared) -> list[Comparison]:
@@ -175,9 +169,8 @@ def _described(group: Compared, slo: SLO | None) -> str:
     """What one arm did, in means over its replicates."""
     (arm,) = group.arms
     runs = list(replicates(arm).values())
-    manifest, values = runs[0].manifest, {}
-    for metric in (*LATENCY, *RATES, *SLO_METRICS):
-        values[metric.label] = metric.write(mean_over_replicates(arm, metric, slo))
+    manifest, told_of = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
+    values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in told_of}
     sent = fmt.number(float(np.mean([run.summary["num_requests"] for run in runs])))
     offered = fmt.number(float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs])), "req/s")
     over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""

@@ -61,9 +61,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
-    check_warm_up(
-        [*(run for arm in report.arms for run in arm.runs), *(run for pair in report.pairs for run in pair.runs)]
-    )
+    check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
@@ -80,12 +78,11 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     context["answer"] = answer(sections.compared, slo)
     context["main_figure"] = _main_figure(sections)
     environment = Environment(
-        loader=PackageLoader("analysis.reports"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+        loader=PackageLoader("analysis.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters["md"] = _markdown
-    environment.autoescape = True
     html = environment.get_template("report.html.j2").render(context)
-    environment.autoescape = False
     markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
     for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
         file.write_text(text, encoding="utf-8")
@@ -194,12 +191,11 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # said once
     group: dict[str, Any] = {"load": load, "method": method if is_new else ""}
-    args = (arms, baseline)
     group["tables"] = [
-        tables.ablation_table(f"Latency{at_load}", *args, LATENCY, rows, report.margin, slo),
-        tables.ablation_table(f"Throughput{at_load}", *args, rates, rows, report.margin, slo),
+        tables.ablation_table(f"Latency{at_load}", arms, LATENCY, rows, report.margin, slo),
+        tables.ablation_table(f"Throughput{at_load}", arms, rates, rows, report.margin, slo),
         tables.ablation_table(
-            f"What happened inside{at_load} (means over replicates)", *args, inside, (), report.margin, slo
+            f"What happened inside{at_load} (means over replicates)", arms, inside, (), report.margin, slo
         ),
     ]
     effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
@@ -215,7 +211,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         ] + group["tables"]  # fmt: skip
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
-        said = _said(rows, effects, arms, baseline, report.margin, num)
+        said = _said(rows, effects, arms, report.margin, num)
         sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
     sections.ablation.append({"plots": []} | group)
 
@@ -224,7 +220,6 @@ def _said(
     rows: Sequence[Comparison],
     effects: Sequence[Effect],
     arms: Sequence[Arm],
-    baseline: Arm,
     margin: float,
     num_replicates: int,
 ) -> list[str]:
@@ -232,6 +227,7 @@ def _said(
 
     Of an unreplicated factorial design only the arms one factor away from the baseline are told; the tables have all.
     """
+    baseline = arms[0]
     if effects and num_replicates > 1:
         said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
         return said + findings.best_arms(rows, baseline.name)
@@ -328,11 +324,11 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
             *report.cautions,
         ],
         "findings": sections.findings,
-        "setup": tables.setup_table("Setup of the runs compared", runs, [run.manifest.get("seed") for run in runs]),
+        "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": sections.plots,
-        "fidelity": {"warnings": [], "setup": None} | measured,
+        "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],

@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from analysis.comparison.arms import grouped
+
 MAX_COMMANDS = 12  # that are spelt out
 Point = dict[str, str]  # key -> value, as a command gives them
 Design = dict[str, list[str]]  # key -> its values; the points are all combinations of them
@@ -72,14 +74,12 @@ def _designs(points: Sequence[Point]) -> list[Design]:
 
 def _parted(points: Sequence[Point], key: str) -> list[list[Point]]:
     """The points by values of the key that go with the same values of all others."""
-    by_value: dict[str, list[Point]] = {}
-    for point in points:
-        by_value.setdefault(point[key], []).append(point)
-    parts: dict[frozenset[tuple[str, ...]], list[Point]] = {}
-    for mine in by_value.values():
-        partners = frozenset(tuple(value for name, value in point.items() if name != key) for point in mine)
-        parts.setdefault(partners, []).extend(mine)
-    return list(parts.values())
+
+    def partners(mine: Sequence[Point]) -> frozenset[tuple[str, ...]]:
+        return frozenset(tuple(value for name, value in point.items() if name != key) for point in mine)
+
+    by_value = grouped(points, lambda point: point[key]).values()
+    return [[point for mine in alike for point in mine] for alike in grouped(by_value, partners).values()]
 
 
 def _can_sweep(key: str, values: Sequence[str]) -> bool:

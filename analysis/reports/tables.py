@@ -42,18 +42,16 @@ class Table:
 def ablation_table(
     caption: str,
     arms: Sequence[Arm],
-    baseline: Arm,
     metrics: Sequence[Metric],
     comparisons: Sequence[Comparison],
     margin: float,
     slo: SLO | None,
 ) -> Table:
-    """Arms x metrics: the value, and for all but the baseline its change, interval and verdict."""
+    """Arms x metrics: the value, and for all but the first, the baseline, its change, interval and verdict."""
     found = {(row.arm, row.metric.path): row for row in comparisons}
     rows = []
-    for arm in [baseline, *[arm for arm in arms if arm.name != baseline.name]]:
-        is_baseline = arm.name == baseline.name
-        cells = [Cell(arm.name, ("baseline",) if is_baseline else (), "head")]
+    for arm in arms:
+        cells = [Cell(arm.name, ("baseline",) if arm is arms[0] else (), "head")]
         for metric in metrics:
             row = found.get((arm.name, metric.path))
             value = metric.write(mean_over_replicates(arm, metric, slo) if row is None else row.value)
@@ -90,7 +88,7 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
     return Table(caption, ("factor", *metrics), tuple(rows))
 
 
-def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Table:
+def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     """What was run, on what: one row a fact, its values joined where runs differ."""
 
     def values(*keys: str) -> str:
@@ -111,7 +109,7 @@ def setup_table(caption: str, runs: Sequence[Run], seeds: Sequence[Any]) -> Tabl
         ("requests in the trace", values("trace", "num_requests")),
         ("trace fingerprint", values("trace", "fingerprint")),
         ("notes on the trace", values("trace", "notes")),
-        ("seeds", ", ".join(dict.fromkeys(fmt.plain(seed) for seed in seeds)) or fmt.NOTHING),
+        ("seeds", ", ".join(dict.fromkeys(fmt.plain(run.manifest.get("seed")) for run in runs)) or fmt.NOTHING),
         ("backend", values("backend")),
         ("model", values("model")),
         ("device", values("device")),

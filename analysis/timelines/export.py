@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from analysis.load import Run, load_run, num_replicas, same_trace
+from analysis.load import Run, load_run, same_trace
 from analysis.measures.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.measures.replicas import split
 from analysis.reading.request_columns import Requests
@@ -240,7 +240,7 @@ def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid:
     low_ns, high_ns = round(window.from_s * 1e9), round(window.to_s * 1e9)
     engines = {
         number: Engine(pid + number, Presence(part), num_blocks, marks_events, low_ns, high_ns)
-        for number, part in enumerate(split(seen, {"num_replicas": num_replicas(run)}))
+        for number, part in enumerate(split(seen, run.manifest))
     }
     if window.steps is not None:
         _cut_by_steps(run, steps, engines, *window.steps)

@@ -88,7 +88,7 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
     prompts = [length for length in PROMPTS if is_cuda or length <= 2048]
     for spec in specs:
         num_blocks = max(max(BATCHES) * -(-context // steps.BLOCK_SIZE), -(-max(prompts) // steps.BLOCK_SIZE)) + 1
-        backend = steps.build_engine(spec, device.type, "auto", num_blocks, max(max(BATCHES), *prompts))
+        backend = steps.build_engine(spec, device.type, num_blocks, max(max(BATCHES), *prompts))
         size = f"{spec.num_parameters / 1e9:.2f} B parameters, {spec.dtype}"
         print(f"\n  {spec.name}, {size}, attention {backend.attention_name}")
         print(f"  {'step':<34}{'ms':>9}{'device ms':>11}{'floor ms':>10}{'of floor':>10}{'host':>7}")

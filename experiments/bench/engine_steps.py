@@ -71,9 +71,7 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times[2:])
 
 
-def build_engine(
-    spec: ModelSpec, device: str, attention: str, num_blocks: int, max_num_batched_tokens: int
-) -> RealBackend:
+def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_tokens: int) -> RealBackend:
     """An engine with random weights and room for `num_blocks` KV blocks. Frees what engines before it held."""
     import torch
 
@@ -85,7 +83,7 @@ def build_engine(
         torch.cuda.empty_cache()
     return RealBackend(
         spec,
-        RealConfig(device=device, attention=attention, load_format="dummy", max_captured_size=256),
+        RealConfig(device=device, load_format="dummy", max_captured_size=256),
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=256,

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -196,10 +196,8 @@ class _Log:
     """Keeps the parts of steps in which the whole batch decodes."""
 
     load: Load
-
-    def __post_init__(self) -> None:
-        self.shape: Any = None
-        self.steps: list[tuple[float, ...]] = []
+    shape: Any = None
+    steps: list[tuple[float, ...]] = field(default_factory=list)
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
         is_whole = self.shape.num_decodes == self.load.batch

@@ -21,6 +21,7 @@ from typing import Any
 from experiments.bench.offline import VLLM_VARIABLES
 from experiments.bench.vllm import MODEL
 from experiments.console.arguments import Parser
+from testbed.checks import require_whole
 from testbed.errors import ConfigError
 
 STEP_METHODS = ("schedule", "update_from_output")
@@ -33,9 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--running", type=int, nargs="+", default=[4, 16, 25], help="requests that decode (4 16 25)")
     parser.add_argument("--steps", type=int, default=150, help="that count, of each of them (150)")
     options = parser.parse_args(arguments)
-    for flag, value in (("--running", min(options.running)), ("--steps", options.steps)):
-        if value < 1:
-            raise ConfigError(f"{flag} is {value}; it must be at least 1")
+    require_whole("--running", min(options.running), 1)
+    require_whole("--steps", options.steps, 1)
     if options.steps > MAX_NUM_STEPS:
         raise ConfigError(f"--steps is {options.steps}; the model has room for {MAX_NUM_STEPS}")
     os.environ.update(VLLM_VARIABLES | os.environ)

@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
     if options.requests > 0:
         long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
         _show(f"generated, {options.requests:,}", _best(long, 1))
-    _bench_points(max(1, options.repeats))
-    _bench_prices(max(1, options.repeats))
+    _bench_points(options.repeats)
+    _bench_prices(options.repeats)
     return 0
 
 
@@ -161,7 +161,7 @@ def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
 
 def _best(overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
     """variables: of the environment, beside those of this process."""
-    every = [_measure(overrides, variables or {}) for _ in range(max(1, repeats))]
+    every = [_measure(overrides, variables or {}) for _ in range(repeats)]
     return min(every, key=lambda one: one.wall_s)
 
 

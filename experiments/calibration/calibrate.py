@@ -66,9 +66,9 @@ class Extent:
 QUICK = Extent(is_quick=True, repeats=2, num_requests=10)
 
 
-def profile(config: RunConfig, extent: Extent = QUICK, *, command: str = "") -> Profile:
+def profile(config: RunConfig, extent: Extent) -> Profile:
     """As `measure_profile`, all of it. Raises KeyboardInterrupt if it was interrupted."""
-    measurement = measure_profile(config, extent, command=command)
+    measurement = measure_profile(config, extent)
     if measurement.profiled.is_interrupted:
         raise KeyboardInterrupt
     return measurement.profile
@@ -151,7 +151,6 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
 class Fitted:
     """The cost model that predicts a profile's left-out steps best, and the overrides that choose it."""
 
-    cost: str
     overrides: list[str]
     description: str
     calibration: Calibration
@@ -182,7 +181,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
         f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
         f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"
     )
-    return Fitted(cost, overrides, description, calibration)
+    return Fitted(overrides, description, calibration)
 
 
 def describe(calibration: Calibration) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.console.arguments import Parser
+from experiments.console.arguments import Parser, refuse_existing
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError
 
@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
     options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
-    if command != "all" and options.out is not None and options.out.exists() and not options.overwrite:
-        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    if command != "all":
+        refuse_existing(options.out, options.overwrite)
     return _COMMANDS.get(command, _all)(options, shlex.join(["testbed", "calibrate", *arguments]))
 
 

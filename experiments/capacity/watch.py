@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from analysis.measures.metrics import SLO
 from testbed.core.commands import StepView
@@ -18,16 +19,15 @@ class LostError(TestbedError):
     """The attainment cannot be reached any more."""
 
 
+@dataclass(slots=True)
 class _Open:
     """A request that has not ended, in ns; -1: not yet."""
 
-    __slots__ = ("arrival", "first", "has_failed", "largest_gap", "last")
-
-    def __init__(self, arrival: int) -> None:
-        self.arrival = arrival
-        self.first = self.last = -1
-        self.largest_gap = 0
-        self.has_failed = False
+    arrival: int
+    first: int = -1
+    last: int = -1
+    largest_gap: int = 0
+    has_failed: bool = False
 
 
 class SloWatch(NoRecords):

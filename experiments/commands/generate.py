@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from experiments.configuration.config import GROUPS
-from experiments.console.arguments import Parser
+from experiments.console.arguments import Parser, refuse_existing
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
 from real.text.generate import generate, sampling_of
@@ -139,8 +139,7 @@ def _override(item: str) -> tuple[str, Any]:
 
 def _check_output(path: Path, prompts: Path | None, overwrite: bool) -> None:
     """Makes its folder. Raises RunFolderError or OSError before anything is computed for a file that is not written."""
-    if path.exists() and not overwrite:
-        raise RunFolderError(f"{path} exists; choose another --output or pass --overwrite")
+    refuse_existing(path, overwrite, "--output")
     if prompts is not None and is_same_file(path, prompts):
         raise RunFolderError(f"{path} is the file of prompts; choose another --output")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.console.arguments import Parser
+from experiments.console.arguments import Parser, refuse_existing
 from experiments.runs.run_folder import is_same_file
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
@@ -63,7 +63,7 @@ def _inspect(arguments: list[str]) -> int:
     summary = summarise(_bar(trace, trace.num_requests, "inspect"))
     print_summary(trace.name, summary, trace.notes, options.block_size)
     if options.plots is not None:
-        _plot(trace.name, summary, options.plots)
+        _plot(summary, options.plots)
     return 0
 
 
@@ -205,11 +205,11 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
     )
 
 
-def _plot(name: str, summary: TraceSummary, folder: Path) -> None:
+def _plot(summary: TraceSummary, folder: Path) -> None:
     from analysis.plots import style
     from analysis.plots.trace_plots import TraceColumns, all_plots
 
-    columns = TraceColumns(name, summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
+    columns = TraceColumns(summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
     values = [summary.dispersion(window) for window in WINDOWS_S]
     for stem, figure in all_plots(columns, WINDOWS_S, values).items():
         png, _ = style.save(figure, folder / stem)
@@ -252,8 +252,7 @@ def _parser(name: str, says: str) -> argparse.ArgumentParser:
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
     if format_suffix(out) not in (".jsonl", ".csv", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
         raise ConfigError(f"{out}: unknown extension; name it .jsonl, .csv (.gz or .zst behind it) or .parquet")
-    if out.exists() and not overwrite:
-        raise RunFolderError(f"{out} exists; choose another file or pass --overwrite")
+    refuse_existing(out, overwrite, "file")
     if any(is_same_file(out, Path(source)) for source in sources):
         raise RunFolderError(f"{out} is what is read; choose another file")
 

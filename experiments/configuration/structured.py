@@ -43,8 +43,6 @@ def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
         hints = _hints(type(default))
         nested = _made(type(default).__name__, [(name, *_twin(_plain(hints[name]), value)) for name, value in pairs])
         return nested, field(default_factory=nested)
-    if isinstance(default, list | dict):
-        return kind, field(default_factory=partial(type(default), default))
     if isinstance(default, tuple):
         return kind, field(default_factory=partial(list, default))
     if default is None and kind is not Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -72,7 +71,7 @@ def _failure(case: Case, mismatch: Mismatch) -> str:
         f"step {mismatch.num_agreeing} at second {mismatch.second}: {mismatch.reason}"
     ]
     lines += _sides(mismatch)
-    lines += [f"  {key:<25} {_json(value)}" for key, value in mismatch.context.items() if value]
+    lines += [f"  {key:<25} {json.dumps(value)}" for key, value in mismatch.context.items() if value]
     lines += _live_table(mismatch)
     return "\n".join(lines)
 
@@ -82,14 +81,14 @@ def _sides(mismatch: Mismatch) -> list[str]:
     recorded, decided = mismatch.recorded, mismatch.decided
     if recorded is None or decided is None:
         side, decision = ("recorded", recorded) if recorded is not None else ("ours", decided)
-        return [f"* {key:<25} {side:<8} {_json(value)}" for key, value in (decision or {}).items()]
+        return [f"* {key:<25} {side:<8} {json.dumps(value)}" for key, value in (decision or {}).items()]
     differing = differing_fields(recorded, decided)
     lines = []
     for key, value in recorded.items():
         if key in decided:
-            lines.append(f"{'*' if key in differing else ' '} {key:<25} recorded {_json(value)}")
+            lines.append(f"{'*' if key in differing else ' '} {key:<25} recorded {json.dumps(value)}")
             if key in differing:
-                lines.append(f"  {'':<25} {'ours':<8} {_json(decided[key])}")
+                lines.append(f"  {'':<25} {'ours':<8} {json.dumps(decided[key])}")
     return lines
 
 
@@ -114,7 +113,3 @@ def _live_table(mismatch: Mismatch) -> list[str]:
 def _live_row(item: LiveRequest) -> str:
     counts = (item.num_computed_tokens, item.num_tokens, item.num_prompt_tokens)
     return f"  {item.request_id:>9} {item.state:<9} " + " ".join(f"{count:>8}" for count in counts)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import nearest
 
 
@@ -28,6 +28,12 @@ class Parser(argparse.ArgumentParser):
 def folder_named(text: str) -> Path:
     """A folder. Raises ConfigError for none: it would be the working directory."""
     return Path(words(text))
+
+
+def refuse_existing(path: Path | None, overwrite: bool, what: str = "--out") -> None:
+    """Raises RunFolderError for what is there already and may not be replaced. what: another of which to choose."""
+    if path is not None and path.exists() and not overwrite:
+        raise RunFolderError(f"{path} exists; choose another {what} or pass --overwrite")
 
 
 def words(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from experiments.console.arguments import Parser
+from experiments.console.arguments import Parser, refuse_existing
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
@@ -17,7 +17,7 @@ from experiments.fidelity.page import check_page, write_page
 from experiments.fidelity.scalars import parse_names
 from experiments.fidelity.simulating import check_overrides, variant
 from experiments.runs.run_folder import write_json
-from testbed.errors import ConfigError, RunFolderError, TraceError
+from testbed.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,8 +87,7 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
     check_format(options.format)
     options.names = parse_names(options.fit)
     check_page(options.page)
-    if options.out is not None and options.out.exists() and not options.overwrite:
-        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    refuse_existing(options.out, options.overwrite)
     for path in inputs:
         if not path.exists():
             raise TraceError(f"{path} does not exist; expected a measured run: a file, or a run folder")

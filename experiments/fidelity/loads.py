@@ -15,9 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
-from analysis.load import Run, load_run
+from analysis.load import Run, load_run, num_replicas
 from analysis.reading.files import read_json
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
@@ -25,8 +24,8 @@ from experiments.configuration.names import device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
 from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
-from experiments.fidelity.simulating import composed
-from experiments.runs.run_folder import check_priced, write_json
+from experiments.fidelity.simulating import composed, replaced
+from experiments.runs.run_folder import as_yaml, check_priced, write_json
 from experiments.wiring.traces import build_trace, describe_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
@@ -64,9 +63,8 @@ class Load:
         """The simulation's configuration. Raises ConfigError in one line."""
         if self.saved is None:
             return composed((*_RECORDED, *self.settings), overrides)
-        keys = {item.partition("=")[0] for item in overrides}
-        own = [item for item in self.settings if item.partition("=")[0] not in keys]
-        config = compose_from(self.saved, [*own, *_carried(self.saved, [*own, *overrides]), *overrides, *_RECORDED])
+        given = replaced(self.settings, overrides)
+        config = compose_from(self.saved, [*given, *_carried(self.saved, given), *_RECORDED])
         check_priced(self.measured.path, config, overrides)
         return config
 
@@ -126,11 +124,12 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     """A run folder of ours: backend real, vllm (also imported), or sim. Raises TestbedError in one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
-    if int(run.manifest.get("num_replicas") or 1) > 1 and run.manifest.get("backend") != "sim":
+    is_simulated = run.manifest.get("backend") == "sim"
+    if num_replicas(run) > 1 and not is_simulated:
         raise RunFolderError(f"{run.path}: several engines served it; give the folder of a run of one")
     saved = {
         **read_config(run.path),
-        "backend": run.config["backend"] if run.manifest.get("backend") == "sim" else {"name": "sim"},
+        "backend": run.config["backend"] if is_simulated else {"name": "sim"},
     }
     recorded = pq.read_table(run.path / "requests.parquet")
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
@@ -138,7 +137,7 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     if not len(kept):
         raise RunFolderError(f"{run.path}: no request that ended well; expected at least one")
     notes = []
-    if run.manifest.get("backend") == "sim":
+    if is_simulated:
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
@@ -147,7 +146,7 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
     settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
             if run.manifest.get(name) is not None]  # fmt: skip
-    there = None if run.manifest.get("backend") == "sim" else device_of_run(str(run.manifest.get("device")))
+    there = None if is_simulated else device_of_run(str(run.manifest.get("device")))
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     target = folder / name / "measured"
@@ -200,7 +199,7 @@ def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(kept, folder / "requests.parquet")
     shutil.copyfile(run.path / "steps.parquet", folder / "steps.parquet")
-    (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
+    (folder / "config.yaml").write_text(as_yaml(run.config))
     manifest = read_json(run.path / "manifest.json")
     manifest["trace"] = describe_trace(trace)
     write_json(folder / "manifest.json", manifest)

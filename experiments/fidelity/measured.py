@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from experiments.runs.run_folder import write_json
+from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
 from testbed.records.parquet import schema_of
@@ -115,7 +114,7 @@ def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder:
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
     pq.write_table(pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS)), folder / "requests.parquet")
     pq.write_table(schema_of(STEP_COLUMNS).empty_table(), folder / "steps.parquet")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(as_yaml(config))
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
         "trace": describe_trace(trace),

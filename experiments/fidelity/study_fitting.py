@@ -7,7 +7,6 @@ ended with a stage, nearly, before the next one begins, so nothing of what judge
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ def fit_study(
     predicted: dict[str, dict[str, Parts]] = {run.name: {} for run in runs}
     fits: dict[str, Fitted] = {}
     with TemporaryDirectory(prefix="testbed-") as scratch:
-        for words, run in tqdm(work, "fit", disable=not sys.stderr.isatty()):
+        for words, run in tqdm(work, "fit", disable=None):
             who = ", ".join(filter(None, (OURS, words, f"{'+'.join(names)} fitted")))
             more = [*RECORDED, *overrides, *(variant(words) if words else [])]
             found = _fit(run, names, more, Path(scratch), command)

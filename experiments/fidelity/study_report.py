@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +49,8 @@ def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: 
     """Each run simulated."""
     configs = [composed(run.settings, [*RECORDED, *overrides]) for run in runs]
     found = []
-    hidden = not sys.stderr.isatty()
     with TemporaryDirectory(prefix="testbed-") as scratch:
-        for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=hidden)):
+        for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=None)):
             simulated = simulate(config, trace_of(run), Path(scratch, str(number)), command)
             found.append(Simulated(run, described(config), means(simulated, run)))
     return found

@@ -25,10 +25,10 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("testbed observe has one command: testbed observe import <log>")
     options = parser.parse_args(arguments[1:] if arguments[0] == "import" else ["--help"])
     out = options.out or Path("runs") / f"observed-{options.log.name.split('.')[0]}"
-    imported = import_log(
+    lines = import_log(
         options.log, out, device=options.device, overwrite=options.overwrite,
         command=shlex.join(["testbed", "observe", *arguments]),
     )  # fmt: skip
-    for line in imported.lines:
+    for line in lines:
         print(line)
     return 0

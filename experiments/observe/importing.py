@@ -37,13 +37,6 @@ from testbed.traces.serialize import write_jsonl
 CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 
 
-class Imported(NamedTuple):
-    """A folder, and what to say of it."""
-
-    folder: Path
-    lines: tuple[str, ...]
-
-
 class Replayed(NamedTuple):
     """What is known of a log that a run of ours left: its configuration and trace, who sent the requests, how."""
 
@@ -57,8 +50,9 @@ class Replayed(NamedTuple):
 def import_log(
     file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = "",
     replayed: Replayed | None = None,
-) -> Imported:  # fmt: skip
-    """Makes the folder of a log. Raises TestbedError in one line; then nothing was written."""
+) -> list[str]:  # fmt: skip
+    """Makes the folder of a log, and says of it a few lines. Raises TestbedError in one line; then nothing was
+    written."""
     folder = folder.absolute()
     if replayed is None:
         refuse_overwrite(folder, overwrite, key="--out", allow="--overwrite")
@@ -103,7 +97,7 @@ def import_log(
     head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions"
     if log.num_open:
         head += f"; {log.open_note}"
-    return Imported(folder, (head, *lines, f"imported     {folder}"))
+    return [head, *lines, f"imported     {folder}"]
 
 
 def _try(log: ObservedLog, file: Path) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from hashlib import file_digest
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,11 +129,8 @@ def _of_file(file: Path, most_bytes: float = math.inf) -> str:
 
 @lru_cache(maxsize=4096)
 def _of_content(path: Path, size: int, mtime_ns: int) -> str:
-    digest = xxh64()
     with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return file_digest(file, xxh64).hexdigest()
 
 
 # --- the user's classes ---

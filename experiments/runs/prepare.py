@@ -57,6 +57,7 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
+    description = {**NO_ENGINE, "cost": config.raw["cost"].get("name"), "device": config.device.name}
     recorded = build.recorded_run(config)
     if recorded is not None:
         engines.refuse_fleet(config)
@@ -64,14 +65,11 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
 
         engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
         inputs = recorded_inputs(Path(recorded), config, whole(trace))
-        description = {**NO_ENGINE, "cost": "recorded", "device": config.device.name}
         return Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
-    cost = config.raw["cost"].get("name")
-    description = {**NO_ENGINE, "cost": cost, "device": config.device.name}
     inbox = trace_inbox(config, trace)
     fleet = engines.build_fleet(config, inbox, priced)
     return Prepared(

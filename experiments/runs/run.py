@@ -249,9 +249,12 @@ def _close(
 
     Raises RunFolderError if they cannot be written; the run's own failure, if there was one, is what it says.
     """
+    from analysis.load import Run  # not at the top: Arrow is slow to import
+    from analysis.measures.checks import failures
+
     try:
         write_json(folder / "manifest.json", manifest)
-        summary = _summarise(folder, config, manifest)
+        summary = Run(folder, config.raw, manifest).summarise()
         write_json(folder / "summary.json", summary)
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
@@ -263,20 +266,12 @@ def _close(
     elif records.ignored:
         message = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
         exit_status = 0 if config.allow_ignored else 1
-    from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
-
     log = logging.getLogger("testbed")
     for sentence in (*failures(summary["checks"]), *warnings_of(manifest)):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
     notes = notes_of(config, manifest, summary)
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
-
-
-def _summarise(folder: Path, config: RunConfig, manifest: dict[str, Any]) -> dict[str, Any]:
-    from analysis.load import Run  # not at the top, as above
-
-    return Run(folder, config.raw, manifest).summarise()
 
 
 def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.console.arguments import Parser
-from testbed.errors import ConfigError, RunFolderError
+from experiments.console.arguments import Parser, refuse_existing
+from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
 
@@ -50,8 +50,7 @@ def _import(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: operator tables are a Parquet file; name it <out>.parquet")
-    if options.out.exists() and not options.overwrite:
-        raise RunFolderError(f"{options.out} exists; choose another --out or pass --overwrite")
+    refuse_existing(options.out, options.overwrite)
     from experiments.tables.devices import device_spec
     from experiments.tables.doubts import checked
     from experiments.tables.summary import doubt_lines

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments.tables.columns import reason, rows_of, times_ns
+from experiments.tables.columns import latencies_ns, reason, rows_of
 from experiments.tables.devices import OUR_DEVICES, THEIR_DEVICES
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
@@ -91,9 +91,9 @@ def load(
     return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
 
 
-def coverage(systems: Path | None = None) -> list[Coverage]:
+def coverage() -> list[Coverage]:
     """What there is, a line for each device and engine, from the files' footers alone."""
-    root, found = systems_folder(systems), []
+    root, found = systems_folder(), []
     for system in _systems(root):
         for engine in ENGINES:
             folder = root / "data" / system
@@ -215,7 +215,7 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
         table = _typed(pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)]), file)
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{file} cannot be read as Parquet: {reason(error)}") from None
-    return table.append_column("time_ns", times_ns(table["latency"], "ms", str(file), "latency"))
+    return table.append_column("time_ns", latencies_ns(table["latency"], str(file)))
 
 
 def _typed(table: Any, file: Path) -> Any:

@@ -36,15 +36,15 @@ def rows_of(num_rows: int, **columns: Any) -> pa.Table:
     return pa.table(arrays, names=list(OPERATOR_COLUMNS))
 
 
-def times_ns(times: Any, unit: str, place: str, column: str) -> Any:
-    """A column of times in ns. Raises ProfileError, naming the row, where no kernel can have taken so long."""
-    values = pc.multiply(times.cast(pa.float64()), _UNIT_NS[unit]).fill_null(float("nan"))
+def latencies_ns(latencies: Any, place: str) -> Any:
+    """A column of latencies, ms, in ns. Raises ProfileError, naming the row, where no kernel can have taken so long."""
+    values = pc.multiply(latencies.cast(pa.float64()), _UNIT_NS["ms"]).fill_null(float("nan"))
     fits = pc.and_(pc.greater_equal(values, LEAST_NS), pc.less_equal(values, MOST_NS))  # false where NaN
     row = pc.index(fits, False).as_py()
     if row >= 0:
-        value = times[row].as_py()
+        value = latencies[row].as_py()
         text = "null" if value is None else shown(value)
-        raise ProfileError(f"{place}, row {row}: {column} is {text}; expected {_span(unit)}")
+        raise ProfileError(f"{place}, row {row}: latency is {text}; expected {_span('ms')}")
     return values
 
 

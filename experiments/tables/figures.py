@@ -24,7 +24,7 @@ from analysis.plots.style import (
     set_log,
     styled,
 )
-from experiments.tables.devices import chosen, device_spec, model_spec
+from experiments.tables.devices import device_spec, model_spec
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -48,7 +48,7 @@ _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Path) -> Iterator[Path]:
     """Writes `<stem>-<operator>.png` and `.svg` for each operator that has sizes. model: whose shapes to look for."""
-    spec, sheet = model_spec(chosen("model", model)), device_spec(tables.device)
+    spec, sheet = model_spec(model), device_spec(tables.device)
     for operator in operators:
         if operator in _AXES:
             figure = operator_figure(tables, operator, spec, sheet)

@@ -149,7 +149,7 @@ def test_a_log_is_simulated_by_the_rules_of_its_version(
 def test_a_log_of_a_version_that_no_preset_mirrors_makes_no_case(tmp_path: Path, version: str) -> None:
     lines = lines_of("sync")
     lines[0]["vllm"] = version
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     (line,) = [line for line in said if line.startswith("no case")]
     assert f"vLLM {version} is outside of 0.28 to 0.33, whose decisions the presets mirror" in line
     assert not (tmp_path / "run" / "case.jsonl").exists()
@@ -173,7 +173,7 @@ def test_a_log_with_a_reset_says_why_it_makes_no_case(
     plan = lines[at - 1]
     reset = {"ns": plan["ns"], "plans": plan["step"] + 1, "commits": plan["committed"], **fields}
     lines.insert(at, {"kind": "reset_prefix_cache", **reset})
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     found = [line for line in said if line.startswith("no case")]
     assert (tmp_path / "run" / "case.jsonl").exists() == (not why)
     assert (len(found), why in "".join(found)) == (bool(why), True)
@@ -202,7 +202,7 @@ def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:
             line["prompt"] = len(line["prompt"])
         if line["kind"] == "commit":
             line["emitted"] = {name: len(ids) for name, ids in line["emitted"].items()}
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert any("lengths in place of token ids" in line for line in said)
     assert not (tmp_path / "run" / "case.jsonl").exists()
     assert len(load_run(tmp_path / "run").steps) == 60
@@ -223,21 +223,21 @@ def test_settings_that_the_preset_has_not_make_no_case(tmp_path: Path, name: str
     lines = lines_of("sync")
     lines[0]["config"][name] = value
     imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
-    assert any(line.startswith("no case") and said in line for line in imported.lines)
+    assert any(line.startswith("no case") and said in line for line in imported)
     assert not (tmp_path / "run" / "case.jsonl").exists()
 
 
 def test_a_request_for_what_is_not_here_makes_no_case(tmp_path: Path) -> None:
     lines = lines_of("sync")
     lines[1]["unknown"] = "structured output"
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert any("a request asked for structured output" in line for line in said)
 
 
 def test_what_speculation_computed_is_no_profile(tmp_path: Path) -> None:
     lines = lines_of("sync")
     lines[0]["unknown"] = ["speculative_config"]
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert [line.split("  ")[0] for line in said if "speculative_config" in line] == ["no case", "no profile"]
     assert not (tmp_path / "run" / "profile.parquet").exists()
 
@@ -353,7 +353,7 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_of_a_model_without_a_price_all_else_is_kept(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     lines = lines_of("sync")
     lines[0]["model"] |= change
-    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run").lines
+    said = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     (line,) = [line for line in said if line.startswith("no profile")]
     assert reason in line
     assert len(load_run(tmp_path / "run").steps) == 60

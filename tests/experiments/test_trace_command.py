@@ -71,7 +71,7 @@ def test_plots_are_written_once(capsys: pytest.CaptureFixture[str], azure: Path,
 def test_gaps_that_are_all_alike_are_drawn_on_an_axis_that_can_be_read() -> None:
     times = np.repeat(np.cumsum([0.0, 2.997, 3.0, 3.003] * 10), 5)
     ones = np.ones(len(times), dtype=np.int64)
-    axes = arrivals(TraceColumns("batched", times, ones, ones, ones)).axes[1]
+    axes = arrivals(TraceColumns(times, ones, ones, ones)).axes[1]
     low, high = axes.get_xlim()
     assert high / low > 50
     assert 1 <= sum(low <= tick <= high for tick in axes.get_xticks()) <= 5

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(describe_versions()["llm-serving-testbed"])
         return 0
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's own policy lies in a file beside them
+        sys.path.append(os.getcwd())  # a user's own policy lies there; last: their analysis.py is not ours
     try:
         if name not in COMMANDS:
             from testbed.foreign_text import unknown

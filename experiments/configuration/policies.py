@@ -6,9 +6,11 @@ A user's own class is named by {_target_: module.Class} instead; nothing here ne
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -139,11 +141,17 @@ def _methods(example: Any) -> list[str]:
 
 
 def missing_name(target: str) -> str:
-    """What to say of a class whose module is there and has no such name; empty: something else is wrong."""
+    """What to say of a class whose module is not there, or has no such name; empty: something else is wrong."""
     module, _, name = target.rpartition(".")
+    top = module.partition(".")[0]
+    if top and top not in sys.modules and find_spec(top) is None:
+        return f"there is no module {top!r} in {os.getcwd()}, or where PYTHONPATH says; run testbed where {top}.py lies"
     there = sys.modules.get(module)
     if there is None or hasattr(there, name):
         return ""
+    file = str(getattr(there, "__file__", None) or "Python's own")
+    if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
+        return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"
     return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
 
 

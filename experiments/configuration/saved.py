@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The same, its files as they are found from here."""
+    """The same, its files as they are found from here; modules that lay where it was started are found from now on."""
     raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
     if isinstance(started_in, str) and Path(started_in) != Path.cwd():
         raw = {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
+        if started_in not in sys.path:
+            sys.path.append(started_in)
     for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
         raw[group] = _with_own(raw.get(group), folder.absolute() / name)
     return raw

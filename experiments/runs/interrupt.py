@@ -6,6 +6,7 @@ What a cluster sends (SIGTERM) and a terminal that is closed (SIGHUP; not under 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
 
 _OTHERS = (signal.SIGTERM, signal.SIGHUP)
+PATIENCE_S = 3.0  # from Ctrl-C until a step that goes on is told of
 
 
 class _Presses:
@@ -24,11 +26,24 @@ class _Presses:
     def __init__(self) -> None:
         self.is_pressed = False
         self.is_waiting = False
+        self._patience = threading.Timer(PATIENCE_S, _tell_where)
+        self._patience.daemon = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_waiting or self.is_pressed:
             raise KeyboardInterrupt
         self.is_pressed = True
+        self._patience.start()
+
+    def close(self) -> None:
+        self._patience.cancel()
+
+
+def _tell_where() -> None:
+    """A policy that loops, or a long step of a model: where it is, to whoever waits for its end."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    where = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
+    print(f"\nstops once this step ends{where}; Ctrl-C or SIGTERM again ends it here", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -39,8 +54,11 @@ def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
         yield loops
         return
     presses = _Presses()
-    with _handled(presses.handle):
-        yield [_watched(loop, presses, is_alone=len(loops) == 1) for loop in loops]
+    try:
+        with _handled(presses.handle):
+            yield [_watched(loop, presses, is_alone=len(loops) == 1) for loop in loops]
+    finally:
+        presses.close()
 
 
 class _Late:

@@ -57,7 +57,8 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
-    description = {**NO_ENGINE, "cost": config.raw["cost"].get("name"), "device": config.device.name}
+    cost = config.raw["cost"]
+    description = {**NO_ENGINE, "cost": cost.get("name") or cost.get("_target_"), "device": config.device.name}
     recorded = build.recorded_run(config)
     if recorded is not None:
         engines.refuse_fleet(config)

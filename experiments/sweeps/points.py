@@ -215,7 +215,7 @@ class Share:
         if os.path.isdir(self.working_folder):
             os.chdir(self.working_folder)  # a launcher may have started this process elsewhere
         if self.working_folder not in sys.path:
-            sys.path.insert(0, self.working_folder)  # as cli.main does
+            sys.path.append(self.working_folder)  # as cli.main does
         board, num_taken = Board(Path(self.board)), 0
         points = board.points()
         own = HydraConfig.get().job.num * (self.limit or 0)  # where nobody else begins

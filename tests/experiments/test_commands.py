@@ -184,6 +184,14 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             "scheduler.victim: cannot make 'string.capword': string has no 'capword'; did you mean 'capwords'?",
         ),
         (("run", "scheduler.victim={_target_: leaves.X}"), "scheduler.victim: 'leaves.X' ends Python (SystemExit 3)"),
+        (
+            ("run", "scheduler.victim={_target_: nowhere.X}"),
+            "scheduler.victim: cannot make 'nowhere.X': there is no module 'nowhere' in ",
+        ),
+        (
+            ("run", "scheduler.victim={_target_: queue.X}"),
+            "scheduler.victim: cannot make 'queue.X': 'queue' is a module that is there already (",
+        ),
     ],
 )
 def test_a_mistake_is_called_what_it_is(
@@ -198,6 +206,7 @@ def test_a_mistake_is_called_what_it_is(
     (tmp_path / "afile").write_text('{"a": "b\n')
     (tmp_path / "bad_syntax.py").write_text("def x(:\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "queue.py").write_text("class X: ...\n")
     error = say(capsys, *arguments).error()
     assert error.startswith(said)
     assert "installed?" not in error

@@ -107,6 +107,36 @@ def test_a_cluster_s_signal_a_closed_terminal_and_an_impatient_user_lose_nothing
     assert (folder / "summary.json").exists()
 
 
+LOOPS = """
+class Loops:
+    def choose(self, running):
+        open("began", "w").close()
+        while True:
+            pass
+"""
+
+
+def test_a_policy_that_loops_is_told_of_after_the_first_ctrl_c_and_ended_by_the_second(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOOPS)
+    command = [
+        sys.executable, "-m", "experiments", "run", *TINY, "trace.num_requests=20", "trace.arrival=all_at_once",
+        "cache.num_gpu_blocks=60", "scheduler.victim={_target_: mine.Loops}", "hydra.run.dir=run",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (tmp_path / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    said = next(line for line in process.stderr if line.strip())
+    assert "stops once this step ends, at " in said
+    assert "mine.py:" in said
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+
+
 def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     arguments = ("-m", "seed=0,1", "record.decisions=true", f"hydra.sweep.dir={folder}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -76,6 +78,30 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     yield tmp_path
     sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize("name", ["analysis", "sim", "queue", "yaml", "numpy", "random"])
+def test_a_users_file_may_have_the_name_of_a_module_that_we_use(home: Path, name: str) -> None:
+    (home / f"{name}.py").write_text("X = 1\n")
+    arguments = ("run", *TINY, *SHORT, "scheduler.queue_order={_target_: mine.LastComeFirst}", "hydra.run.dir=run")
+    environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+    command = Path(sys.executable).with_name("testbed")
+    ran = subprocess.run([command, *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert (home / "run" / "done").exists()
+
+
+def test_a_run_of_ones_own_class_is_repeated_from_another_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(capsys, "run", *BURST, "scheduler.queue_order={_target_: mine.LastComeFirst}").status == 0
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(home)])
+    sys.modules.pop("mine", None)
+    said = say(capsys, "run", f"from={home / 'run'}", "hydra.run.dir=again")
+    assert said.status == 0, said.err
+    assert manifest_of(home / "run")["digest"] == manifest_of(Path("again"))["digest"]
 
 
 BURST = (*TINY, *SHORT, "trace.arrival=all_at_once", "record.decisions=true", "hydra.run.dir=run")

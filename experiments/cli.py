@@ -158,6 +158,9 @@ def _report(arguments: list[str]) -> int:
     out = options.out if options.out.suffix else options.out.with_suffix(".html")
     if out.suffix != ".html":
         raise ConfigError(f"--out is {options.out}; a report is an .html file, with a .md and pictures beside it")
+    for folder in options.folders:
+        if not folder.exists():
+            raise ConfigError(f"{folder}: no such folder")
     for written in (out, out.with_suffix(".md")):
         refuse_existing(written, options.overwrite)
     if options.margin is not None and not 0 < options.margin < 1:

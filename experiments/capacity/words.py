@@ -99,10 +99,10 @@ def without_capacity(found: Found) -> str:
         who = f"{at.over[name]} of {num}" if at.is_whole else "too many"
         reason = f"{who} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
     lowest = found.rate(found.bracket.failed)
-    return (
-        f"{arm.name} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; widen the "
-        "limit, or take a faster device or shorter requests"
-    )
+    remedy = "widen the limit, or take a faster device or shorter requests"
+    if name == "unfinished":
+        remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
+    return f"{arm.name} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
 
 
 def warnings(found: Found) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +45,8 @@ def main(arguments: list[str]) -> int:
     if name in _FORMATS:
         name, rest = "inspect", arguments
     commands = {"inspect": _inspect, "convert": _convert, "synthesise": _synthesise, "freeze": _freeze}
+    if name not in commands and Path(name).is_file():
+        raise ConfigError(f"{name} is a file; say of what format: testbed trace inspect auto {shlex.join([name])}")
     if name not in commands:
         raise ConfigError(unknown(f"there is no trace command or format {name!r}", name, [*commands, *_FORMATS]))
     return commands[name](rest)

@@ -176,6 +176,8 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (("reprot",), "there is no command 'reprot'; did you mean 'report'? valid: run, "),
         (("compare",), "there is no command 'compare'; valid: run, "),  # nothing is near
         (("report", "afile"), "afile: a file, and no folder of runs"),
+        (("report", "nothere", "--out", "there.html"), "nothere: no such folder"),
+        (("trace", "afile"), "afile is a file; say of what format: testbed trace inspect auto afile"),
         (("run", "trace.rate=1,2"), "trace.rate=1,2 has several values: add -m to run each of them, or put them in "),
         (("run", "trace=jsonl", "trace.path=afile"), "afile:1: not JSON: Unterminated string starting at column 7"),
         (("run", "scheduler.victim={_target_: bad_syntax.X}"), "scheduler.victim: cannot make 'bad_syntax.X': "),
@@ -206,6 +208,7 @@ def test_a_mistake_is_called_what_it_is(
     (tmp_path / "afile").write_text('{"a": "b\n')
     (tmp_path / "bad_syntax.py").write_text("def x(:\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "there.html").touch()
     (tmp_path / "queue.py").write_text("class X: ...\n")
     error = say(capsys, *arguments).error()
     assert error.startswith(said)

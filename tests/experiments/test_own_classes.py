@@ -18,6 +18,8 @@ import pytest
 from experiments.configuration.options import options
 from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
 from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows
 
 MINE = '''
@@ -78,6 +80,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     yield tmp_path
     sys.modules.pop("mine", None)
+
+
+def test_what_the_page_says_of_a_sequence_is_there() -> None:
+    section = (DOCS / "extending.md").read_text().split("## What a policy reads of a sequence")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    seq = Sequence(0, Request("r", [1, 2, 3]), 100)
+    assert len(names) > 12
+    assert [name for name in names if not hasattr(seq, name)] == []
 
 
 @pytest.mark.parametrize("name", ["analysis", "sim", "queue", "yaml", "numpy", "random"])
@@ -149,6 +160,7 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
         assert step["end_ns"] - step["start_ns"] == 1000 * (7 + num_tokens)
     assert table_of(home / "run")["request_id"].to_pylist() == [f"mine-{i}" for i in range(4)]
     assert manifest_of(home / "run")["trace"]["name"] == "mine"
+    assert manifest_of(home / "run")["cost"] == "mine.Slow"
     assert say(capsys, "run", "from=run", "hydra.run.dir=again").status == 0
     assert manifest_of(home / "again")["digest"] == manifest_of(home / "run")["digest"]
     error = say(capsys, "run", *arguments, "cost.base_us=-1", "overwrite=true").error()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from real.driver import RunningBackend, RunningWork
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from real.driver import Computed, RunningBackend, RunningWork
+from testbed.core.outcome import Outcome
 from testbed.core.plan import BatchPlan
 
 
@@ -45,12 +45,8 @@ class _StoppingWork:
         self._work = work
         self._watch = watch
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        outcomes, spans = self._work.wait()
-        if outcomes is None:
-            return None, spans
-        return tuple(self._watch.marked(outcome) for outcome in outcomes), spans
-
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._work.prompt_logprobs
+    def wait(self) -> Computed:
+        computed = self._work.wait()
+        if computed.outcomes is None:
+            return computed
+        return computed._replace(outcomes=tuple(self._watch.marked(outcome) for outcome in computed.outcomes))

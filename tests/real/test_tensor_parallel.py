@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from real.backend import RealBackend
 from real.config import RealConfig
-from real.driver import run
+from real.driver import Computed, run
 from real.parallel import backend as parallel
 from real.parallel.backend import RankedBackend, RankedWork
 from real.parallel.wire import pack, unpack
@@ -25,7 +25,7 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.core.outcome import Outcome, TokenLogprobs
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
@@ -90,19 +90,18 @@ def watch(backend: RealBackend | RankedBackend, seen: list[torch.Tensor]) -> Non
 class TwinWork:
     def __init__(self, twin: Twin, works: Sequence[RankedWork]) -> None:
         self._twin, self._works = twin, works
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        (expected, spans), (actual, _) = [work.wait() for work in self._works]
+    def wait(self) -> Computed:
+        expected, actual = (work.wait() for work in self._works)
         self._twin.compare_logits()
-        assert [bare(outcome) for outcome in actual or ()] == [bare(outcome) for outcome in expected or ()]
-        for outcome, other in zip(actual or (), expected or (), strict=True):
+        ours, theirs = (computed.outcomes or () for computed in (expected, actual))
+        assert [bare(outcome) for outcome in theirs] == [bare(outcome) for outcome in ours]
+        for outcome, other in zip(theirs, ours, strict=True):
             assert_close(outcome.logprobs, other.logprobs)
-        self.prompt_logprobs, theirs = (work.prompt_logprobs for work in self._works)
-        for part, other in zip(theirs, self.prompt_logprobs, strict=True):
+        for part, other in zip(actual.prompt_logprobs, expected.prompt_logprobs, strict=True):
             assert part[:2] == other[:2]
             assert_close(part.tokens, other.tokens)
-        return expected, spans
+        return expected
 
 
 def bare(outcome: Outcome) -> Outcome:

@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
 
 class Collector(NoRecords):
-    """Implements testbed.core.interfaces.Recorder, and real.text.stopping.Watch.
+    """Implements testbed.core.interfaces.Recorder.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.
     streams: whether pieces are made.
@@ -101,6 +101,7 @@ class Collector(NoRecords):
 
     @property
     def has_stops(self) -> bool:
+        """Whether any request that is live has stop strings."""
         return self._num_with_stops > 0
 
     def planned(self, plan: BatchPlan) -> None:
@@ -112,6 +113,7 @@ class Collector(NoRecords):
                 self._member(live, admission.seq_id)
 
     def marked(self, outcome: Outcome) -> Outcome:
+        """With `stop` and `fork_stops` where a stop string is complete."""
         found = self._watched.get(outcome.seq_id)
         if found is None:
             return outcome

@@ -21,10 +21,6 @@ from real.parallel import backend as parallel
 from real.parallel.backend import RankedBackend, RankedWork
 from real.parallel.wire import pack, unpack
 from real.parallel.worker import Setup
-from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
-from testbed.blocks.keys import TokenKeys
-from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import Outcome, TokenLogprobs
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
@@ -137,12 +133,10 @@ REQUESTS = [
 
 def serve_on(backend: Twin, num_blocks: int) -> Requests:
     """Prompts in chunks of at most 24 tokens beside decodes, shared prefixes, too few blocks."""
-    blocks = BlockManager(
-        block_size=4, num_gpu_blocks=num_blocks, num_cpu_blocks=200, watermark=0.0, rules=KVRules(), eviction=LRU(),
-        key_source=TokenKeys(4),
+    scheduler = make_scheduler(
+        "unified", num_blocks=num_blocks, num_cpu_blocks=200, caching=True, eos_token_id=EOS,
+        limits=make_limits(seqs=16, budget=24, model_len=256),
     )  # fmt: skip
-    limits = make_limits(seqs=16, budget=24, model_len=256)
-    scheduler = make_scheduler("unified", blocks=blocks, limits=limits, eos_token_id=EOS)
     inbox = Requests(REQUESTS)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox

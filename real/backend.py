@@ -28,6 +28,7 @@ from real.device import (
     stopwatch,
     weight_bytes,
 )
+from real.driver import Computed
 from real.graphs import CudaCapture, GraphShape, captured_shapes
 from real.host_memory import check_fits
 from real.loader import load_weights
@@ -39,7 +40,7 @@ from real.runner import ModelRunner
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
 from testbed.checks import require_whole, require_whole_or_null
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
@@ -71,7 +72,6 @@ class RealWork:
     ) -> None:
         self._sampled = sampled
         self._launched = launched
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # once it was waited for
         self._clock = clock
         self._prepare_ns = prepare_ns
         self._swap_ns = swap_ns  # of swaps beside the stream of the clock, once that has finished
@@ -80,18 +80,17 @@ class RealWork:
         """Whether `wait` would not block."""
         return self._clock.is_done()
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        """Blocks until the device is done: outcomes of the rows that were not forced (None: there are none), times."""
+    def wait(self) -> Computed:
+        """Blocks until the device is done."""
         swap_ns, forward_ns, sample_ns = self._clock.finish()
         swap_ns += self._swap_ns()
         spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
         if self._launched is None:
-            return None, spans
+            return Computed(None, spans)
         inputs, drawn, eos_token_id = self._launched
-        self.prompt_logprobs = prompt_logprobs(inputs, drawn)
-        if all(row.forced for row in self._sampled):
-            return None, spans
-        return outcomes(self._sampled, inputs, drawn, eos_token_id), spans
+        are_forced = all(row.forced for row in self._sampled)
+        chosen = None if are_forced else outcomes(self._sampled, inputs, drawn, eos_token_id)
+        return Computed(chosen, spans, prompt_logprobs(inputs, drawn))
 
 
 class RealBackend:

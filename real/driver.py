@@ -19,15 +19,18 @@ from testbed.errors import LivelockError
 Result = TypeVar("Result")
 
 
+class Computed(NamedTuple):
+    """What came of a plan. outcomes: of the rows that were not forced; None: there are none."""
+
+    outcomes: tuple[Outcome, ...] | None
+    spans: Spans
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
 class RunningWork(Protocol):
     """A plan that was launched."""
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]: ...
-
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        """What the step gives of prompts, once it was waited for."""
-        ...
+    def wait(self) -> Computed: ...
 
 
 class RunningBackend(Protocol):
@@ -155,7 +158,7 @@ class Drive(Generic[Result]):
         if command.is_ahead:
             return Resume(max(clock.now_ns(), self._last_ns + 1))
         launched = self._in_flight.popleft()
-        outcomes, spans = launched.work.wait()
+        outcomes, spans, prompt_logprobs = launched.work.wait()
         if self._failure is not None:
             raise self._failure
         now_ns = max(clock.now_ns(), self._last_ns + 1)
@@ -163,7 +166,7 @@ class Drive(Generic[Result]):
         began_ns, self._ended_ns = max(launched.plan_ns, self._ended_ns), now_ns
         if self._log is not None:
             self._log.stepped(max(0, launched.launch_ns - spans.prepare_ns), now_ns - began_ns, spans)
-        return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=launched.work.prompt_logprobs))
+        return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=prompt_logprobs))
 
 
 class _Launched(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from real.attention.interface import AttentionMetadata
+from real.attention.interface import metadata_of
 from real.cache_engine import CacheEngine, block_bytes
 from real.device import Placement, memory_named
 from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
@@ -239,25 +239,14 @@ def synthetic_load(
 ) -> StepInputs:  # fmt: skip
     """Inputs of (query length, context length) rows that all read and write one block: full work, little memory; the
     rows that sample ask for all that a sampler can do."""
-    query_lens = tuple(query for query, _ in load)
-    context_lens = tuple(context for _, context in load)
-    num_tokens = sum(query_lens)
-    lengths = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    starts = [torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32).to(device) for lens in (query_lens, context_lens)]
-    max_blocks = -(-max(context_lens) // block_size)
-    metadata = AttentionMetadata(
-        query_lens=query_lens,
-        context_lens=context_lens,
-        query_starts=starts[0],
-        context_starts=starts[1],
-        context_lens_tensor=lengths,
-        slot_mapping=torch.full((num_tokens,), block * block_size, dtype=torch.int64, device=device),
-        block_tables=torch.full((len(load), max_blocks), block, dtype=torch.int32, device=device),
-    )
+    num_tokens = sum(num for num, _ in load)
+    max_blocks = max(-(-context // block_size) for _, context in load)
+    slots = torch.full((num_tokens,), block * block_size, dtype=torch.int64, device=device)
+    tables = torch.full((len(load), max_blocks), block, dtype=torch.int32, device=device)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     sample_tokens = torch.arange(num_samples, device=device) % num_tokens
     sampling = sent(
         sample_inputs(heaviest_rows(num_samples), Source(vocab_size)),
         lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
-    return StepInputs(EagerInputs(zeros, zeros, metadata), sample_tokens, sampling, (), ())
+    return StepInputs(EagerInputs(zeros, zeros, metadata_of(load, slots, tables)), sample_tokens, sampling, (), ())

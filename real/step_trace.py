@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from real.driver import RunningBackend, RunningWork
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from real.driver import Computed, RunningBackend, RunningWork
 from testbed.core.plan import BatchPlan
 from testbed.records.schema import STEP_TRACE_FILE
 
@@ -88,12 +87,8 @@ class _TracedWork:
     def __init__(self, trace: StepTrace, work: RunningWork, step: int) -> None:
         self._trace, self._work, self._step = trace, work, step
 
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._work.prompt_logprobs
-
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def wait(self) -> Computed:
         with named_range(f"wait for step {self._step}"):
-            result = self._work.wait()
+            computed = self._work.wait()
         self._trace.waited(self._step)
-        return result
+        return computed

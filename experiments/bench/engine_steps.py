@@ -139,7 +139,7 @@ def _time(backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: Batc
     for step in range(WARM_UP_STEPS + num_steps):
         plan = BatchPlan(step, shape, MadeRows(rows))
         began = time.perf_counter()
-        _, spans = backend.start(plan).wait()
+        spans = backend.start(plan).wait().spans
         totals.append(time.perf_counter() - began)
         device.append((spans.forward_ns + spans.sample_ns) / 1e9)
     return StepTime(statistics.median(totals[WARM_UP_STEPS:]), statistics.median(device[WARM_UP_STEPS:]))

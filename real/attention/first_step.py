@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from real.attention.interface import AttentionMetadata, AttentionProvider, AttentionSpec, quantize
+from real.attention.interface import AttentionMetadata, AttentionProvider, AttentionSpec, metadata_of, quantize
 from real.attention.torch_provider import TorchAttention
 from real.device import is_out_of_memory
 from testbed.errors import DeviceError
@@ -87,8 +87,7 @@ def _inputs(spec: AttentionSpec, rows: list[tuple[int, int]]) -> Inputs:
     """Random sequences, the same for the same rows, each in blocks of its own."""
     generator = torch.Generator().manual_seed(0)
     size, device = spec.block_size, spec.device
-    query_lens, context_lens = zip(*rows, strict=True)
-    num_blocks = [-(-context // size) for context in context_lens]
+    num_blocks = [-(-context // size) for _, context in rows]
     tables = np.zeros((len(rows), max(num_blocks)), dtype=np.int32)
     for table, end, num in zip(tables, accumulate(num_blocks), num_blocks, strict=True):
         table[:num] = np.arange(end - num, end)
@@ -109,12 +108,5 @@ def _inputs(spec: AttentionSpec, rows: list[tuple[int, int]]) -> Inputs:
     cache = cache.to(device, spec.cache_dtype)
     query = normal(len(slots), spec.num_heads, spec.head_dim).to(device, spec.dtype)
     key, value = normal(2, len(slots), *kv_shape).to(device, spec.dtype)
-    query_starts, context_starts = (
-        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (query_lens, context_lens)
-    )
-    lengths = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    slot_mapping, block_tables = torch.tensor(slots, device=device), torch.from_numpy(tables).to(device)
-    metadata = AttentionMetadata(
-        query_lens, context_lens, query_starts, context_starts, lengths, slot_mapping, block_tables
-    )
+    metadata = metadata_of(rows, torch.tensor(slots, device=device), torch.from_numpy(tables).to(device))
     return Inputs(query, key, value, cache, metadata)

@@ -23,7 +23,9 @@ rows, with slots like these, and what comes out of them means nothing. For a slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,6 +92,18 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
+
+
+def metadata_of(rows: Sequence[tuple[int, int]], slot_mapping: Tensor, block_tables: Tensor) -> AttentionMetadata:
+    """Of a step that serves no request: rows of (new tokens, context), whose slots and tables lie on the device."""
+    query_lens, context_lens = zip(*rows, strict=True)
+    query_starts, context_starts, lengths = (
+        torch.tensor(numbers, dtype=torch.int32, device=block_tables.device)
+        for numbers in ([0, *accumulate(query_lens)], [0, *accumulate(context_lens)], context_lens)
+    )
+    return AttentionMetadata(
+        query_lens, context_lens, query_starts, context_starts, lengths, slot_mapping, block_tables
+    )
 
 
 class KVSlots(NamedTuple):

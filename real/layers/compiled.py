@@ -5,18 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, wraps
-from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from real.kernels import why_no_launchers
+from real.kernels import MIN_CAPABILITY, why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)  # Triton converts e4m3 from here on
 MAX_SHAPES = 64  # compilations of a function: of each hidden size and epsilon, for one token and for several
 
@@ -65,5 +63,4 @@ def takes_limit() -> bool:
 @cache
 def can_compile(device: torch.device, least: tuple[int, int] = MIN_CAPABILITY) -> bool:
     """Whether torch.compile can make kernels for a GPU, with what it finds here."""
-    has_tools = find_spec("triton") is not None and why_no_launchers() is None
-    return has_tools and torch.cuda.get_device_capability(device) >= least
+    return why_not(device) is None and torch.cuda.get_device_capability(device) >= least

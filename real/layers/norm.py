@@ -1,5 +1,4 @@
-"""Normalisation: by the root mean square (Zhang & Sennrich 2019), fused with the residual addition that precedes it,
-and by mean and variance (Ba et al. 2016)."""
+"""Normalisation by the root mean square (Zhang & Sennrich 2019), fused with the residual addition that precedes it."""
 
 from __future__ import annotations
 
@@ -28,19 +27,6 @@ class RMSNorm(nn.Module):
         Overwrites x, which becomes the new residual.
         """
         return add_rms_norm(x, residual, self.weight, self.eps), x
-
-
-class LayerNorm(nn.Module):
-    """`(x - mean(x)) / std(x) * weight + bias` over the last dimension, which has `size` elements."""
-
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = empty_parameter((size,), placement)
-        self.bias = empty_parameter((size,), placement)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 @compiled_on_cuda

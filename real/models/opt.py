@@ -16,7 +16,6 @@ from real.device import Placement
 from real.layers.activation import PLAIN
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel
-from real.layers.norm import LayerNorm
 from real.layers.slots import empty_parameter
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
@@ -34,6 +33,11 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         return functional.embedding(positions + OFFSET, self.weight)
+
+
+def layer_norm(size: int, placement: Placement) -> nn.LayerNorm:
+    """Over the last dimension, of `size` elements (Ba et al. 2016)."""
+    return nn.LayerNorm(size, EPS, device=placement.device, dtype=placement.dtype).requires_grad_(False)
 
 
 class OPTAttention(nn.Module):
@@ -55,10 +59,10 @@ class OPTLayer(nn.Module):
         self.normalizes_before = spec.do_layer_norm_before
         self.activation = PLAIN[spec.hidden_act]
         self.self_attn = OPTAttention(spec, placement)
-        self.self_attn_layer_norm = LayerNorm(spec.hidden_size, EPS, placement)
+        self.self_attn_layer_norm = layer_norm(spec.hidden_size, placement)
         self.fc1 = ColumnParallel(spec.hidden_size, spec.intermediate_size, placement, bias=spec.mlp_bias)
         self.fc2 = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=spec.mlp_bias)
-        self.final_layer_norm = LayerNorm(spec.hidden_size, EPS, placement)
+        self.final_layer_norm = layer_norm(spec.hidden_size, placement)
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, attention: StepAttention) -> Tensor:
         """[num_tokens, hidden], in and out."""
@@ -82,7 +86,7 @@ class OPTDecoder(nn.Module):
         self.embed_positions = LearnedPositions(spec, placement)
         self.project_in = Linear(narrow, wide, placement) if narrow != wide else None
         self.layers = nn.ModuleList(OPTLayer(spec, placement) for _ in range(spec.num_hidden_layers))
-        self.final_layer_norm = LayerNorm(wide, EPS, placement) if spec.do_layer_norm_before else None
+        self.final_layer_norm = layer_norm(wide, placement) if spec.do_layer_norm_before else None
         self.project_out = Linear(wide, narrow, placement) if narrow != wide else None
 
     def forward(

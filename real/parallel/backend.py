@@ -19,12 +19,12 @@ from real.attention.interface import cache_format
 from real.backend import RealBackend, RealWork, check_host_memory
 from real.config import RealConfig
 from real.device import resolve_device, resolve_dtype
+from real.driver import Computed
 from real.models.registry import check_supported
 from real.parallel.distributed import DistributedGroup, LostPeerError, host_store, join
 from real.parallel.processes import Ranks
 from real.parallel.wire import pack
 from real.parallel.worker import Setup
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
@@ -39,18 +39,15 @@ class RankedWork:
     def __init__(self, backend: RankedBackend, work: RealWork, send_ns: int) -> None:
         self._backend, self._work, self._send_ns = backend, work, send_ns
 
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._work.prompt_logprobs
-
     def is_done(self) -> bool:
         """Whether `wait` would not block."""
         return self._work.is_done()
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def wait(self) -> Computed:
         """As RealWork: times are those of this rank; preparing includes sending. Raises what ended another rank."""
-        outcomes, spans = self._backend.finish(self._work)
-        return outcomes, spans.replace(prepare_ns=spans.prepare_ns + self._send_ns)
+        computed = self._backend.finish(self._work)
+        spans = computed.spans
+        return computed._replace(spans=spans.replace(prepare_ns=spans.prepare_ns + self._send_ns))
 
 
 class RankedBackend:
@@ -111,13 +108,13 @@ class RankedBackend:
             send_ns = time.perf_counter_ns() - began_ns
             return RankedWork(self, self._local.start(plan.replace(rows=MadeRows(rows))), send_ns)
 
-    def finish(self, work: RealWork) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def finish(self, work: RealWork) -> Computed:
         """Waits for a step that was started; for RankedWork."""
         with self._explained():
             self._ranks.wait_for(work.is_done)
-            result = work.wait()
+            computed = work.wait()
         self._ending.is_in_step = False
-        return result
+        return computed
 
     @property
     def largest_captured(self) -> tuple[int, int]:

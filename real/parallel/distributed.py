@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +26,10 @@ dist: Any = torch.distributed  # its type stubs leave out half of it
 c10d: Any = distributed_c10d
 
 HOST = "127.0.0.1"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 JOIN_S = 60.0  # everybody is there when a group is made; whoever died since is not waited for longer
+
+_environment_lock = threading.Lock()
 
 
 class LostPeerError(DeviceError):
@@ -49,10 +54,9 @@ class DistributedGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[..., n] -> [..., ranks * n]."""
-        shape = tensor.shape
-        gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))  # the ranks one below the other
-        self._wait(self._backend._allgather_base, gathered, tensor.contiguous(), self._gather)
-        return gathered.view(self.size, *shape).movedim(0, -2).reshape(*shape[:-1], self.size * shape[-1])
+        parts = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
+        self._wait(self._backend.allgather, [parts], [tensor.contiguous()], self._gather)
+        return torch.cat(parts, dim=-1)
 
     def abort(self) -> None:
         """Frees whoever waits in a collective on a GPU. For any thread; between CPUs a broken connection does it."""
@@ -85,39 +89,36 @@ def join(store: Any, rank: int, size: int, device_type: str, timeout_s: float) -
 
     Raises LostPeerError.
     """
-    make = _nccl if device_type == "cuda" else _gloo
     try:
-        group = DistributedGroup(rank, size, make(store, rank, size, timedelta(seconds=timeout_s)))
+        group = DistributedGroup(rank, size, _backend(device_type, store, rank, size, timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         raise LostPeerError(str(error).partition("\n")[0]) from None
     group.all_reduce(torch.zeros(1, device=device_type))  # NCCL connects with the first one; loading may part us
     return group
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+def _backend(device_type: str, *arguments: Any) -> Any:
+    """What torch takes from the environment while it makes one is set for ours alone: groups of others are theirs.
 
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """The current device's. Its watchdog is told to leave errors to us: it would end the driver with its records."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # torch reads it now; groups of others are theirs
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+    Between GPUs, those that are current: NCCL's watchdog leaves errors to us; it would end the driver with its records.
+    """
+    if device_type == "cuda":
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return dist.ProcessGroupNCCL(*arguments)
+    with _environment("GLOO_SOCKET_IFNAME", LOOPBACK):
+        return dist.ProcessGroupGloo(*arguments)
 
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """The variable has this value within, and what it had before afterwards."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+    """The variable has this value within, for one thread at a time, and what it had before afterwards."""
+    with _environment_lock:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
+from real.driver import Computed
 from real.host_memory import available_bytes
 from real.parallel.channel import Channel, channel_pair
 from real.parallel.processes import Failure, describe_end, end_process, heard, spawn
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
@@ -36,14 +36,6 @@ class Described(NamedTuple):
     attention_reasons: dict[str, str]
     device_description: str
     load_format: str
-
-
-class Result(NamedTuple):
-    """What came out of the oldest plan in flight."""
-
-    outcomes: tuple[Outcome, ...] | None
-    spans: Spans
-    prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +61,7 @@ class ReplicaSetup:
         in_flight: deque[Any] = deque()
         while True:
             if in_flight and in_flight[0].is_done():
-                work = in_flight.popleft()
-                outcomes, spans = work.wait()
-                channel.send(pickle.dumps(Result(outcomes, spans, work.prompt_logprobs)))
+                channel.send(pickle.dumps(in_flight.popleft().wait()))
             elif channel.has_message(POLL_S if in_flight else None):
                 message = channel.receive()
                 if message is None:
@@ -94,13 +84,11 @@ class ReplicaWork:
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # once it was waited for
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        result = self._engine.receive()
-        assert isinstance(result, Result)
-        self.prompt_logprobs = result.prompt_logprobs
-        return result.outcomes, result.spans
+    def wait(self) -> Computed:
+        computed = self._engine.receive()
+        assert isinstance(computed, Computed)
+        return computed
 
 
 class ReplicaEngine:

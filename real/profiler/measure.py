@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from real.clocks import Clock
-from real.driver import RunningBackend, RunningWork
+from real.driver import Computed, RunningBackend, RunningWork
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
 from testbed.core.commands import Abort, Arrive, Event, StepView
 from testbed.core.interfaces import Recorder
-from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
+from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
@@ -135,10 +135,8 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
 class _NoWork:
     """A step that is not computed."""
 
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        return None, Spans()
+    def wait(self) -> Computed:
+        return Computed(None, Spans())
 
 
 class _Stage(NoRecords):

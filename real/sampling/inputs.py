@@ -19,6 +19,7 @@ from testbed.errors import RequestError
 T = TypeVar("T")
 FORBIDDEN = float("-inf")
 NO_TOP_P = 2.0  # no sum of probabilities reaches it
+MAX_NOISE_ELEMENTS = 2**22  # draws x vocabulary at a time: bounds the memory of copied logits and of 64-bit hashes
 
 
 class Source(NamedTuple):
@@ -52,19 +53,21 @@ class Draw(NamedTuple):
 
 
 class DrawGroup(NamedTuple):
-    """Draws of one kind. `num_edits` and `num_known` of each draw say how edits and known tokens lie side by side."""
+    """Draws of one kind; no more than `draws_at_a_time` where logits are copied for them."""
 
     targets: Tensor  # int64 [n], places in the step's output
     rows: Tensor  # int64 [n], among the rows that sample
     temperatures: Tensor | None  # float32 [n]
     keys: Tensor | None  # int64 [n], one hash key for each draw
     edits: Edits | None
-    num_edits: tuple[int, ...]
     penalties: Penalties | None
-    num_known: tuple[int, ...]
     filters: Filters | None
     num_ranked: int  # tokens that the filters look at in order
     streams: Streams | None = None  # on the host: of the keys, whatever the positions
+
+    @property
+    def is_copied(self) -> bool:
+        return self.edits is not None or self.penalties is not None
 
 
 class LogprobInputs(NamedTuple):
@@ -123,7 +126,7 @@ def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleIn
         forks,
         num_draws,
         needs_argmax,
-        tuple([_group(kind, draws, source) for kind, draws in groups.items()]),
+        tuple([_group(kind, part, source) for kind, draws in groups.items() for part in _parts(kind, draws, source)]),
         _logprob_inputs(sampled, forks),
         _prompt_inputs(rows, source.vocab_size),
         beam_inputs(sampled),
@@ -151,6 +154,18 @@ def _ends_too_early(row: ScheduledSequence) -> bool:
 # --- draws ---
 
 
+def draws_at_a_time(vocab_size: int) -> int:
+    return max(1, MAX_NOISE_ELEMENTS // vocab_size)
+
+
+def _parts(kind: Kind, draws: list[Draw], source: Source) -> list[list[Draw]]:
+    """Of one DrawGroup each."""
+    if not (kind.is_edited or kind.is_penalised):
+        return [draws]
+    size = draws_at_a_time(source.vocab_size)
+    return [draws[begin : begin + size] for begin in range(0, len(draws), size)]
+
+
 def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
     temperatures = keys = streams = None
     if kind.is_random:
@@ -158,16 +173,14 @@ def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
         streams = streams_of([draw.row for draw in draws], [draw.member for draw in draws], source.run_seed)
         positions = np.array([draw.row.start + draw.row.num_tokens for draw in draws])
         keys = torch.from_numpy(draw_keys(streams, positions))
-    edits, num_edits = _edits(draws, source) if kind.is_edited else (None, ())
-    penalties, num_known = _penalties(draws) if kind.is_penalised else (None, ())
+    edits = _edits(draws, source) if kind.is_edited else None
+    penalties = _penalties(draws) if kind.is_penalised else None
     filters, num_ranked = _filters(draws, source.vocab_size) if kind.is_filtered else (None, 0)
     targets, rows = (torch.tensor([draw[field] for draw in draws]) for field in (0, 1))
-    return DrawGroup(
-        targets, rows, temperatures, keys, edits, num_edits, penalties, num_known, filters, num_ranked, streams
-    )
+    return DrawGroup(targets, rows, temperatures, keys, edits, penalties, filters, num_ranked, streams)
 
 
-def _edits(draws: list[Draw], source: Source) -> tuple[Edits, tuple[int, ...]]:
+def _edits(draws: list[Draw], source: Source) -> Edits:
     each: list[list[tuple[int, float]]] = []
     for draw in draws:
         sampling = draw.row.sampling
@@ -184,15 +197,14 @@ def _edits(draws: list[Draw], source: Source) -> tuple[Edits, tuple[int, ...]]:
         each.append(own)
     counts = [len(own) for own in each]
     flat = [item for own in each for item in own]
-    edits = Edits(
+    return Edits(
         torch.from_numpy(np.repeat(np.arange(len(draws)), counts)),
         torch.tensor([token for token, _ in flat], dtype=torch.int64),
         _floats([value for _, value in flat]),
     )
-    return edits, tuple(counts)
 
 
-def _penalties(draws: list[Draw]) -> tuple[Penalties, tuple[int, ...]]:
+def _penalties(draws: list[Draw]) -> Penalties:
     params = [draw.row.sampling for draw in draws]
     histories = [np.asarray(draw.row.history, dtype=np.int32) for draw in draws]
     counts = [len(history) for history in histories]
@@ -201,7 +213,7 @@ def _penalties(draws: list[Draw]) -> tuple[Penalties, tuple[int, ...]]:
     draw_of = np.repeat(np.arange(len(draws)), counts)
     positions = np.concatenate([np.arange(count) for count in counts])
     is_output = positions >= np.repeat([draw.row.num_prompt_tokens for draw in draws], counts)
-    penalties = Penalties(
+    return Penalties(
         _floats([one.repetition_penalty for one in params]),
         _floats([one.presence_penalty for one in params]),
         _floats([one.frequency_penalty for one in params]),
@@ -209,7 +221,6 @@ def _penalties(draws: list[Draw]) -> tuple[Penalties, tuple[int, ...]]:
         torch.from_numpy(np.concatenate(histories)),
         torch.from_numpy(is_output.astype(np.float32)),
     )
-    return penalties, tuple(counts)
 
 
 def _filters(draws: list[Draw], vocab_size: int) -> tuple[Filters, int]:

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from real import kernels
 from real.beams import Candidates, advance, best_continuations, is_beam
-from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs
+from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, draws_at_a_time
 from real.sampling.logprobs import Scored, score, to_lists
 from real.sampling.noise import log_exponential
-from real.sampling.shaping import Edits, Filters, Penalties, edit, filter_, penalise
+from real.sampling.shaping import Filters, edit, filter_, penalise
 from testbed.core.outcome import Outcome, PromptLogprobs, TokenLogprobs
 from testbed.core.plan import ScheduledSequence
 
-MAX_NOISE_ELEMENTS = 2**22  # rows x vocabulary that are drawn at a time: bounds the memory of their 64-bit hashes
-MAX_PROMPT_ELEMENTS = 2**24  # the same of logits of prompts
+MAX_PROMPT_ELEMENTS = 2**24  # rows x vocabulary of logits of prompts at a time
 
 ToLogits = Callable[[Tensor], Tensor]  # places int64 [m] of the batch's tokens -> logits float32 [m, vocab]
 
@@ -90,30 +89,20 @@ def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> Non
 
     if group.temperatures is None or group.keys is None:
         _draw_by_torch(token_ids, logits, group)
-    elif group.edits is None and group.penalties is None:
-        draw_tokens(token_ids, group.targets, logits, group.rows, group.temperatures, group.keys, group.filters)
-    else:
-        for part in _parts(group, _part_size(logits)):
-            assert part.temperatures is not None
-            assert part.keys is not None
-            rows = torch.arange(len(part.rows), device=logits.device)
-            draw_tokens(
-                token_ids, part.targets, edited(logits, part), rows, part.temperatures, part.keys, part.filters
-            )  # fmt: skip
+        return
+    rows = group.rows
+    if group.is_copied:
+        logits, rows = edited(logits, group), torch.arange(len(rows), device=logits.device)
+    draw_tokens(token_ids, group.targets, logits, rows, group.temperatures, group.keys, group.filters)
 
 
 def _draw_by_torch(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
     """The same where kernels cannot run, and for the largest logit."""
-    for part in _parts(group, _part_size(logits)):
+    for part in _parts(group, draws_at_a_time(logits.shape[-1])):
         chosen = shape(logits, part)
         if part.keys is not None:
             chosen -= log_exponential(part.keys, logits.shape[-1])
         token_ids[part.targets] = chosen.argmax(dim=-1)
-
-
-def _part_size(logits: Tensor) -> int:
-    """Draws whose logits may be copied at a time."""
-    return max(1, MAX_NOISE_ELEMENTS // logits.shape[-1])
 
 
 def edited(logits: Tensor, group: DrawGroup) -> Tensor:
@@ -139,42 +128,20 @@ def shape(logits: Tensor, group: DrawGroup) -> Tensor:
 
 
 def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
-    """The group in parts of at most `size` draws, which bounds the memory of what is made for each."""
-    num = len(group.targets)
-    if num <= size:
+    """The group in parts of at most `size` draws."""
+    if len(group.rows) <= size:
         yield group
         return
-    for begin in range(0, num, size):
-        part = slice(begin, min(begin + size, num))
-        edits = group.edits
-        if edits is not None:
-            flat = _flat(group.num_edits, part)
-            edits = Edits(edits.draws[flat] - begin, edits.tokens[flat], edits.values[flat])
-        penalties = group.penalties
-        if penalties is not None:
-            flat = _flat(group.num_known, part)
-            penalties = Penalties(
-                penalties.repetition[part], penalties.presence[part], penalties.frequency[part],
-                penalties.draws[flat] - begin, penalties.tokens[flat], penalties.is_output[flat],
-            )  # fmt: skip
-        yield DrawGroup(
-            group.targets[part],
-            group.rows[part],
-            None if group.temperatures is None else group.temperatures[part],
-            None if group.keys is None else group.keys[part],
-            edits,
-            group.num_edits[part],
-            penalties,
-            group.num_known[part],
-            None if group.filters is None else Filters(*(column[part] for column in group.filters)),
-            group.num_ranked,
+    assert not group.is_copied, "such a group is made no larger"
+    for begin in range(0, len(group.rows), size):
+        part = slice(begin, begin + size)
+        yield group._replace(
+            targets=group.targets[part],
+            rows=group.rows[part],
+            temperatures=None if group.temperatures is None else group.temperatures[part],
+            keys=None if group.keys is None else group.keys[part],
+            filters=None if group.filters is None else Filters(*(column[part] for column in group.filters)),
         )
-
-
-def _flat(counts: tuple[int, ...], part: slice) -> slice:
-    """Where the items of these draws lie, `counts` of each side by side."""
-    begin = sum(counts[: part.start])
-    return slice(begin, begin + sum(counts[part]))
 
 
 def _score_prompts(prompts: PromptInputs, vocab_size: int, to_logits: ToLogits) -> Scored:

@@ -24,11 +24,11 @@ from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
 from testbed.core import outcome as core
 from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
 from testbed.core.outcome import Completion, Finished, FinishReason, Outcome
 from testbed.core.plan import BatchPlan
-from testbed.core.request import Request, SamplingParams
+from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
+from testbed.records.recorders import NoRecords
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class Progress(NamedTuple):
     outputs: list[RequestOutput]
 
 
-class Collector:
-    """Implements testbed.core.interfaces.Recorder, and real.text.stopping.Watch.
+class Collector(NoRecords):
+    """Implements testbed.core.interfaces.Recorder.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.
-    streams: whether pieces are made. watchers: see the same events.
+    streams: whether pieces are made.
     """
 
     def __init__(
@@ -78,12 +78,10 @@ class Collector:
         eos_ids: frozenset[int],
         *,
         streams: bool,
-        watchers: Seq[Recorder] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._streams = streams
-        self._watchers = watchers
         self._live: dict[str, _Live] = {}
         for asked in requests:
             sampling = asked.request.sampling
@@ -103,6 +101,7 @@ class Collector:
 
     @property
     def has_stops(self) -> bool:
+        """Whether any request that is live has stop strings."""
         return self._num_with_stops > 0
 
     def planned(self, plan: BatchPlan) -> None:
@@ -114,6 +113,7 @@ class Collector:
                 self._member(live, admission.seq_id)
 
     def marked(self, outcome: Outcome) -> Outcome:
+        """With `stop` and `fork_stops` where a stop string is complete."""
         found = self._watched.get(outcome.seq_id)
         if found is None:
             return outcome
@@ -151,18 +151,6 @@ class Collector:
 
     # --- the loop's events ---
 
-    def arrived(self, request: Request, now_ns: int, step: int) -> None:
-        for watcher in self._watchers:
-            watcher.arrived(request, now_ns, step)
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
-        for watcher in self._watchers:
-            watcher.aborted(request_id, now_ns, step)
-
-    def prefixes_reset(self, now_ns: int, step: int) -> None:
-        for watcher in self._watchers:
-            watcher.prefixes_reset(now_ns, step)
-
     def committed(self, step: StepView) -> None:
         for seq in step.emitters:
             live = self._live[seq.request.request_id]
@@ -172,8 +160,6 @@ class Collector:
             member.seq = seq
             if member.text is not None:
                 self._show(live, member, member.text, seq)
-        for watcher in self._watchers:
-            watcher.committed(step)
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for item in finished:
@@ -184,8 +170,6 @@ class Collector:
             self._outputs.append(self._output(live, item, now_ns))
             if self._streams:
                 self._show_rest(live, self._outputs[-1])
-        for watcher in self._watchers:
-            watcher.ended(finished, now_ns)
 
     # --- pieces ---
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"  # what decoders put in the place of bytes that are no character
@@ -113,6 +114,7 @@ class Mute:
         return ""
 
 
+@cache
 def byte_level_alphabet() -> dict[str, int]:
     """The characters that byte-level BPE writes its tokens in -> the byte that each stands for.
 

@@ -22,6 +22,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence as CoreSequence
 from testbed.core.serve import serve
 from testbed.errors import RequestError, TestbedError
+from testbed.records.recorders import Recorders
 
 
 class OneClock(RealTimeClock):
@@ -114,9 +115,10 @@ class TextEngine:
             raise TestbedError("the engine was stopped in the middle of a step; make a new LLM")
         if self._is_busy:
             raise TestbedError("a stream of this LLM is still open; read it to its end, or close() it")
-        collector = Collector(requests, self.tokenizer, self._eos_ids, streams=streams, watchers=watchers)
+        collector = Collector(requests, self.tokenizer, self._eos_ids, streams=streams)
         inbox = LiveInbox([asked.request for asked in requests])
-        drive = Drive(serve(inbox, self.scheduler, collector), StoppingBackend(self._backend, collector), self._clock)
+        loop = serve(inbox, self.scheduler, Recorders(collector, *watchers))
+        drive = Drive(loop, StoppingBackend(self._backend, collector), self._clock)
         self._is_busy = True
         try:
             while not drive.is_over:

@@ -21,6 +21,28 @@ class CacheHits(NamedTuple):
     num_hit: int
 
 
+class Rates:
+    """Tokens a second over steps that take `interval_ns` together, or a little longer."""
+
+    def __init__(self, interval_ns: int) -> None:
+        self._interval_ns = interval_ns
+        self._since_ns: int | None = None
+        self._num_prompt = self._num_generated = 0
+
+    def add(self, step: StepView) -> tuple[float, float] | None:
+        """Of prompts, computed again after a preemption or not, and of outputs; None: the interval is not over."""
+        if self._since_ns is None:
+            self._since_ns = step.plan_ns
+        self._num_prompt += step.plan.shape.num_prefill_tokens
+        self._num_generated += len(step.emitters)
+        if step.end_ns - self._since_ns < self._interval_ns:
+            return None
+        span_s = (step.end_ns - self._since_ns) / 1e9
+        rates = self._num_prompt / span_s, self._num_generated / span_s
+        self._since_ns, self._num_prompt, self._num_generated = step.end_ns, 0, 0
+        return rates
+
+
 class StatusLine(NoRecords):
     """Says one line about the steps of the last `interval_s` seconds of the run's clock.
 
@@ -34,31 +56,24 @@ class StatusLine(NoRecords):
         cache_hits: Callable[[], CacheHits],
         say: Callable[[str], None],
     ) -> None:
-        self._interval_ns = int(interval_s * 1e9)
+        self._rates = Rates(int(interval_s * 1e9))
         self._pools = pools
         self._cache_hits = cache_hits
         self._say = say
         self._hits = cache_hits()
-        self._since_ns: int | None = None
-        self._num_prompt = self._num_generated = 0
 
     def committed(self, step: StepView) -> None:
-        if self._since_ns is None:
-            self._since_ns = step.plan_ns
-        self._num_prompt += _num_prompt_tokens(step)
-        self._num_generated += _num_generated_tokens(step)
-        if step.end_ns - self._since_ns >= self._interval_ns:
-            self._say(self._line(step, (step.end_ns - self._since_ns) / 1e9))
-            self._since_ns = step.end_ns
-            self._num_prompt = self._num_generated = 0
+        rates = self._rates.add(step)
+        if rates is not None:
+            self._say(self._line(step, *rates))
 
-    def _line(self, step: StepView, span_s: float) -> str:
+    def _line(self, step: StepView, prompt: float, generation: float) -> str:
         before, self._hits = self._hits, self._cache_hits()
         num_queried = self._hits.num_queried - before.num_queried
         hit_rate = f"{(self._hits.num_hit - before.num_hit) / num_queried:.1%}" if num_queried else "-"
         gpu = _usage(step.free_gpu_blocks, self._pools[0])
         return (
-            f"prompt {self._num_prompt / span_s:,.1f} tok/s, generation {self._num_generated / span_s:,.1f} tok/s; "
+            f"prompt {prompt:,.1f} tok/s, generation {generation:,.1f} tok/s; "
             f"running {step.num_running}, waiting {step.num_waiting}, swapped {step.num_swapped}; "
             f"KV blocks in use: GPU {gpu}, CPU {_usage(step.free_cpu_blocks, self._pools[1])}; prefix hits {hit_rate}"
         )
@@ -67,42 +82,24 @@ class StatusLine(NoRecords):
 class ThroughputBar(NoRecords):
     """Finished requests, with live prefill and decode rates; silent when standard error is no terminal."""
 
-    def __init__(self, total: int, label: str = "generate") -> None:
+    def __init__(self, total: int) -> None:
         self._bar: tqdm[Any] = tqdm(
-            total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5, miniters=0
+            total=total, desc="generate", unit="req", disable=None, leave=False, delay=0.5, miniters=0
         )
-        self._since_ns: int | None = None
-        self._num_prompt = self._num_generated = 0
+        self._rates = Rates(BAR_INTERVAL_NS)
 
     def committed(self, step: StepView) -> None:
-        if self._bar.disable:
-            return
-        if self._since_ns is None:
-            self._since_ns = step.plan_ns
-        self._num_prompt += _num_prompt_tokens(step)
-        self._num_generated += _num_generated_tokens(step)
-        span_ns = step.end_ns - self._since_ns
-        if span_ns >= BAR_INTERVAL_NS:
-            prefill, decode = (1e9 * num / span_ns for num in (self._num_prompt, self._num_generated))
+        rates = None if self._bar.disable else self._rates.add(step)
+        if rates is not None:
+            prefill, decode = rates
             self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False)
             self._bar.update(0)
-            self._since_ns = step.end_ns
-            self._num_prompt = self._num_generated = 0
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         self._bar.update(len(finished))
 
     def close(self) -> None:
         self._bar.close()
-
-
-def _num_prompt_tokens(step: StepView) -> int:
-    """Prompt tokens computed, those computed again after a preemption included."""
-    return step.plan.shape.num_prefill_tokens
-
-
-def _num_generated_tokens(step: StepView) -> int:
-    return len(step.emitters)
 
 
 def _usage(num_free: int, num_blocks: int) -> str:

@@ -5,52 +5,31 @@ The core ends a sequence whose outcome says so with the same step, so no token m
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from real.driver import RunningBackend, RunningWork
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans
+from real.driver import Computed, RunningBackend, RunningWork
+from real.text.collector import Collector
 from testbed.core.plan import BatchPlan
 
 
-class Watch(Protocol):
-    """Who knows the texts."""
-
-    @property
-    def has_stops(self) -> bool:
-        """Whether any request that is live has stop strings."""
-        ...
-
-    def planned(self, plan: BatchPlan) -> None: ...
-
-    def marked(self, outcome: Outcome) -> Outcome:
-        """The outcome, with `stop` and `fork_stops` where a stop string is complete."""
-        ...
-
-
 class StoppingBackend:
-    """Implements testbed.core.interfaces.Backend."""
+    """Implements testbed.core.interfaces.Backend. collector: knows the texts."""
 
-    def __init__(self, backend: RunningBackend, watch: Watch) -> None:
+    def __init__(self, backend: RunningBackend, collector: Collector) -> None:
         self._backend = backend
-        self._watch = watch
+        self._collector = collector
 
     def start(self, plan: BatchPlan) -> RunningWork:
         work = self._backend.start(plan)
-        self._watch.planned(plan)
-        return _StoppingWork(work, self._watch) if self._watch.has_stops else work
+        self._collector.planned(plan)
+        return _StoppingWork(work, self._collector) if self._collector.has_stops else work
 
 
 class _StoppingWork:
-    def __init__(self, work: RunningWork, watch: Watch) -> None:
+    def __init__(self, work: RunningWork, collector: Collector) -> None:
         self._work = work
-        self._watch = watch
+        self._collector = collector
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        outcomes, spans = self._work.wait()
-        if outcomes is None:
-            return None, spans
-        return tuple(self._watch.marked(outcome) for outcome in outcomes), spans
-
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._work.prompt_logprobs
+    def wait(self) -> Computed:
+        computed = self._work.wait()
+        if computed.outcomes is None:
+            return computed
+        return computed._replace(outcomes=tuple(self._collector.marked(outcome) for outcome in computed.outcomes))

@@ -83,10 +83,6 @@ class Tokenizer:
         return isinstance(self._backend.decoder, ByteLevel)
 
     @cached_property
-    def _alphabet(self) -> dict[str, int]:
-        return byte_level_alphabet()
-
-    @cached_property
     def _special_ids(self) -> frozenset[int]:
         if self._backend is None:
             return frozenset(self.inner.all_special_ids)
@@ -121,7 +117,7 @@ class Tokenizer:
         return known[token]
 
     def _joined(self, token: str) -> bytes:
-        alphabet = self._alphabet
+        alphabet = byte_level_alphabet()
         if all(character in alphabet for character in token):
             return bytes(alphabet[character] for character in token)
         return token.encode()

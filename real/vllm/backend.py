@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from real.driver import Computed
 from real.vllm.config import VllmConfig
 from real.vllm.seat import Seat
 from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.interfaces import Inbox
-from testbed.core.outcome import Finished, Outcome, PromptLogprobs, Spans
+from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
@@ -31,14 +32,12 @@ _STOOD_FOR = (  # arguments of vllm.LLM that keys of the run stand for
 class VllmWork:
     """A plan that vLLM was given, or is about to be. `wait` may be called once, and in the order of the plans."""
 
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
     def __init__(self, backend: VllmBackend) -> None:
         self._backend = backend
         self.prepare_ns = 0
         self.launched_ns = 0  # on the process's clock
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def wait(self) -> Computed:
         return self._backend.result_of_oldest()
 
 
@@ -93,7 +92,7 @@ class VllmBackend:
             )
         self.is_async, self.max_model_len = is_async, max_model_len
         self._in_flight: deque[VllmWork] = deque()
-        self._results: deque[tuple[tuple[Outcome, ...] | None, Spans]] = deque()  # not waited for yet
+        self._results: deque[Computed] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came
         self._scheduler: Any = scheduler
         self._seat = scheduler.seat if isinstance(scheduler, SeatedScheduler) else Seat()
@@ -136,7 +135,7 @@ class VllmBackend:
             self._turn()
         return work
 
-    def result_of_oldest(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def result_of_oldest(self) -> Computed:
         """What came of the oldest plan in flight, and when; for VllmWork."""
         while not self._results:
             self._turn()
@@ -159,7 +158,7 @@ class VllmBackend:
         forward_ns = taken_ns - max(oldest.launched_ns, self._taken_ns)  # a device computes one step at a time
         self._taken_ns = taken_ns
         spans = Spans(prepare_ns=oldest.prepare_ns, forward_ns=max(0, forward_ns), sample_ns=ended_ns - taken_ns)
-        self._results.append((outcomes or None, spans))
+        self._results.append(Computed(outcomes or None, spans))
 
     def add(self, request: Request) -> None:
         """Raises RequestError, one line, for what vLLM refuses."""

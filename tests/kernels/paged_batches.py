@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from real.attention.interface import AttentionMetadata, AttentionSpec
+from real.attention.interface import AttentionMetadata, AttentionSpec, metadata_of
 
 CPU = torch.device("cpu")
 NO_BLOCK = 10**6  # torch raises if it is read
@@ -129,18 +129,9 @@ class Batch:
             for table, (before, _) in zip(padded, self.rows, strict=True):
                 num_released = max(0, before + 1 - spec.sliding_window) // size
                 table[:num_released] = [released] * num_released
-        query_lens = tuple(new for _, new in self.rows)
-        context_lens = tuple(before + new for before, new in self.rows)
         slots = [self.slots(row, before, before + new) for row, (before, new) in enumerate(self.rows)]
-        return AttentionMetadata(
-            query_lens,
-            context_lens,
-            torch.tensor(np.cumsum((0, *query_lens)), dtype=torch.int32),
-            torch.tensor(np.cumsum((0, *context_lens)), dtype=torch.int32),
-            torch.tensor(context_lens, dtype=torch.int32),
-            torch.tensor([*chain(*slots)]),
-            torch.tensor(padded, dtype=torch.int32),
-        )
+        slot_mapping, tables = torch.tensor([*chain(*slots)]), torch.tensor(padded, dtype=torch.int32)
+        return metadata_of([(new, before + new) for before, new in self.rows], slot_mapping, tables)
 
     def expected(self) -> Tensor:
         """Softmax attention, one query at a time, from the definition of a slot."""

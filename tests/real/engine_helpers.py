@@ -13,7 +13,7 @@ from real.config import RealConfig
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import choose
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
-from testbed.core.request import GREEDY, SamplingParams
+from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec, RopeScaling
 
@@ -95,6 +95,19 @@ def row(
     """The step that computes positions start … end - 1 of a sequence whose known tokens are `tokens`."""
     part = tokens[start:end]
     return ScheduledSequence(seq_id, start, len(part), part, samples, forced, table, sampling)
+
+
+def requests_of(kinds: Sequence[dict[str, object]], prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
+    """One of each prompt, a millisecond apart, of the kinds in turn."""
+    return [
+        Request(
+            f"r{i}",
+            prompt,
+            arrival_ns=1_000_000 * i,
+            sampling=SamplingParams(max_tokens=num_tokens, seed=i, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+        )
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def plan_of(*rows: ScheduledSequence, **moves: tuple[tuple[int, int], ...]) -> BatchPlan:

@@ -39,7 +39,7 @@ def generate(backend, prompts: list[list[int]], num_tokens: int, chunk: int, sam
             samples = end == len(known[i])
             rows.append(row(i, known[i], tables[i], start=computed[i], end=end, samples=samples, sampling=sampling))
             computed[i] = end
-        outcomes, _ = backend.start(plan_of(*rows)).wait()
+        outcomes = backend.start(plan_of(*rows)).wait().outcomes
         for outcome in outcomes or ():
             known[outcome.seq_id] += outcome.tokens
     return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
@@ -74,7 +74,7 @@ def test_one_outcome_for_each_sampled_row_that_is_not_forced():
         row(2, PROMPTS[2], [3, 4, 5], end=8, samples=False),
         row(1, PROMPTS[2], [6, 7, 8]),
     )
-    outcomes, spans = backend.start(plan_of(*rows)).wait()
+    outcomes, spans, _ = backend.start(plan_of(*rows)).wait()
     assert [outcome.seq_id for outcome in outcomes] == [7, 1]
     assert all(len(outcome.tokens) == 1 and outcome.stop is None for outcome in outcomes)
     assert spans.prepare_ns > 0
@@ -88,7 +88,7 @@ def test_forced_rows_are_sampled_and_their_tokens_left_out(monkeypatch):
     choose = sampler.choose
     monkeypatch.setattr(sampler, "choose", lambda logits, inputs: shapes.append(logits.shape) or choose(logits, inputs))
     rows = (row(0, PROMPTS[0], [0, 1], forced=True), row(1, PROMPTS[1], [2], forced=True))
-    outcomes, _ = backend.start(plan_of(*rows)).wait()
+    outcomes = backend.start(plan_of(*rows)).wait().outcomes
     assert outcomes is None
     assert shapes == [(2, 512)]
 
@@ -102,7 +102,7 @@ def test_a_plan_without_rows_moves_blocks_only():
     backend.start(plan_of(row(0, PROMPTS[0], [3, 1]))).wait()
     kept = backend.cache.gpu.whole[1][:, 3].clone()
     preempted = (Preemption(0, "a", PreemptionMode.SWAP, 7),)
-    outcomes, spans = backend.start(plan_of(preempted=preempted, swap_out=((3, 5),))).wait()
+    outcomes, spans, _ = backend.start(plan_of(preempted=preempted, swap_out=((3, 5),))).wait()
     assert outcomes is None
     assert spans.forward_ns >= 0
     assert torch.equal(backend.cache.cpu[1][:, 5], kept)
@@ -277,7 +277,8 @@ def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(de
             assert not torch.equal(computed(table), kept)
             swap_in, table = ((5, 11), (15, 3), (0, 1), (3, 2)), [11, 3, 1, 2]
         start = 0 if step == 0 else len(known) - 1
-        (outcome,), _ = backend.start(plan_of(row(0, known, [*table, 21], start=start), swap_in=swap_in)).wait()
+        work = backend.start(plan_of(row(0, known, [*table, 21], start=start), swap_in=swap_in))
+        (outcome,) = work.wait().outcomes
         known += outcome.tokens
     assert torch.equal(computed(table), kept)
     assert known[len(PROMPTS[2]) :] == expected

@@ -304,7 +304,7 @@ def test_the_first_draw_of_several_is_the_only_one_of_one(spec):
     for best_of in (1, 2, 6):
         core = hand_core()
         core.add(PROMPTS[0], SamplingParams(temperature=1.0, seed=5, best_of=best_of), 8)
-        ((outcomes[best_of],), _) = backend.start(core.plan()).wait()
+        (outcomes[best_of],) = backend.start(core.plan()).wait().outcomes
         assert len(outcomes[best_of].forks) == best_of - 1
     assert outcomes[1].tokens == outcomes[2].tokens == outcomes[6].tokens
     assert outcomes[6].forks[:1] == outcomes[2].forks
@@ -315,8 +315,8 @@ def test_forced_rows_of_a_group_have_no_outcomes(spec):
     core.add(PROMPTS[0], SamplingParams(temperature=1.0, n=3), 8)
     core.add(PROMPTS[1], SamplingParams(temperature=1.0, n=2), 8)
     first, second = core.plan().scheduled
-    outcomes, _ = backend.start(plan_of(first.replace(forced=True), second)).wait()
-    alone, _ = backend.start(plan_of(second)).wait()
+    outcomes = backend.start(plan_of(first.replace(forced=True), second)).wait().outcomes
+    alone = backend.start(plan_of(second)).wait().outcomes
     assert outcomes == alone
     assert backend.start(plan_of(first.replace(forced=True))).wait()[0] is None
 
@@ -356,7 +356,7 @@ def test_logits_stay_those_of_the_whole_sequence(spec, reference, seed, monkeypa
             for member in group.members
             if any(row.seq_id == member.seq_id and row.samples for row in plan.scheduled)
         ]
-        outcomes, _ = backend.start(plan).wait()
+        outcomes = backend.start(plan).wait().outcomes
         if sampled:
             with torch.inference_mode():
                 expected = torch.stack([reference(torch.tensor([tokens])).logits[0, -1] for tokens in sampled])

@@ -7,15 +7,11 @@ import random
 import pytest
 
 from real.driver import run
-from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
-from testbed.blocks.keys import TokenKeys
-from testbed.blocks.manager import BlockManager
 from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
-from testbed.core.request import Request, SamplingParams
+from testbed.core.request import Request
 from testbed.core.serve import serve
-from tests.real.engine_helpers import tiny_backend, tiny_spec
+from tests.real.engine_helpers import requests_of, tiny_backend, tiny_spec
 from tests.real.group_core import HandCore
 from tests.real.test_engine_under_core import TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler
@@ -35,15 +31,7 @@ KINDS = [
     {"n": 2, "best_of": 4},
     {"beam_width": 1},
 ]
-REQUESTS = [
-    Request(
-        f"r{i}",
-        prompt,
-        arrival_ns=1_000_000 * i,
-        sampling=SamplingParams(max_tokens=NUM_TOKENS, seed=i, **KINDS[i % len(KINDS)]),
-    )
-    for i, prompt in enumerate(PROMPTS)
-]
+REQUESTS = requests_of(KINDS, PROMPTS, NUM_TOKENS)
 
 
 class Requests:
@@ -84,17 +72,10 @@ class Requests:
 
 def serve_on_engine(composition: str, num_blocks: int, caching: bool) -> Requests:
     backend = tiny_backend(tiny_spec(eos_token_id=EOS), num_gpu_blocks=num_blocks, num_cpu_blocks=200)
-    blocks = BlockManager(
-        block_size=4,
-        num_gpu_blocks=num_blocks,
-        num_cpu_blocks=200,
-        watermark=0.0,
-        rules=KVRules(),
-        eviction=LRU(),
-        key_source=TokenKeys(4) if caching else None,
-    )
-    limits = make_limits(seqs=16, budget=48, model_len=256)
-    scheduler = make_scheduler(composition, blocks=blocks, limits=limits, eos_token_id=EOS)
+    scheduler = make_scheduler(
+        composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching, eos_token_id=EOS,
+        limits=make_limits(seqs=16, budget=48, model_len=256),
+    )  # fmt: skip
     inbox = Requests(REQUESTS)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()

@@ -196,7 +196,7 @@ def test_many_draws_from_a_large_vocabulary_come_in_parts(monkeypatch):
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(3))
     rows = [group_row(i, 4, SamplingParams(temperature=1.0, n=7), 7) for i in range(2)]
     whole = all_draws(logits, rows)
-    monkeypatch.setattr("real.sampling.sampler.MAX_NOISE_ELEMENTS", 3000)
+    monkeypatch.setattr("real.sampling.inputs.MAX_NOISE_ELEMENTS", 3000)
     assert all_draws(logits, rows) == whole
 
 

@@ -15,12 +15,12 @@ from real.driver import run
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
 from testbed.blocks.kv_sequence import RELEASED
-from testbed.core.request import Request, SamplingParams
+from testbed.core.request import Request
 from testbed.core.serve import serve
 from testbed.errors import ConfigError, ModelError
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.specs.hf_config import load_hf_config
-from tests.real.engine_helpers import TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.engine_helpers import TOLERANCE, checkpoint, requests_of, row, step_logits, tiny_backend, tiny_spec
 from tests.real.test_engine_groups_under_core import Requests as GroupRequests
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler
@@ -201,18 +201,6 @@ PROMPTS = [SHARED + [RNG.randrange(512) for _ in range(n)] for n in (3, 12, 1, 2
 NUM_TOKENS = 18
 
 
-def requests_of(kinds: list[dict[str, object]]) -> list[Request]:
-    return [
-        Request(
-            f"r{i}",
-            prompt,
-            arrival_ns=1_000_000 * i,
-            sampling=SamplingParams(max_tokens=NUM_TOKENS, seed=i, **kinds[i % len(kinds)]),
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
 class Watch:
     """Stands before a backend's runner: keeps the logits by sequence and position, and counts blocks that had been
     released by a sequence that still ran and held another's tokens."""
@@ -287,7 +275,7 @@ def test_every_logit_is_right_under_the_core(spec, references, window, compositi
         rules=KVRules(allocate=allocate),
         limits=make_limits(budget=48 if composition == "prefill_first" else 16, model_len=256),
     )
-    requests = requests_of([{}, {"temperature": 1.0}])
+    requests = requests_of([{}, {"temperature": 1.0}], PROMPTS, NUM_TOKENS)
     inbox = Named(requests)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
@@ -325,7 +313,7 @@ def serve_groups(requests: list[Request], window: int, composition: str, num_blo
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
 @pytest.mark.parametrize("window", [6, 13])
 def test_groups_get_the_tokens_they_get_alone(window, composition):
-    requests = requests_of(KINDS)
+    requests = requests_of(KINDS, PROMPTS, NUM_TOKENS)
     alone = {}
     for request in requests:
         alone |= serve_groups([replace(request, arrival_ns=0)], window, "prefill_first", 64, caching=False).outputs

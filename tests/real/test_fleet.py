@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from real.driver import Computed
 from real.fleet import Fleet
 from real.late_records import LateRecords
 from real.replay import HostTimes
 from testbed.core.commands import StepView
-from testbed.core.outcome import Outcome, Spans
+from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
@@ -59,7 +60,6 @@ class Engine:
     step_ns: int
     readable: int
     ends_ns: list[int] = field(default_factory=list)
-    prompt_logprobs: tuple[()] = ()
     plans: list[BatchPlan] = field(default_factory=list)
     dies_after: int | None = None
 
@@ -79,9 +79,9 @@ class Engine:
         self.clock.ns += self.step_ns // 3
         return self.readable
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
+    def wait(self) -> Computed:
         assert self.clock.ns >= self.ends_ns.pop(0), "nobody waits while others could go on"
-        return None, Spans(forward_ns=self.step_ns)
+        return Computed(None, Spans(forward_ns=self.step_ns))
 
 
 @pytest.fixture(scope="module")

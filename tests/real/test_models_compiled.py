@@ -103,8 +103,9 @@ def test_the_cpu_calls_them_as_they_are(monkeypatch):
 @pytest.mark.parametrize(("capability", "is_able"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_they_are_compiled_for_gpus_that_know_bfloat16(monkeypatch, capability, is_able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiled, "why_no_launchers", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("real.kernels.find_spec", lambda name: name)
+    monkeypatch.setattr("real.kernels.why_no_launchers", lambda: None)
     assert can_compile.__wrapped__(torch.device("cuda", 0)) == is_able
     assert can_compile.__wrapped__(torch.device("cuda", 0), compiled.FP8_CAPABILITY) == (capability == (9, 0))
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from real.clocks import SkippingClock
+from real.driver import Computed
 from real.profiler.grid import Episode, Moves, Room, anywhere, design, ladder, rungs
 from real.profiler.measure import Bench, Profiled, Unit, measure, run_episode
 from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quality
@@ -42,8 +43,6 @@ rooms = st.builds(
 class Device:
     """Executes nothing, and keeps the plans that it was given with their rows."""
 
-    prompt_logprobs = ()
-
     def __init__(self) -> None:
         self.plans: list[tuple[BatchPlan, list[tuple[int, ...]]]] = []
 
@@ -52,7 +51,7 @@ class Device:
         return self
 
     def wait(self):
-        return None, Spans(prepare_ns=1, forward_ns=2)
+        return Computed(None, Spans(prepare_ns=1, forward_ns=2))
 
 
 @contextmanager

@@ -18,7 +18,10 @@ from real.parallel.backend import Ending
 from tests.real.processes import assert_gone, ranks_of
 from tests.real.test_tensor_parallel import PLAN, ranked
 
-VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SETTINGS = {
+    "cuda": ("ProcessGroupNCCL", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+    "cpu": ("ProcessGroupGloo", "GLOO_SOCKET_IFNAME", distributed.LOOPBACK),
+}
 
 
 class Machine:
@@ -95,28 +98,29 @@ def test_cpus_have_nothing_to_abort():
 
 @pytest.mark.parametrize("before", [None, "3"])
 @pytest.mark.parametrize("error", [None, RuntimeError("no GPU")])
-def test_the_environment_is_as_it_was_after_a_group_was_made(monkeypatch, before, error):
+@pytest.mark.parametrize("device_type", SETTINGS)
+def test_the_environment_is_as_it_was_after_a_group_was_made(monkeypatch, before, error, device_type):
     seen = []
+    made, variable, value = SETTINGS[device_type]
 
-    def make(store, rank, size, options):
-        seen.append(os.environ[VARIABLE])
+    def make(store, rank, size, timeout):
+        seen.append(os.environ[variable])
         if error is not None:
             raise error
         return "a group"
 
-    make.Options = SimpleNamespace
-    monkeypatch.setattr(distributed, "dist", SimpleNamespace(ProcessGroupNCCL=make))
+    monkeypatch.setattr(distributed, "dist", SimpleNamespace(**{made: make}))
     if before is None:
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(variable, raising=False)
     else:
-        monkeypatch.setenv(VARIABLE, before)
+        monkeypatch.setenv(variable, before)
     if error is None:
-        assert distributed._nccl(None, 0, 2, timedelta(seconds=1)) == "a group"
+        assert distributed._backend(device_type, None, 0, 2, timedelta(seconds=1)) == "a group"
     else:
         with pytest.raises(RuntimeError, match="no GPU"):
-            distributed._nccl(None, 0, 2, timedelta(seconds=1))
-    assert seen == ["0"]
-    assert os.environ.get(VARIABLE) == before
+            distributed._backend(device_type, None, 0, 2, timedelta(seconds=1))
+    assert seen == [value]
+    assert os.environ.get(variable) == before
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 
 from real.clocks import RealTimeClock, SkippingClock, make_clock
 from real.config import RealConfig
-from real.driver import run
+from real.driver import Computed, run
 from real.late_records import LateRecords
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
@@ -42,7 +42,6 @@ class FakeBackend:
 
     def __init__(self, clock: FakeClock, step_ns: int) -> None:
         self.clock, self.step_ns = clock, step_ns
-        self.prompt_logprobs = ()
 
     def start(self, plan):
         assert plan is PLAN
@@ -50,7 +49,7 @@ class FakeBackend:
 
     def wait(self):
         self.clock.time += self.step_ns
-        return (Outcome(1, (5,)),), Spans(prepare_ns=1, forward_ns=2)
+        return Computed((Outcome(1, (5,)),), Spans(prepare_ns=1, forward_ns=2))
 
 
 def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list[Resume], FakeClock]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.compute as pc
 import pytest
 
-from analysis.load import load_run
 from experiments.commands.app import config_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.settings import SimConfig
@@ -23,7 +19,7 @@ from real.parallel import replica
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
 from tests.parity.kit import CLOSED, real_config, real_run
-from tests.real.processes import assert_gone, ranks_of
+from tests.real.processes import assert_gone, check_end, ranks_of, stepping
 
 TWO = {"backend__num_replicas": 2, "backend__num_threads": 1}
 KINDS = {
@@ -96,8 +92,6 @@ def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
 
 # --- ends ---
 
-LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
-
 
 def kill_one(driver: int, engine: int) -> None:
     os.kill(engine, signal.SIGKILL)
@@ -123,33 +117,16 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
     tmp_path: Path, end: Callable[[int, int], None], status: int, told: str
 ) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, "backend.num_replicas=2",
-               "backend.num_threads=1", "backend.rank_timeout_s=5", "record.decisions=true",
-               f"hydra.run.dir={folder}"]  # fmt: skip
-    driver = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    driver = stepping(
+        folder, ["tape-0.jsonl", "tape-1.jsonl"], "backend.num_replicas=2", "backend.num_threads=1",
+        "backend.rank_timeout_s=5", "record.decisions=true",
     )  # fmt: skip
-    deadline, tapes = time.monotonic() + 60, [folder / f"tape-{number}.jsonl" for number in range(2)]
-    while not all(tape.is_file() and tape.stat().st_size > 5_000 for tape in tapes):
-        assert driver.poll() is None, driver.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     engines = ranks_of(driver.pid)
     assert len(engines) == 2
     end(driver.pid, engines[1])
-    error = driver.communicate(timeout=30)[1]
-    assert driver.returncode == status
-    (line,) = [line for line in error.splitlines() if line.strip()]
-    assert line.startswith("error: ")
-    assert told in line
-    assert str(folder) in line
-    assert ("replica 1" in line) == (status == 1)
+    check_end(driver, folder, status, told, "replica 1")
     assert_gone(engines)
-    manifest = manifest_of(folder)
-    assert manifest["status"] == "partial"
-    assert not (folder / "done").exists()
-    assert len(load_run(folder).steps) == manifest["num_steps"] > 5
-    for number, one in enumerate(manifest["replicas"]):
+    for number, one in enumerate(manifest_of(folder)["replicas"]):
         report = check_parity(folder, replica=number)
         assert report.divergence is None
         assert (report.is_cut, report.num_steps) == (True, one["num_steps"])

@@ -11,16 +11,12 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from real.driver import run
-from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
-from testbed.blocks.keys import TokenKeys
-from testbed.blocks.manager import BlockManager
 from testbed.core.interfaces import PreemptionChoice
 from testbed.core.outcome import Finished
-from testbed.core.request import Request, SamplingParams
+from testbed.core.request import Request
 from testbed.core.serve import serve
 from testbed.policies.preemption import Recompute, Swap
-from tests.real.engine_helpers import checkpoint, tiny_backend, tiny_spec
+from tests.real.engine_helpers import checkpoint, requests_of, tiny_backend, tiny_spec
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler
 
@@ -42,18 +38,6 @@ KINDS = [
 ]
 
 PREEMPTION = {"recompute": Recompute(), "swap": Swap(), None: None}
-
-
-def requests_of(kinds: list[dict[str, object]], prompts: list[list[int]] = PROMPTS) -> list[Request]:
-    return [
-        Request(
-            f"r{i}",
-            prompt,
-            arrival_ns=1_000_000 * i,
-            sampling=SamplingParams(max_tokens=NUM_TOKENS, seed=i, **kinds[i % len(kinds)]),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 class Ends(Requests):
@@ -89,17 +73,10 @@ def serve_on_engine(
     preemption: PreemptionChoice | None = None,
 ) -> Ends:
     backend = tiny_backend(spec, num_gpu_blocks=num_blocks, num_cpu_blocks=200, max_num_seqs=16)
-    blocks = BlockManager(
-        block_size=4,
-        num_gpu_blocks=num_blocks,
-        num_cpu_blocks=200,
-        watermark=0.0,
-        rules=KVRules(),
-        eviction=LRU(),
-        key_source=TokenKeys(4) if caching else None,
-    )
-    limits = make_limits(seqs=16, budget=budget, model_len=256)
-    scheduler = make_scheduler(composition, blocks=blocks, limits=limits, eos_token_id=EOS, preemption=preemption)
+    scheduler = make_scheduler(
+        composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching, eos_token_id=EOS,
+        limits=make_limits(seqs=16, budget=budget, model_len=256), preemption=preemption,
+    )  # fmt: skip
     inbox = Ends(requests)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
@@ -135,7 +112,7 @@ def check_logprobs(found, expected: torch.Tensor, token: int, num_top: int) -> N
 def alone(spec) -> dict[str, Finished]:
     """Each request by itself."""
     done: dict[str, Finished] = {}
-    for request in requests_of(KINDS):
+    for request in requests_of(KINDS, PROMPTS, NUM_TOKENS):
         done |= serve_on_engine(spec, [request], "prefill_first", 64, caching=False).done
     return done
 
@@ -170,7 +147,7 @@ def test_emitted_tokens_come_with_what_transformers_gives_them(alone, reference)
 def test_prompts_are_scored_whole_whatever_is_cached_or_chunked(spec, reference, composition, budget):
     prompts = [PROMPTS[3], PROMPTS[3], PROMPTS[3], PROMPTS[4]]
     kinds = [{}, {"prompt_logprobs": 2, "n": 2}, {}, {"prompt_logprobs": 0}]
-    requests = [replace(one, arrival_ns=10**8 * i) for i, one in enumerate(requests_of(kinds, prompts))]
+    requests = [replace(one, arrival_ns=10**8 * i) for i, one in enumerate(requests_of(kinds, prompts, NUM_TOKENS))]
     ends = serve_on_engine(spec, requests, composition, 64, budget=budget)
     assert ends.cached["r1"] == ends.cached["r3"] == 0
     assert ends.cached["r2"] > 0  # and others go on to hit what is cached
@@ -185,7 +162,10 @@ def test_prompts_are_scored_whole_whatever_is_cached_or_chunked(spec, reference,
 
 
 def test_a_forced_output_still_scores_its_prompt(spec, reference):
-    request = replace(requests_of([{"prompt_logprobs": 1, "logprobs": 1}])[0], forced_output=array("i", [9, 8, 7]))
+    request = replace(
+        requests_of([{"prompt_logprobs": 1, "logprobs": 1}], PROMPTS, NUM_TOKENS)[0],
+        forced_output=array("i", [9, 8, 7]),
+    )
     done = serve_on_engine(spec, [request], "unified", 64).done["r0"]
     assert list(done.output_token_ids) == [9, 8, 7]
     assert done.completions[0].logprobs == ()
@@ -203,7 +183,12 @@ def test_a_forced_output_still_scores_its_prompt(spec, reference):
 def test_every_request_gets_what_it_gets_alone(spec, alone, composition, num_blocks, mode, caching):
     """A search, which cannot be recomputed, is always swapped."""
     ends = serve_on_engine(
-        spec, requests_of(KINDS), composition, num_blocks, caching=caching, preemption=PREEMPTION[mode]
+        spec,
+        requests_of(KINDS, PROMPTS, NUM_TOKENS),
+        composition,
+        num_blocks,
+        caching=caching,
+        preemption=PREEMPTION[mode],
     )
     assert said(ends.done) == said(alone)
     for how, names in ends.preempted.items():
@@ -221,7 +206,9 @@ def test_every_request_gets_what_it_gets_alone(spec, alone, composition, num_blo
 
 @pytest.mark.parametrize("penalty", [1.2, 1.6])
 def test_penalised_greedy_output_is_that_of_transformers(spec, reference, penalty):
-    ends = serve_on_engine(spec, requests_of([{"repetition_penalty": penalty, "ignore_eos": True}]), "unified", 200)
+    ends = serve_on_engine(
+        spec, requests_of([{"repetition_penalty": penalty, "ignore_eos": True}], PROMPTS, NUM_TOKENS), "unified", 200
+    )
     for item in ends.done.values():
         assert list(item.output_token_ids) == generated(
             reference, list(item.request.prompt_token_ids), repetition_penalty=penalty, eos_token_id=None
@@ -230,7 +217,7 @@ def test_penalised_greedy_output_is_that_of_transformers(spec, reference, penalt
 
 def test_min_tokens_is_that_of_transformers(spec, reference):
     kind = {"min_tokens": 5, "stop_token_ids": STOPS, "repetition_penalty": 1.6}
-    ends = serve_on_engine(spec, requests_of([kind]), "unified", 200)
+    ends = serve_on_engine(spec, requests_of([kind], PROMPTS, NUM_TOKENS), "unified", 200)
     lengths = []
     for item in ends.done.values():
         output = list(item.output_token_ids)

@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from real.sampling import inputs as host_inputs
 from real.sampling import sampler
 from real.sampling.inputs import Source, sample_inputs, sent
 from real.sampling.sampler import choose, shape
@@ -171,11 +172,11 @@ def test_a_draw_depends_on_nothing_else_in_the_batch(batch, random, max_elements
 
     alone = {i: drawn([i])[i] for i in range(len(rows))}
     order = random.sample(range(len(rows)), len(rows))
-    whole, sampler.MAX_NOISE_ELEMENTS = sampler.MAX_NOISE_ELEMENTS, max_elements
+    whole, host_inputs.MAX_NOISE_ELEMENTS = host_inputs.MAX_NOISE_ELEMENTS, max_elements
     try:
         assert drawn(order) == alone
     finally:
-        sampler.MAX_NOISE_ELEMENTS = whole
+        host_inputs.MAX_NOISE_ELEMENTS = whole
 
 
 def test_the_nucleus_is_of_what_a_rows_own_top_k_has_left():

@@ -16,16 +16,12 @@ from hypothesis import strategies as st
 
 from real.backend import RealBackend
 from real.config import RealConfig
-from real.driver import run
+from real.driver import Computed, run
 from real.parallel import backend as parallel
 from real.parallel.backend import RankedBackend, RankedWork
 from real.parallel.wire import pack, unpack
 from real.parallel.worker import Setup
-from testbed.blocks.config import KVRules
-from testbed.blocks.eviction import LRU
-from testbed.blocks.keys import TokenKeys
-from testbed.blocks.manager import BlockManager
-from testbed.core.outcome import Outcome, PromptLogprobs, Spans, TokenLogprobs
+from testbed.core.outcome import Outcome, TokenLogprobs
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
@@ -90,19 +86,18 @@ def watch(backend: RealBackend | RankedBackend, seen: list[torch.Tensor]) -> Non
 class TwinWork:
     def __init__(self, twin: Twin, works: Sequence[RankedWork]) -> None:
         self._twin, self._works = twin, works
-        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
-    def wait(self) -> tuple[tuple[Outcome, ...] | None, Spans]:
-        (expected, spans), (actual, _) = [work.wait() for work in self._works]
+    def wait(self) -> Computed:
+        expected, actual = (work.wait() for work in self._works)
         self._twin.compare_logits()
-        assert [bare(outcome) for outcome in actual or ()] == [bare(outcome) for outcome in expected or ()]
-        for outcome, other in zip(actual or (), expected or (), strict=True):
+        ours, theirs = (computed.outcomes or () for computed in (expected, actual))
+        assert [bare(outcome) for outcome in theirs] == [bare(outcome) for outcome in ours]
+        for outcome, other in zip(theirs, ours, strict=True):
             assert_close(outcome.logprobs, other.logprobs)
-        self.prompt_logprobs, theirs = (work.prompt_logprobs for work in self._works)
-        for part, other in zip(theirs, self.prompt_logprobs, strict=True):
+        for part, other in zip(actual.prompt_logprobs, expected.prompt_logprobs, strict=True):
             assert part[:2] == other[:2]
             assert_close(part.tokens, other.tokens)
-        return expected, spans
+        return expected
 
 
 def bare(outcome: Outcome) -> Outcome:
@@ -138,12 +133,10 @@ REQUESTS = [
 
 def serve_on(backend: Twin, num_blocks: int) -> Requests:
     """Prompts in chunks of at most 24 tokens beside decodes, shared prefixes, too few blocks."""
-    blocks = BlockManager(
-        block_size=4, num_gpu_blocks=num_blocks, num_cpu_blocks=200, watermark=0.0, rules=KVRules(), eviction=LRU(),
-        key_source=TokenKeys(4),
+    scheduler = make_scheduler(
+        "unified", num_blocks=num_blocks, num_cpu_blocks=200, caching=True, eos_token_id=EOS,
+        limits=make_limits(seqs=16, budget=24, model_len=256),
     )  # fmt: skip
-    limits = make_limits(seqs=16, budget=24, model_len=256)
-    scheduler = make_scheduler("unified", blocks=blocks, limits=limits, eos_token_id=EOS)
     inbox = Requests(REQUESTS)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     return inbox

@@ -5,32 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from analysis.load import load_run
-from tests.experiments.kit import REAL, TINY, manifest_of
-from tests.real.processes import assert_gone, ranks_of
-
-LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
+from tests.real.processes import assert_gone, check_end, ranks_of, stepping
 
 
-def stepping(folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """A run in a session of its own, as a terminal starts it, once it steps; and the process of its rank 1."""
-    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, "device.tensor_parallel_size=2",
-               "record.decisions=true", f"hydra.run.dir={folder}"]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
-    deadline, file = time.monotonic() + 60, folder / "decisions.jsonl"
-    while not (file.is_file() and file.stat().st_size > 5_000):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def stepping_ranks(folder: Path) -> tuple[subprocess.Popen[str], int]:
+    """A run, and the process of its rank 1."""
+    process = stepping(folder, ["decisions.jsonl"], "device.tensor_parallel_size=2", "record.decisions=true")
     (rank,) = ranks_of(process.pid)
     return process, rank
 
@@ -57,23 +42,14 @@ def test_a_run_that_is_ended_keeps_its_committed_steps(
     tmp_path: Path, end: Callable[[int, int], None], status: int, told: str
 ) -> None:
     folder = tmp_path / "run"
-    driver, rank = stepping(folder)
+    driver, rank = stepping_ranks(folder)
     end(driver.pid, rank)
-    error = driver.communicate(timeout=30)[1]
-    assert driver.returncode == status
-    (line,) = [line for line in error.splitlines() if line.strip()]
-    assert line.startswith("error: ")
-    assert told in line
-    assert str(folder) in line
-    assert ("rank 1" in line) == (status == 1)
+    check_end(driver, folder, status, told, "rank 1")
     assert_gone([rank])
-    assert manifest_of(folder)["status"] == "partial"
-    assert not (folder / "done").exists()
-    assert len(load_run(folder).steps) == manifest_of(folder)["num_steps"] > 5
 
 
 def test_no_rank_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
-    driver, rank = stepping(tmp_path / "run")
+    driver, rank = stepping_ranks(tmp_path / "run")
     driver.kill()
     driver.communicate(timeout=30)
     assert_gone([rank])

@@ -256,15 +256,15 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
     """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
-    first = {arm.name: next(iter(replicates(arm).values())) for arm in ordered}
+    typical = _typical(ordered)
     at_load = [run for arm in arms for run in arm.runs]
-    which = tables.replicate_name(next(iter(first.values())), at_load)
+    which = tables.replicate_name(next(iter(typical.values())), at_load)
     where = f"{f' at {load}' if load else ''}, {which}"
     dropped = len(arms) - len(ordered)
     note = f" The first {len(ordered)} of {len(arms)} arms are shown." if dropped else ""
     sections.plots.append(
         sections.plot(
-            plots.latency_cdf(first),
+            plots.latency_cdf(typical),
             "latency_cdf",
             f"Latency distributions{where}",
             f"Share of requests within a latency, queueing included.{note}",
@@ -279,7 +279,7 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
         caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
         figure = plots.throughput_latency(every)
         sections.plots.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
-    shown = _timeline_choice(first)
+    shown = _timeline_choice(typical)
     caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
     if any(num_replicas(run) > 1 for run in shown.values()):
         caption += " Of several replicas: the mean of their shares, and the sums of their queues."
@@ -287,13 +287,29 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
     sections.plots.append(sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption))
 
 
-def _timeline_choice(first: Mapping[str, Run]) -> dict[str, Run]:
+def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
+    """Of each arm its run of one replicate: of those that all have, the one whose mean TTFT, over the arms, is in the
+    middle. The arms' own first ones, where they have none in common."""
+    runs = [replicates(arm) for arm in arms]
+    common = sorted(
+        (key for key in runs[0] if all(key in own for own in runs)),
+        key=lambda key: sum([_mean_ttft_s(own[key]) for own in runs]),
+    )
+    middle = [common[(len(common) - 1) // 2] if common else next(iter(own)) for own in runs]
+    return {arm.name: own[key] for arm, own, key in zip(arms, runs, middle, strict=True)}
+
+
+def _mean_ttft_s(run: Run) -> float:
+    return summary_value(run.summary, "ttft_s.mean") or 0.0
+
+
+def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
     """The baseline and the arm whose mean TTFT is furthest from it."""
-    (name, base), *others = first.items()
-    reference = summary_value(base.summary, "ttft_s.mean") or 0.0
+    (name, base), *others = typical.items()
+    reference = _mean_ttft_s(base)
 
     def distance(item: tuple[str, Run]) -> float:
-        return abs((summary_value(item[1].summary, "ttft_s.mean") or reference) - reference)
+        return abs((_mean_ttft_s(item[1]) or reference) - reference)
 
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 

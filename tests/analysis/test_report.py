@@ -119,6 +119,17 @@ def test_the_page_says_what_it_compared_and_what_it_left_out(page):
     assert "core compiled core compiled by mypyc 1.0" in text
 
 
+def test_figures_of_one_replicate_show_the_one_in_the_middle(page, sweep):
+    runs = load_sweep(sweep / "ablation").runs
+    text = Page(page.read_text()).text
+    (shown,) = set(re.findall(r"Latency distributions, seed (\d)", text))
+    means = {
+        seed: sum(run.summary["ttft_s"]["mean"] for run in runs if run.manifest["seed"] == seed and run.is_complete)
+        for seed in range(3)
+    }
+    assert sorted(means, key=means.__getitem__)[1] == int(shown)
+
+
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
     stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}

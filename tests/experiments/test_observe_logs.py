@@ -124,7 +124,7 @@ def test_the_trace_of_a_log_that_ends_early_runs(tmp_path: Path, name: str, num_
     imported = import_log(written(tmp_path / "log.jsonl", lines_of(name)[:num_lines]), tmp_path / "run")
     run = load_run(tmp_path / "run")
     num_aborted = int((run.requests["finish_reason"] == "abort").sum())
-    said = re.search(r"; (\d+) requests had not ended", imported.lines[0])
+    said = re.search(r"; (\d+) requests had not ended", imported[0])
     assert said is not None
     assert 0 < int(said[1]) <= num_aborted
     again = ["run", f"from={tmp_path / 'run'}", "backend=sim", "cost=constant", f"hydra.run.dir={tmp_path / 'sim'}"]

@@ -31,7 +31,7 @@ def test_of_a_log_that_is_cut_all_is_kept_that_was_finished(tmp_path: Path, name
         text = file.read()
     (tmp_path / "log.jsonl").write_bytes(text[: int(len(text) * share)])
     num_steps = text[: int(len(text) * share)].count(b'"kind":"commit"')
-    said = import_log(tmp_path / "log.jsonl", tmp_path / "run").lines
+    said = import_log(tmp_path / "log.jsonl", tmp_path / "run")
     assert "had not ended where the log ends, and count as aborted then" in said[0]
     run = load_sweep(tmp_path / "run").runs[0]
     assert num_steps - 1 <= len(run.steps) <= num_steps
@@ -46,7 +46,7 @@ def test_of_a_packed_log_that_is_cut_all_is_kept_that_can_be_unpacked(tmp_path: 
     there = packed[: int(len(packed) * share)]
     (tmp_path / "log.jsonl.gz").write_bytes(there)
     num_steps = zlib.decompressobj(wbits=31).decompress(there).count(b'"kind":"commit"')
-    said = import_log(tmp_path / "log.jsonl.gz", tmp_path / "run").lines
+    said = import_log(tmp_path / "log.jsonl.gz", tmp_path / "run")
     assert "had not ended where the log ends" in said[0]
     run = load_run(tmp_path / "run")
     assert num_steps - 1 <= len(run.steps) <= num_steps < 60
@@ -65,7 +65,7 @@ def test_a_request_without_token_ids_is_left_out_and_the_others_are_kept(tmp_pat
     adds[5] |= {"prompt": []}
     imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     said = "2 requests were left out: empty prompts, prompts of embeddings"
-    assert [line.split("  ")[0] for line in imported.lines if said in line] == ["no case", "no profile"]
+    assert [line.split("  ")[0] for line in imported if said in line] == ["no case", "no profile"]
     run = load_run(tmp_path / "run")
     assert said in run.manifest["trace"]["notes"]
     assert run.manifest["status"] == "complete"
@@ -81,7 +81,7 @@ def test_a_streaming_session_is_left_out_with_all_its_turns(tmp_path: Path) -> N
     ends = next(place for place, line in enumerate(lines) if first["id"] in line.get("ended", {}))
     lines.insert(ends + 1, {**first, "unknown": "", "ns": lines[ends]["ns"]})
     imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
-    assert any("1 requests were left out: streaming sessions" in line for line in imported.lines)
+    assert any("1 requests were left out: streaming sessions" in line for line in imported)
     assert first["id"] not in set(load_run(tmp_path / "run").requests["request_id"])
 
 
@@ -173,7 +173,7 @@ def test_a_missing_line_that_no_other_needs_is_told_and_makes_no_case(
     lines = lines_of(name)
     lines.remove(next(line for line in lines if line["kind"] == kind))
     imported = import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
-    (told,) = [line for line in imported.lines if line.startswith("no case")]
+    (told,) = [line for line in imported if line.startswith("no case")]
     assert said in told
     assert not (tmp_path / "run" / "case.jsonl").exists()
     assert len(load_run(tmp_path / "run").steps) == sum(line["kind"] == "commit" for line in lines)

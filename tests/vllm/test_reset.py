@@ -99,7 +99,7 @@ def test_a_log_with_resets_conforms_unless_a_step_was_in_flight(
             core.resume_scheduler()
     assert core.reset_prefix_cache(), "nothing runs"
     engine.engine_core.shutdown()
-    said = "\n".join(import_log(log, tmp_path / "run").lines)
+    said = "\n".join(import_log(log, tmp_path / "run"))
     if mode == "async":
         assert "lost its KV to a reset 3 times with a step in flight" in said
         assert not (tmp_path / "run" / "case.jsonl").exists()

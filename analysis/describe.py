@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from analysis import format as fmt
 from analysis.measures.checks import failures
 from analysis.measures.summary import summary_value
 from analysis.naming import labels_of, levels_of, naming_keys
 
-if TYPE_CHECKING:
-    from analysis.load import Run, Sweep
+
+class Described(Protocol):
+    """What is told of a run."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def manifest(self) -> dict[str, Any]: ...
+    @property
+    def flat_config(self) -> dict[str, Any]: ...
+    @property
+    def fingerprint(self) -> str | None: ...
+    @property
+    def summary(self) -> dict[str, Any]: ...
+    @property
+    def is_complete(self) -> bool: ...
+
+
+class DescribedSweep(Protocol):
+    """And of several."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def runs(self) -> Sequence[Described]: ...
+    @property
+    def incomplete(self) -> Sequence[tuple[Path, str]]: ...
+    @property
+    def swept(self) -> list[str]: ...
+
 
 _SHOWN = 5  # values of a swept key that are spelt out
 _RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
 
 
-def run_lines(run: Run) -> list[str]:
+def run_lines(run: Described) -> list[str]:
     """Five lines."""
     manifest, summary = run.manifest, run.summary
     trace, rates, kv = manifest.get("trace") or {}, summary["throughput"], summary["kv"]
@@ -50,7 +80,7 @@ def run_lines(run: Run) -> list[str]:
     ]
 
 
-def sweep_lines(sweep: Sweep) -> list[str]:
+def sweep_lines(sweep: DescribedSweep) -> list[str]:
     """Five lines."""
     left_out = ""
     if sweep.incomplete:
@@ -67,7 +97,7 @@ def sweep_lines(sweep: Sweep) -> list[str]:
     ]
 
 
-def _swept(sweep: Sweep) -> str:
+def _swept(sweep: DescribedSweep) -> str:
     said = []
     keys = naming_keys([run.flat_config for run in sweep.runs], sweep.swept)
     for key in keys:
@@ -80,7 +110,7 @@ def _swept(sweep: Sweep) -> str:
     return "; ".join(said) or "nothing"
 
 
-def _range(sweep: Sweep, path: str) -> str:
+def _range(sweep: DescribedSweep, path: str) -> str:
     """From the run with the least to that with the most; one that did not reach it is the most."""
     labels = labels_of([(run.flat_config, run.path) for run in sweep.runs], sweep.swept)
     values = {label: summary_value(run.summary, path) for label, run in zip(labels, sweep.runs, strict=True)}

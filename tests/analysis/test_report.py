@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -14,6 +15,7 @@ from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pair
 from analysis.comparison.compare import LATENCY, Comparison, compare
 from analysis.comparison.effects import main_effects
 from analysis.comparison.groups import experiments
+from analysis.comparison.wording import change_text, interval_text
 from analysis.load import load_run, load_sweep
 from analysis.measures.statistics import Estimate, verdict
 from analysis.reports import fidelity_findings, findings, tables
@@ -421,6 +423,23 @@ def test_changes_are_signed_and_never_a_negative_zero():
     assert fmt.number(-1234.0) == "−1\u202f234"
     assert fmt.number(None) == "–"
     assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
+
+
+@pytest.mark.parametrize(
+    ("change", "low", "high", "text"),
+    [
+        (5.35, 1.52, 15.0, "×6.3 [×2.5, ×16]"),
+        (-0.9, -0.93, -0.88, "÷10 [÷14, ÷8.3]"),
+        (10.0, -0.05, 2e9, "×11 [÷1.05, ×10 000 or more]"),
+        (-0.23, -0.28, 8.0, "−23 % [−28, +800]"),
+    ],
+)
+def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
+    estimate = Estimate(*(math.log1p(end) for end in (change, low, high)), 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, "inside the noise")
+    said = interval_text(row).replace("\u00a0", " ").replace("\u202f", " ")
+    assert said == text
+    assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -466,6 +466,33 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
     assert findings.verdict_text(row, 0.02) == says
 
 
+@pytest.mark.usefixtures("unrendered")
+@pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, False)])
+def test_a_change_far_from_the_ratio_of_the_means_beside_it_is_marked(tmp_path, last, is_marked):
+    for chunked in (False, True):
+        for seed in range(3):
+            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    for arm, means in zip(arms, ((1.0, 1.1, last), (2.0, 2.2, last)), strict=True):
+        for run, mean in zip(arm.runs, means, strict=True):
+            run.summary["ttft_s"]["mean"] = mean
+    path = write_report(ReportInput(arms), tmp_path / "report.html")
+    note = "† Changes are geometric means over replicates; here they differ from the ratio of the means"
+    for text in (path.read_text(), path.with_suffix(".md").read_text()):
+        latency, throughput = text.partition("Latency")[2].split("Throughput")[:2]
+        assert (latency.count(note), latency.count("†")) == ((1, 2) if is_marked else (0, 0))
+        assert "†" not in throughput
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_markdown_report_has_no_empty_section(tmp_path):
+    write_run(tmp_path / "run", "real", **FEW)
+    text = report_from_folders([tmp_path], tmp_path / "report.html", slo={"ttft_s": 1.0}).with_suffix(".md").read_text()
+    sections = dict(part.partition("\n")[::2] for part in text.split("\n## ")[1:])
+    assert list(sections) == ["Answer", "Setup", "Ablation", "Distributions and time", "Reproduce"]
+    assert all(body.strip() for body in sections.values())
+
+
 def test_a_run_that_left_no_configuration_is_called_what_its_sweep_gave_it(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"swept": {"cache.watermark": "0.1", "seed": "3"}}))
     (said,) = lost([], [(tmp_path, "config.yaml missing")], tmp_path)

@@ -82,7 +82,9 @@ def _is_unlike(row: Comparison, base: float | None) -> bool:
     estimate = row.estimate
     if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("moving blocks"):
         return False
-    return bool(row.value and base) and abs(estimate.value - math.log(row.value / base)) > math.log(_UNLIKE_BY)
+    if not row.value or not base:
+        return False
+    return abs(estimate.value - math.log(row.value / base)) > math.log(_UNLIKE_BY)
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:

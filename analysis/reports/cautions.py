@@ -202,7 +202,7 @@ def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
     rates show nothing."""
     where = "" if len(runs) == num_of else f"in these {len(runs)} of {num_of} runs "
     if not any(map(_has_turns, runs)):
-        offered, reached = _mean_rates([run.summary["throughput"] for run in runs])
+        offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more were in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
     if after <= before:  # what grew are the sessions
@@ -215,12 +215,11 @@ def _has_turns(run: Run) -> bool:
     return bool(run.requests["session_id"].dropna().duplicated().any())
 
 
-def _mean_rates(rates: Sequence[Mapping[str, float | None]]) -> list[str]:
+def _mean_rates(runs: Sequence[Run]) -> list[str]:
     """What came, and what was served."""
-    return [
-        fmt.number(float(np.mean([rate[name] or 0.0 for rate in rates])), "req/s")
-        for name in ("offered_per_s", "requests_per_s")
-    ]
+    rates = [run.summary["throughput"] for run in runs]
+    means = [float(np.mean([rate[name] or 0.0 for rate in rates])) for name in ("offered_per_s", "requests_per_s")]
+    return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
 
 
 _DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
@@ -231,7 +230,7 @@ def _draining(arms: Sequence[Arm]) -> list[str]:
     slow = [(arm.name, run) for arm in arms for run in replicates(arm).values() if _is_drained_long(run)]
     if not slow:
         return []
-    offered, reached = _mean_rates([run.summary["throughput"] for _, run in slow])
+    offered, reached = _mean_rates([run for _, run in slow])
     return [
         f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} were "
         "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "

@@ -246,9 +246,12 @@ def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:
     arms = arms_of(tmp_path)
     runs = [run for arm in arms for run in arm.runs]
     for short, words in (
-        (runs, "traces are short: 10.0 req/s came"),
-        ([run for run in runs if run.manifest["seed"] == 2], "in 2 of 6 runs (seed 2) 10.0 req/s came and 5.00"),
-        (arms[0].runs, f"in 3 of 6 runs ({arms[0].name}) 10.0 req/s came"),
+        (runs, "traces are short: on average 10.0 req/s came"),
+        (
+            [run for run in runs if run.manifest["seed"] == 2],
+            "in 2 of 6 runs (seed 2) on average 10.0 req/s came and 5.00",
+        ),
+        (arms[0].runs, f"in 3 of 6 runs ({arms[0].name}) on average 10.0 req/s came"),
         (arms[0].runs[:1], f"in 1 of 6 runs ({arms[0].name}; seed 0) 10.0 req/s came"),
     ):
         for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOT_REACHED = "not reached"
@@ -64,15 +64,32 @@ def change(percent: float) -> str:
     little, on, up to FACTOR: an interval of two replicates may end at millions."""
     if not math.isfinite(percent):
         return NOTHING
-    if percent >= 900 or -100 < percent < -90:
-        times = 1 + percent / 100
-        size, sign = (times, "×") if times > 1 else (1 / times, "÷")
-        return f"{sign}{significant(size, 2)}" if size < FACTOR else f"{sign}{significant(FACTOR, 2)} or more"
+    if _is_factor(percent):
+        return _factor(percent)
     rounded = round(percent, 1) if abs(percent) < 10 else round(percent)
     if rounded == 0:
         return f"0{SPACE}%"
     text = f"{abs(rounded):.1f}" if abs(percent) < 10 else f"{abs(rounded):.0f}"
     return f"{'+' if rounded > 0 else MINUS}{text}{SPACE}%"
+
+
+def changes(percents: Sequence[float]) -> list[str]:
+    """Changes that are read together, an estimate and its interval: all as factors where one of them is."""
+    if any(map(_is_factor, percents)):
+        return [_factor(percent) if math.isfinite(percent) else NOTHING for percent in percents]
+    return [change(percent) for percent in percents]
+
+
+def _is_factor(percent: float) -> bool:
+    return percent >= 900 or -100 < percent < -90
+
+
+def _factor(percent: float) -> str:
+    times = max(0.0, 1 + percent / 100)
+    size, sign = (times, "×") if times >= 1 else (1 / times if times else math.inf, "÷")
+    if size >= FACTOR:
+        return f"{sign}{significant(FACTOR, 2)} or more"
+    return f"{sign}{significant(size, 2 if size >= 1.1 else 3)}"
 
 
 def plain(value: Any) -> str:

@@ -16,18 +16,28 @@ def change_text(comparison: Comparison) -> str:
     if estimate.scale == "difference":
         base = comparison.base or 0.0
         return f"from {write(base)} to {write(base + estimate.value)}"
-    return fmt.change(estimate.percent()[0])
+    return _written(comparison)[0]
 
 
 def bounds_text(comparison: Comparison) -> str:
     """Its 95 % interval: "[−28, −18]" in percent, of a difference in its unit; "" without one."""
     estimate, write = comparison.estimate, comparison.metric.write
-    if estimate is None or comparison.verdict in ("identical", "unknown"):
+    if estimate is None or not _has_bounds(comparison):
         return ""
     if estimate.scale == "difference":
         return f"by [{write(estimate.low)}, {write(estimate.high)}]"
-    ends = [fmt.change(end).removesuffix(f"{fmt.SPACE}%") for end in estimate.percent()[1:]]
-    return f"[{ends[0]},{fmt.SPACE}{ends[1]}]"
+    low, high = (end.removesuffix(f"{fmt.SPACE}%") for end in _written(comparison)[1:])
+    return f"[{low},{fmt.SPACE}{high}]"
+
+
+def _has_bounds(comparison: Comparison) -> bool:
+    return comparison.verdict not in ("identical", "unknown")
+
+
+def _written(comparison: Comparison) -> list[str]:
+    """A relative change and its interval, if one is told, in one notation: also where only the change is told."""
+    assert comparison.estimate is not None
+    return fmt.changes(comparison.estimate.percent()[: 3 if _has_bounds(comparison) else 1])
 
 
 def interval_text(comparison: Comparison) -> str:

@@ -16,6 +16,8 @@ from analysis.load import Run, flatten, relative, swept_keys
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
+from analysis.reports.keeping_up import judged, state_of, who
+from analysis.reports.tables import replicate_name
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
@@ -181,32 +183,43 @@ def _span(values: Sequence[object]) -> str:
 
 def _outrun(arms: Sequence[Arm]) -> list[str]:
     """Loads beyond the capacity of some arms."""
-    beyond = {arm.name: [run for run in replicates(arm).values() if is_outrun(run)] for arm in arms}
-    nums = {arm.name: len(replicates(arm)) for arm in arms}
-    named = [name for name, runs in beyond.items() if runs]
-    if not named:
+    known = judged(arms)
+    beyond = [one for one in known if one.state == "beyond"]
+    if not beyond:
         return []
-    rates = [run.summary["throughput"] for runs in beyond.values() for run in runs]
-    is_all = all(len(beyond[arm.name]) == nums[arm.name] for arm in arms)
-    told = [
-        name if len(beyond[name]) == nums[name] else f"{name} (in {len(beyond[name])} of {nums[name]} replicates)"
-        for name in named
-    ]
-    who = "Every arm" if is_all else fmt.listing(told)
-    offered, reached = _mean_rates(rates)
+    names = who(known, "beyond").replace("every arm", "Every arm")
+    runs = [run for one in beyond for run in one.runs]
+    shown = _how_outrun(runs, sum(one.num_replicates for one in beyond))
     return [
-        f"{who} {'is' if len(named) == 1 or is_all else 'are'} beyond capacity: {offered} came there, {reached} were "
-        "served, and more and more were in the system until the last one came. Such latencies depend on how long the "
-        "trace is, and so does how many keep an SLO; compare throughputs there, or lower the rate."
+        f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
+        "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
+        "throughputs there, or lower the rate."
     ]
 
 
-def _mean_rates(rates: Sequence[Mapping[str, float | None]]) -> list[str]:
+def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
+    """What shows it, in the mean over these of so many runs. Later turns come only as earlier ones are served, so their
+    rates show nothing."""
+    where = "" if len(runs) == num_of else f"in these {len(runs)} of {num_of} runs "
+    if not any(map(_has_turns, runs)):
+        offered, reached = _mean_rates(runs)
+        return f"{where}{offered} came, {reached} were served, and more and more were in the system"
+    before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
+    if after <= before:  # what grew are the sessions
+        return f"{where}more and more were in the system"
+    early, late = (fmt.significant(count, 2) for count in (before, after))
+    return f"{where}{early} requests were in the system early in the trace, {late} late in it, and ever more"
+
+
+def _has_turns(run: Run) -> bool:
+    return bool(run.requests["session_id"].dropna().duplicated().any())
+
+
+def _mean_rates(runs: Sequence[Run]) -> list[str]:
     """What came, and what was served."""
-    return [
-        fmt.number(float(np.mean([rate[name] or 0.0 for rate in rates])), "req/s")
-        for name in ("offered_per_s", "requests_per_s")
-    ]
+    rates = [run.summary["throughput"] for run in runs]
+    means = [float(np.mean([rate[name] or 0.0 for rate in rates])) for name in ("offered_per_s", "requests_per_s")]
+    return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
 
 
 _DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
@@ -214,17 +227,38 @@ _DRAINED = 0.85  # of what came a second: below, the time after the last arrival
 
 def _draining(arms: Sequence[Arm]) -> list[str]:
     """Rates of traces that are short beside the time that their last requests take."""
-    runs = [run for arm in arms for run in replicates(arm).values() if not (is_outrun(run) or ignored(run))]
-    rates = [run.summary["throughput"] for run in runs if run.summary["steadiness"] is not None]
-    slow = [rate for rate in rates if rate["requests_per_s"] < _DRAINED * rate["offered_per_s"]]
+    slow = [(arm.name, run) for arm in arms for run in replicates(arm).values() if _is_drained_long(run)]
     if not slow:
         return []
-    offered, reached = _mean_rates(slow)
+    offered, reached = _mean_rates([run for _, run in slow])
     return [
-        f"Rates are over all of a run, and the traces are short: {offered} came and {reached} were served, as no more "
-        "came while the last ones were being served. A difference in rates or goodput may be one in how long these "
-        "took; a longer trace helps."
+        f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} were "
+        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
+        "how long these took; a longer trace helps."
     ]
+
+
+def _is_drained_long(run: Run) -> bool:
+    rate = run.summary["throughput"]
+    is_told = state_of(run) in ("kept up", "untold") and not ignored(run)
+    return is_told and bool(rate["requests_per_s"] < _DRAINED * rate["offered_per_s"])
+
+
+def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
+    """Of which runs a number is the mean: "in 5 of 25 runs (seed 3) ", with the arms where not all are among them, and
+    the replicates where not all are; "" for all runs."""
+    every = [(arm.name, run) for arm in arms for run in replicates(arm).values()]
+    if len(chosen) == len(every):
+        return ""
+    runs = [run for _, run in every]
+    parts = []
+    for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
+        these, others = (list(dict.fromkeys(map(name, ones))) for ones in (chosen, every))
+        if len(these) < len(others):
+            more = [f"{len(these) - _MAX_KEYS} more"] if len(these) > _MAX_KEYS else []
+            parts.append(fmt.listing([*these[:_MAX_KEYS], *more]))
+    told = f" ({'; '.join(parts)})" if parts else ""
+    return f"in {len(chosen)} of {len(every)} runs{told} "
 
 
 def _uneven(arms: Sequence[Arm]) -> list[str]:
@@ -272,7 +306,8 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     changes: dict[str, float] = {}
     for arm in arms:
         runs = list(replicates(arm).values())
-        each = [0.0 if is_outrun(run) else _change_by_warm_up(run) for run in runs]  # those come to no steady state
+        steady = [state_of(run) != "beyond" for run in runs]  # the others come to no steady state
+        each = [_change_by_warm_up(run) if is_so else 0.0 for run, is_so in zip(runs, steady, strict=True)]
         changes[arm.name] = float(np.median(each))
     worst = max(changes, key=lambda name: changes[name])
     if changes[worst] <= margin:
@@ -282,10 +317,6 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
         f"of {worst} would be {fmt.change(100 * changes[worst])} off what is shown. A longer trace helps, or "
         "report.warmup_s."
     ]
-
-
-def is_outrun(run: Run) -> bool:
-    return bool((run.summary.get("steadiness") or {}).get("is_outrun"))
 
 
 def _change_by_warm_up(run: Run) -> float:

@@ -46,7 +46,7 @@ def _interaction_text(effect: Effect) -> str:
         told = [comparison.metric.write(value) for value in (least, most)]
         by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
     else:
-        told = [fmt.change(100.0 * math.expm1(value)) for value in (least, most)]
+        told = fmt.changes([100.0 * math.expm1(value) for value in (least, most)])
         by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
     return f"{comparison.metric.label} by {told[0]} with {cells[0]} and by {told[1]} with {cells[1]} (apart by {by})"
 

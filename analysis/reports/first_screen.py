@@ -14,11 +14,12 @@ from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.wording import change_text
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
-from analysis.reports.cautions import is_outrun
+from analysis.reports.keeping_up import judged, who
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence
 _MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
+_MAX_BEYOND = 2  # arms that are named as beyond their capacity
 
 
 class Compared(NamedTuple):
@@ -135,8 +136,8 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
 def _where(group: Compared) -> str:
     """What a sentence on a load begins with."""
     parts = [f"at {group.load}"] if group.load else []
-    if any(is_outrun(run) for arm in group.arms for run in arm.runs):
-        parts.append("beyond the capacity of some arm")
+    if beyond := who(judged(group.arms), "beyond", _MAX_BEYOND):
+        parts.append(f"beyond the capacity of {beyond}")
     if num_replicates(group.arms) == 1:
         parts.append("on this one trace")
     said = ", ".join(parts)

@@ -37,9 +37,10 @@ from analysis.measures.metrics import SLO
 from analysis.measures.summary import summary_value
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.cautions import cautions, changed_sources, is_outrun, lost
+from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.first_screen import Compared, answer
+from analysis.reports.keeping_up import judged
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
     Plot,
@@ -142,7 +143,7 @@ def _main_figure(sections: Sections) -> Plot | None:
     """Of the load at which most arms are compared, of several the heaviest; of those that some arm kept up with, if
     there is one."""
     drawn = [
-        (any(not is_outrun(run) for arm in known.arms for run in arm.runs), len(known.arms), place)
+        (any(one.state != "beyond" for one in judged(known.arms)), len(known.arms), place)
         for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True))
         if group["plots"]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Table:
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""  # right under it
 
 
 def ablation_table(
@@ -61,9 +63,28 @@ def ablation_table(
                 said = verdict_text(row, margin)
                 kind = {"better": "better", "worse": "worse"}.get(said, "noise")
                 size = "" if row.effect is None else f"d = {row.effect:.2g}"
-                cells.append(Cell(value, tuple(note for note in (interval_text(row), said, size) if note), kind))
+                sign = _SIGN if _is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
+                cells.append(Cell(value, tuple(note for note in (interval_text(row) + sign, said, size) if note), kind))
         rows.append(tuple(cells))
-    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows))
+    is_marked = any(note.endswith(_SIGN) for cells in rows for cell in cells for note in cell.notes)
+    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows), _UNLIKE if is_marked else "")
+
+
+_SIGN, _UNLIKE_BY = f"{fmt.SPACE}†", 1.2
+_UNLIKE = (
+    "† Changes are geometric means over replicates; here they differ from the ratio of the means, as replicates differ "
+    "much."
+)
+
+
+def _is_unlike(row: Comparison, base: float | None) -> bool:
+    """Whether a change over replicates is far from the ratio of the printed means. base: the baseline's."""
+    estimate = row.estimate
+    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("moving blocks"):
+        return False
+    if not row.value or not base:
+        return False
+    return abs(estimate.value - math.log(row.value / base)) > math.log(_UNLIKE_BY)
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -14,9 +14,10 @@ from analysis.comparison.compare import metric_of
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 from analysis.measures.checks import failures
-from analysis.reports.cautions import is_outrun, num_ignored
+from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.first_screen import Compared
+from analysis.reports.keeping_up import State, judged, who
 
 _DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
 _FEW = 5  # replicates: below, intervals are wide
@@ -105,15 +106,19 @@ def _ignoring(arms: Sequence[Arm]) -> str:
     return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
+_UNTOLD: dict[State, str] = {
+    "untold": "the trace ends before it shows whether the engine keeps up",
+    "at once": "requests came all at once",
+}
+
+
 def _load(groups: Sequence[Compared]) -> Trust:
     arms = [arm for group in groups for arm in group.arms]
-    if any(run.summary.get("steadiness") is None for arm in arms for run in arm.runs):
-        return Trust("load", "fair", "not judged: requests came all at once")
-    beyond = _where_so(groups, is_outrun)
-    untold = _where_so(groups, lambda run: run.summary["steadiness"]["is_outrun"] is None)
-    said = [f"beyond the capacity of {beyond}"] * bool(beyond)
-    if untold:
-        said.append(f"not judged for {untold}: the trace ends before it shows whether the engine keeps up")
+    beyond = _where(groups, "beyond")
+    said = [f"beyond the capacity of {beyond}"] if beyond else []
+    for state, why in _UNTOLD.items():
+        if names := _where(groups, state):
+            said.append(f"not judged{'' if names == 'every arm' else f' for {names}'}: {why}")
     if said:
         return Trust("load", "fair", "; ".join(said))
     if ignored := _ignoring(arms):
@@ -121,17 +126,14 @@ def _load(groups: Sequence[Compared]) -> Trust:
     return Trust("load", "good", "every arm kept up with what came")
 
 
-def _where_so(groups: Sequence[Compared], is_so: Callable[[Run], bool]) -> str:
-    """The arms of which some run is so, at their loads; one name for all."""
-    by_load: dict[str, str] = {}
-    for group in groups:
-        names = [arm.name for arm in group.arms if any(map(is_so, arm.runs))]
-        if names:
-            by_load[group.load] = "every arm" if len(names) == len(group.arms) > 1 else fmt.listing(names)
+def _where(groups: Sequence[Compared], state: State) -> str:
+    """The arms in that state, at their loads; one name for all."""
+    told = {group.load: who(judged(group.arms), state) for group in groups}
+    by_load = {load: names for load, names in told.items() if names}
     by_name = grouped(by_load, lambda load: by_load[load])
-    told = [f"{who}{f' at {fmt.listing(loads)}' if any(loads) else ''}" for who, loads in by_name.items()]
-    is_all = list(by_name) == ["every arm"] and len(by_load) == len(groups) > 1
-    return "every arm" if is_all else "; ".join(told)
+    if list(by_name) == ["every arm"] and len(by_load) == len(groups):
+        return "every arm"
+    return "; ".join(f"{names}{f' at {fmt.listing(at)}' if any(at) else ''}" for names, at in by_name.items())
 
 
 def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -14,6 +15,7 @@ from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pair
 from analysis.comparison.compare import LATENCY, Comparison, compare
 from analysis.comparison.effects import main_effects
 from analysis.comparison.groups import experiments
+from analysis.comparison.wording import change_text, interval_text
 from analysis.load import load_run, load_sweep
 from analysis.measures.statistics import Estimate, verdict
 from analysis.reports import fidelity_findings, findings, tables
@@ -423,6 +425,23 @@ def test_changes_are_signed_and_never_a_negative_zero():
     assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
 
 
+@pytest.mark.parametrize(
+    ("change", "low", "high", "text"),
+    [
+        (5.35, 1.52, 15.0, "×6.3 [×2.5, ×16]"),
+        (-0.9, -0.93, -0.88, "÷10 [÷14, ÷8.3]"),
+        (10.0, -0.05, 2e9, "×11 [÷1.05, ×10 000 or more]"),
+        (-0.23, -0.28, 8.0, "−23 % [−28, +800]"),
+    ],
+)
+def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
+    estimate = Estimate(*(math.log1p(end) for end in (change, low, high)), 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, "inside the noise")
+    said = interval_text(row).replace("\u00a0", " ").replace("\u202f", " ")
+    assert said == text
+    assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_a_fleet_names_its_replicas_and_router_and_one_engine_none(tmp_path):
     for router in ("random", "round_robin"):
@@ -445,6 +464,33 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
     estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
     assert findings.verdict_text(row, 0.02) == says
+
+
+@pytest.mark.usefixtures("unrendered")
+@pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, False)])
+def test_a_change_far_from_the_ratio_of_the_means_beside_it_is_marked(tmp_path, last, is_marked):
+    for chunked in (False, True):
+        for seed in range(3):
+            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    for arm, means in zip(arms, ((1.0, 1.1, last), (2.0, 2.2, last)), strict=True):
+        for run, mean in zip(arm.runs, means, strict=True):
+            run.summary["ttft_s"]["mean"] = mean
+    path = write_report(ReportInput(arms), tmp_path / "report.html")
+    note = "† Changes are geometric means over replicates; here they differ from the ratio of the means"
+    for text in (path.read_text(), path.with_suffix(".md").read_text()):
+        latency, throughput = text.partition("Latency")[2].split("Throughput")[:2]
+        assert (latency.count(note), latency.count("†")) == ((1, 2) if is_marked else (0, 0))
+        assert "†" not in throughput
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_markdown_report_has_no_empty_section(tmp_path):
+    write_run(tmp_path / "run", "real", **FEW)
+    text = report_from_folders([tmp_path], tmp_path / "report.html", slo={"ttft_s": 1.0}).with_suffix(".md").read_text()
+    sections = dict(part.partition("\n")[::2] for part in text.split("\n## ")[1:])
+    assert list(sections) == ["Answer", "Setup", "Ablation", "Distributions and time", "Reproduce"]
+    assert all(body.strip() for body in sections.values())
 
 
 def test_a_run_that_left_no_configuration_is_called_what_its_sweep_gave_it(tmp_path):

@@ -99,6 +99,48 @@ def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> N
     assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
 
 
+def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> None:
+    for name, seed in itertools.product(("vllm_v1", "sarathi"), range(3)):
+        ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    one, other = arms = arms_of(tmp_path)
+    for run, is_outrun in zip(one.runs, (True, None, False), strict=True):
+        run.summary["steadiness"]["is_outrun"] = is_outrun
+    beyond = f"{one.name} (in 1 of 3 replicates)"
+    assert light(arms, "load")[1] == f"beyond the capacity of {beyond}"
+    assert any(
+        text.startswith(f"{beyond} is beyond capacity: in these 1 of 3 runs") for text in cautions({"": arms}, 0.02)
+    )
+    for run in one.runs:
+        run.summary["steadiness"]["is_outrun"] = True
+    other.runs[0].summary["steadiness"] = None
+    told = f"not judged for {other.name} (in 1 of 3 replicates): requests came all at once"
+    assert light(arms, "load")[1] == f"beyond the capacity of {one.name}; {told}"
+
+
+def test_a_run_that_is_repeated_is_judged_once(tmp_path: Path) -> None:
+    for name in ("first", "again"):
+        write_run(tmp_path / name, "real", num_requests=30)
+    (arm,) = arms = arms_of(tmp_path)
+    for run, is_outrun in zip(arm.runs, (True, None), strict=True):
+        run.summary["steadiness"]["is_outrun"] = is_outrun
+    assert light(arms, "load")[1] == f"beyond the capacity of {arm.name}"
+    assert any(text.startswith(f"{arm.name} is beyond capacity: ") for text in cautions({"": arms}, 0.02))
+
+
+def test_sessions_beyond_capacity_are_shown_by_how_many_there_are_and_by_no_rate(tmp_path: Path) -> None:
+    trace = {"num_requests": 100, "rate": 20.0, "min_turns": 2, "max_turns": 2}
+    ran(tmp_path, trace=trace, scheduler="vllm_v1")
+    (arm,) = arms = arms_of(tmp_path)
+    for in_system, words in (
+        ([12.0, 30.0, 61.4], "12 requests were in the system early in the trace, 61 late in it, and ever more until"),
+        ([12.0, 30.0, 11.0], "more and more were in the system until"),
+    ):
+        arm.runs[0].summary["steadiness"] = {"in_system": in_system, "is_outrun": True}
+        (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]
+        assert said.startswith(f"{arm.name} is beyond capacity: {words}")
+        assert "req/s" not in said
+
+
 @pytest.mark.parametrize("is_overlapping", [False, True])
 def test_windows_that_overlap_are_no_replicates_of_each_other(tmp_path: Path, is_overlapping: bool) -> None:
     for start in range(5):
@@ -196,6 +238,27 @@ def test_rates_of_short_traces_are_said_to_be_of_their_ends_too(
         ran(tmp_path / name, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0}, scheduler=name)
     said = cautions({"": arms_of(tmp_path)}, 0.02)
     assert any("no more came while the last ones were being served" in text for text in said) is is_said
+
+
+def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:
+    for name, seed in itertools.product(("vllm_v1", "sarathi"), range(3)):
+        ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    arms = arms_of(tmp_path)
+    runs = [run for arm in arms for run in arm.runs]
+    for short, words in (
+        (runs, "traces are short: on average 10.0 req/s came"),
+        (
+            [run for run in runs if run.manifest["seed"] == 2],
+            "in 2 of 6 runs (seed 2) on average 10.0 req/s came and 5.00",
+        ),
+        (arms[0].runs, f"in 3 of 6 runs ({arms[0].name}) on average 10.0 req/s came"),
+        (arms[0].runs[:1], f"in 1 of 6 runs ({arms[0].name}; seed 0) 10.0 req/s came"),
+    ):
+        for run in runs:
+            served = 5.0 if run in short else 9.9
+            run.summary["throughput"] |= {"offered_per_s": 10.0 + 1e-9, "requests_per_s": served + 1e-9}
+        (said,) = [text for text in cautions({"": arms}, 0.02) if "traces are short" in text]
+        assert words in said.replace(fmt.SPACE, " ")
 
 
 def test_requests_that_were_ignored_are_told_of_as_many(tmp_path: Path) -> None:

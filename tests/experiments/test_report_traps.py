@@ -86,13 +86,13 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
     arms = infer_arms(load_sweep(tmp_path).runs)
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
     (answered,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
-    assert answered.startswith("Beyond the capacity of some arm, vllm_v1 against sarathi: better in mean TTFT")
+    names = f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name}"
+    assert answered.startswith(f"Beyond the capacity of {names}, vllm_v1 against sarathi: better in mean TTFT")
     for run in (run for arm in arms for run in arm.runs):
         run.summary["throughput"]["offered_per_s"] = 1180.4
     (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]
-    assert said.startswith(
-        f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name} are beyond capacity: {number(1180.4, 'req/s')} came"
-    )
+    came = number(1180.4, "req/s")
+    assert said.startswith(f"{names} are beyond capacity: in these 3 of 4 runs on average {came} came, ")
 
 
 def test_what_is_claimed_of_one_trace_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Which arms kept up with what came: judged once at each load, so that all of a report's texts say the same of an arm.
+
+It must not know what the texts make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, replicates
+from analysis.load import Run
+
+State = Literal["beyond", "untold", "at once", "kept up"]
+_FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # what an arm is, if a replicate is
+
+
+class Judged(NamedTuple):
+    """An arm at one load. runs: its replicates that are in this state."""
+
+    name: str
+    state: State
+    runs: tuple[Run, ...]
+    num_replicates: int
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.runs) == self.num_replicates
+
+
+def judged(arms: Sequence[Arm]) -> list[Judged]:
+    """Each arm in one state: beyond its capacity if a replicate is, else not judged if one is not."""
+    found = []
+    for arm in arms:
+        runs = list(replicates(arm).values())
+        state: State = min(map(state_of, runs), key=_FIRST.index, default="kept up")
+        found.append(Judged(arm.name, state, tuple(run for run in runs if state_of(run) == state), len(runs)))
+    return found
+
+
+def state_of(run: Run) -> State:
+    """Of one run: "untold" where the trace ends before it shows, "at once" where all its requests came so."""
+    known = run.summary.get("steadiness")
+    if known is None:
+        return "at once"
+    return "untold" if known["is_outrun"] is None else "beyond" if known["is_outrun"] else "kept up"
+
+
+def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
+    """The arms in that state, "" for none; of more than `most`, how many."""
+    those = [one for one in every if one.state == state]
+    if len(those) == len(every) > 1 and all(one.is_whole for one in those):
+        return "every arm"
+    if most is not None and len(those) > most:
+        return f"{len(those)} of {len(every)} arms"
+    return fmt.listing([_name(one) for one in those])
+
+
+def _name(one: Judged) -> str:
+    return one.name if one.is_whole else f"{one.name} (in {len(one.runs)} of {one.num_replicates} replicates)"

@@ -63,6 +63,12 @@ def mean_of_all(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
+def spread(values: Sequence[float]) -> float:
+    """How far values are apart, whatever their order: largest / smallest - 1; infinite where only the smallest is 0."""
+    low, high = min(values), max(values)
+    return 0.0 if low == high else high / low - 1.0 if low > 0 else math.inf
+
+
 def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 

@@ -15,6 +15,10 @@ from analysis.comparison.compare import Comparison, metric_of
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 
+UNMEASURED_NOISE = (
+    "How far the real engine differs from itself was not measured, so a difference may be its own noise: run an arm "
+    "again on the same trace, and give both folders."
+)
 _MAX_MISSED = 3  # picks that are named; the table has all
 _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
@@ -110,9 +114,13 @@ def fidelity_findings(
         if shown:
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
-        told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
+        told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
-        said.append(f"The real engine itself, run again on one trace under one policy, differed by {told}{reach}.")
+        said.append(
+            f"The real engine itself, run again on one trace under one policy, differed by up to {told}{reach}."
+        )
+    elif pairs:
+        said.append(UNMEASURED_NOISE)
     for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")

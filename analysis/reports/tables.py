@@ -194,13 +194,14 @@ def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
 
 
 def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
-    """Per metric: Kendall's tau of the policies' order, and both winners."""
+    """Per metric: Kendall's tau of the policies' order, where the engine tells any apart; and both winners, and whether
+    they are the same, where it tells the best from the second."""
     rows = []
     for item in ranking.to_dict("records"):
-        tau = _float(item["kendall_tau"])
-        same = {True: "yes", False: "no"}.get(item["same_winner"], fmt.NOTHING)
-        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         told_apart = item["num_told_apart"]
+        tau = _float(item["kendall_tau"]) if told_apart else None
+        same = {True: "yes", False: "no"}[item["same_winner"]] if item["winner_is_clear"] else fmt.NOTHING
+        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
         cells += [str(item[name] or fmt.NOTHING) for name in ("sim_winner", "real_winner")]
         rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))

@@ -23,7 +23,9 @@ EQUAL, ALIKE = "equal in every replicate", "the same difference in every replica
 LEVEL = 0.95  # of intervals
 ALPHA = 0.05  # of claims
 Scale = Literal["difference", "log_ratio"]
-Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]
+Verdict = Literal[
+    "identical", "equivalent", "inside the noise", "inside the engine's noise", "higher", "lower", "unknown"
+]
 
 
 @dataclass(frozen=True, slots=True)

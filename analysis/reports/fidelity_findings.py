@@ -14,11 +14,8 @@ from analysis.comparison.arms import Arm, Pair
 from analysis.comparison.compare import Comparison, metric_of
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
+from analysis.reports.engine_noise import UNMEASURED
 
-UNMEASURED_NOISE = (
-    "How far the real engine differs from itself was not measured, so a difference may be its own noise: run an arm "
-    "again on the same trace, and give both folders."
-)
 _MAX_MISSED = 3  # picks that are named; the table has all
 _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
@@ -120,7 +117,7 @@ def fidelity_findings(
             f"The real engine itself, run again on one trace under one policy, differed by up to {told}{reach}."
         )
     elif pairs:
-        said.append(UNMEASURED_NOISE)
+        said.append(UNMEASURED)
     for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")

@@ -223,6 +223,7 @@ def _offered(runs: Sequence[Run]) -> float:
 
 
 Key = tuple[str | None, int | None, int]
+Pairing = tuple[tuple[Run, ...], tuple[Run, ...]]
 
 
 def _by_key(arm: Arm) -> dict[Key, Run]:
@@ -240,10 +241,23 @@ def decided_alike(run: Run) -> str:
     return str(run.manifest["digest"]) if is_known else str(run.path)
 
 
+def repeats(arm: Arm, run: Run) -> tuple[Run, ...]:
+    """The arm's runs that are one observation with `run`, whose mean counts: measured ones of one trace, in any order
+    (only the machine sets them apart); a simulated run alone."""
+    if run.fingerprint is None or not is_measured(run):
+        return (run,)
+    return tuple(one for one in arm.runs if is_measured(one) and one.fingerprint == run.fingerprint)
+
+
+def is_measured(run: Run) -> bool:
+    """Whether a real engine's clock gave the times, which vary from run to run."""
+    return run.manifest.get("backend") != "sim"
+
+
 def replicates(arm: Arm) -> dict[Key, Run]:
-    """An arm's first run on each trace, by (trace fingerprint, seed, repetition): of a recorded trace a seed makes no
-    other, and what varies on one trace (a random policy, a real machine) says nothing of others. Nor does a trace on
-    which the same was decided."""
+    """An arm's first run on each trace, by (trace fingerprint, seed, repetition), which stands for its `repeats`: of a
+    recorded trace a seed makes no other, and what varies on one trace (a random policy, a real machine) says nothing of
+    others. Nor does a trace on which the same was decided."""
     found: dict[Key, Run] = {}
     traces: set[str | None] = set()
     digests: set[str] = set()
@@ -255,11 +269,11 @@ def replicates(arm: Arm) -> dict[Key, Run]:
     return found
 
 
-def paired_replicates(baseline: Arm, arm: Arm) -> list[tuple[Run, Run]]:
-    """(baseline run, arm's run) of each trace that both have, of one seed where they can. RunFolderError where they
-    share no trace."""
+def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
+    """(baseline's run, arm's run), each with its `repeats`, of each trace that both have, of one seed where they can.
+    RunFolderError where they share no trace."""
     ours, theirs = _by_key(arm), _by_key(baseline)
-    found: list[tuple[Run, Run]] = []
+    found: list[Pairing] = []
     traces: set[str] = set()
     digests: set[tuple[str, str]] = set()
     for key in sorted(theirs, key=lambda key: key not in ours):
@@ -269,7 +283,7 @@ def paired_replicates(baseline: Arm, arm: Arm) -> list[tuple[Run, Run]]:
         traces.add(key[0])
         both = decided_alike(theirs[key]), decided_alike(run)
         if both not in digests:
-            found.append((theirs[key], run))
+            found.append((repeats(baseline, theirs[key]), repeats(arm, run)))
         digests.add(both)
     if not found:
         raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace")

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, paired_replicates, replicates
+from analysis.comparison.arms import Arm, Pairing, paired_replicates, repeats, replicates
 from analysis.load import Run
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
@@ -24,10 +25,10 @@ from analysis.measures.statistics import (
     mean_of_all,
     mean_t,
     moving_blocks,
+    spread,
     verdict,
 )
 from analysis.measures.summary import summary_value
-from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
 
 
@@ -102,6 +103,7 @@ class Comparison:
     p_holm: float | None = None
     effect: float | None = None  # d_z of the estimate's differences, from three replicates on
     base: float | None = None  # the baseline's mean over the replicates that both have
+    noise: float | None = None  # of the engine, as `engine_noise`
 
     @property
     def gain(self) -> float:
@@ -121,8 +123,19 @@ class Comparison:
 
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
-    """Mean over the arm's replicates; None where any of them does not reach the metric."""
-    return mean_of_all([metric.of(run.summary_under(slo)) for run in replicates(arm).values()])
+    """Mean over the arm's replicates, each its repeats' mean; None where any does not reach the metric."""
+    return mean_of_all([_mean(repeats(arm, run), metric, slo) for run in replicates(arm).values()])
+
+
+def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
+    return mean_of_all([metric.of(run.summary_under(slo)) for run in runs])
+
+
+def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
+    """How far measured repeats of an arm on one trace are apart (`spread`), at most; None where none has a repeat."""
+    groups = [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
+    values = [[value for run in runs if (value := metric.of(run.summary_under(slo))) is not None] for runs in groups]
+    return max((spread(group) for group in values if len(group) > 1), default=None)
 
 
 def compare(
@@ -132,16 +145,18 @@ def compare(
 
     With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference where a value is
     0), p-values by Holm over the arms of a metric. With one: moving blocks over its requests, for latencies only.
+    Measured repeats on one trace are one replicate, and no claim is made of a change within the `engine_noise`.
     """
     found = []
     others = [arm for arm in arms if arm.name != baseline.name]
     for metric in metrics:
         rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
-        found += judge(rows, margin)
+        noise = engine_noise(arms, metric, slo)
+        found += judge([replace(row, noise=noise) for row in rows], margin)
     return found
 
 
-def _compared(arm: Arm, pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None) -> Comparison:
+def _compared(arm: Arm, pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> Comparison:
     value, known = mean_over_replicates(arm, metric, slo), paired_values(pairs, metric, slo)
     if known is None:
         return Comparison(arm.name, metric, value, None, "unknown")
@@ -164,18 +179,29 @@ def judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
         if row.estimate is not None:
             limit = np.log1p(margin) if row.estimate.scale == "log_ratio" else margin * (row.base or 0.0)
             said = verdict(row.estimate, float(limit), p)
+            if _is_of_engine(said, row, float(limit)):
+                said = "inside the engine's noise"
         judged.append(replace(row, verdict=said, p_holm=p))
     return judged
 
 
-def paired_values(
-    pairs: Sequence[tuple[Run, Run]], metric: Metric, slo: SLO | None
-) -> tuple[FloatArray, FloatArray] | None:
-    """(baseline's, arm's) `[num_pairs]` each; None where one is missing or negative, and of latencies where one side
-    ignored requests that the other served: those that are left are not the same."""
-    if metric.path.split(".")[0] in TIMES and any(ignored(base) != ignored(other) for base, other in pairs):
+def _is_of_engine(said: Verdict, row: Comparison, limit: float) -> bool:
+    """Whether a change is no larger than the noise of the engine, or equal values are so only within a larger one."""
+    least = {"higher": 0.0, "lower": 0.0, "equivalent": limit}.get(said)
+    if least is None or row.noise is None or row.estimate is None:
+        return False
+    change = abs(row.estimate.value) if row.estimate.scale == "log_ratio" else math.inf
+    return max(change, least) <= math.log1p(row.noise)
+
+
+def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
+    """(baseline's, arm's) `[num_pairs]` each, means over repeats; None where one is missing or negative, and of
+    latencies where one run ignored requests that another served: those that are left are not the same."""
+    if metric.path.split(".")[0] in TIMES and any(
+        len({ignored(run) for runs in pair for run in runs}) > 1 for pair in pairs
+    ):
         return None
-    values = [[metric.of(run.summary_under(slo)) for run in pair] for pair in pairs]
+    values = [[_mean(runs, metric, slo) for runs in pair] for pair in pairs]
     if not values or any(value is None or value < 0 for pair in values for value in pair):
         return None
     base, other = np.array(values, dtype=np.float64).T
@@ -187,25 +213,24 @@ def ignored(run: Run) -> int:
     return int(run.summary["finish_reasons"]["ignored"])
 
 
-def _within_one_trace(baseline: Run, run: Run, metric: Metric) -> Estimate | None:
-    """Log-ratio of a latency's mean or quantile with a moving-block interval over the shared requests of one trace."""
+def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metric) -> Estimate | None:
+    """Log-ratio of a latency's mean or quantile, of repeats their mean, with a moving-block interval over the shared
+    requests of one trace."""
     name, _, which = metric.path.partition(".")
     if name not in ("ttft_s", "tpot_s", "e2e_s"):
         return None
-    sides = []
-    for side in (baseline, run):
-        frame = request_metrics(side.requests).set_index("request_id")[[name]]
-        frame["arrival"] = numbers(side.requests, "arrival_ns")
-        sides.append(frame)
-    both = sides[0].add_suffix("_base").join(sides[1].add_suffix("_arm"), how="inner").dropna()
-    both = both.sort_values("arrival_base", kind="stable")
-    pairs = both[[f"{name}_base", f"{name}_arm"]].to_numpy(dtype=np.float64)
+    frames = [request_metrics(run.requests).set_index("request_id")[name] for run in (*baseline, *arm)]
+    times = pd.concat(frames, axis=1, join="inner").dropna()
+    arrivals = [run.requests.set_index("request_id")["arrival_ns"] for run in baseline]
+    arrival = pd.concat(arrivals, axis=1, join="inner").mean(axis=1)
+    times = times.loc[arrival.loc[times.index].sort_values(kind="stable").index]
+    rows = times.to_numpy(dtype=np.float64)  # [num_requests, num_runs]
     tail = 0.5 if which == "mean" else 1.0 - int(which[1:]) / 100
-    if len(pairs) * tail < _MIN_BEYOND or (pairs <= 0).any():
+    if len(rows) * tail < _MIN_BEYOND or (rows <= 0).any():
         return None
 
     def log_ratio(rows: FloatArray) -> float:
-        base, other = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
-        return float(np.log(other / base))
+        values = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
+        return float(np.log(values[len(baseline) :].mean() / values[: len(baseline)].mean()))
 
-    return moving_blocks(pairs, log_ratio, num_resamples=400, scale="log_ratio")
+    return moving_blocks(rows, log_ratio, num_resamples=400, scale="log_ratio")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.comparison.arms import Arm, grouped, level_groups, paired_replicates
-from analysis.comparison.compare import Comparison, Metric, judge, paired_values
+from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
@@ -60,7 +60,9 @@ def main_effects(
             levels = list(dict.fromkeys(_level(arm, factor) for arm in arms))
             steps = [level for level in levels if level != _level(baseline, factor)]
             rows += [_effect(arms, baseline, factors, factor, level, metric, slo) for level in steps]
-        found += _judge([row for row in rows if row is not None], margin)
+        noise = engine_noise(arms, metric, slo)
+        known = [replace(row, comparison=replace(row.comparison, noise=noise)) for row in rows if row is not None]
+        found += _judge(known, margin)
     return found
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
+from analysis.measures.statistics import spread
 from analysis.measures.summary import summary_value
 from analysis.measures.survival import distribution
 from analysis.reading.frames import numbers
@@ -128,15 +129,14 @@ def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
 
 
 def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
-    """Metric -> how far a repeat is from the first run of its group at most, relative to that. A group: equal real
-    runs (same trace, same policy)."""
+    """Metric -> how far equal runs are apart (`spread`), at most over the groups; without repeats nothing. A group:
+    equal real runs (same trace, same policy), in any order."""
     noise: dict[str, float] = {}
-    for first, *repeats in groups:
-        same_trace([first, *repeats])
-        for again, path in product(repeats, FIDELITY_METRICS):
-            error = relative_error(summary_value(again.summary, path), summary_value(first.summary, path))
-            if error is not None:
-                noise[path] = max(noise.get(path, 0.0), abs(error))
+    for runs, path in product(groups, FIDELITY_METRICS):
+        same_trace(runs)
+        values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
+        if len(values) > 1:
+            noise[path] = max(noise.get(path, 0.0), spread(values))
     return noise
 
 

@@ -63,7 +63,9 @@ def never_triggered(arms: Sequence[Arm]) -> list[str]:
 
 
 def _took_same(one: Arm, other: Arm) -> bool:
-    if len(comparable([one, other], one)) < 2 or not all(_is_same(*runs) for runs in paired_replicates(one, other)):
+    if len(comparable([one, other], one)) < 2 or not all(
+        _is_same(*ours, *theirs) for ours, theirs in paired_replicates(one, other)
+    ):
         return False
     keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
     return all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
@@ -81,6 +83,5 @@ def _why_not(arms: Sequence[Arm]) -> str:
     return f": {fmt.listing(why)}" if why else ""
 
 
-def _is_same(one: Run, other: Run) -> bool:
-    same = [run.summary["e2e_s"]["mean"] for run in (one, other)]
-    return decided_alike(one) == decided_alike(other) and same[0] == same[1]
+def _is_same(*runs: Run) -> bool:
+    return len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in runs}) == 1

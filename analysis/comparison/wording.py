@@ -52,6 +52,7 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         "identical": "identical",
         "equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)",
         "inside the noise": "inside the noise",
+        "inside the engine's noise": "inside the engine's noise",
         "unknown": "not comparable" if estimate is None else "no interval",
     }
     if comparison.is_alike and estimate is not None:

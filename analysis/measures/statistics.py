@@ -23,7 +23,9 @@ EQUAL, ALIKE = "equal in every replicate", "the same difference in every replica
 LEVEL = 0.95  # of intervals
 ALPHA = 0.05  # of claims
 Scale = Literal["difference", "log_ratio"]
-Verdict = Literal["identical", "equivalent", "inside the noise", "higher", "lower", "unknown"]
+Verdict = Literal[
+    "identical", "equivalent", "inside the noise", "inside the engine's noise", "higher", "lower", "unknown"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ def mean_of_all(values: Sequence[float | None]) -> float | None:
     """None where one of them is missing, or there is none."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def spread(values: Sequence[float]) -> float:
+    """How far values are apart, whatever their order: largest / smallest - 1; infinite where only the smallest is 0."""
+    low, high = min(values), max(values)
+    return 0.0 if low == high else high / low - 1.0 if low > 0 else math.inf
 
 
 def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:

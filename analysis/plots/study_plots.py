@@ -244,7 +244,8 @@ _BARS: dict[str, dict[str, Any]] = {
 def _kind(row: Comparison) -> str:
     if row.is_claim:
         return "changed" if row.gain == 0 else "better" if row.gain > 0 else "worse"
-    return {"unknown": "no interval", "identical": "equivalent"}.get(row.verdict, row.verdict)
+    drawn_as = {"unknown": "no interval", "identical": "equivalent", "inside the engine's noise": "inside the noise"}
+    return drawn_as.get(row.verdict, row.verdict)
 
 
 def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, decided_alike, grouped, is_policy, replicates, unsaid_keys
+from analysis.comparison.arms import Arm, decided_alike, grouped, is_policy, repeats, replicates, unsaid_keys
 from analysis.comparison.compare import ignored
 from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, flatten, relative, swept_keys
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
+from analysis.reports.engine_noise import engine_noise_said
 from analysis.reports.keeping_up import judged, state_of, who
 from analysis.reports.tables import replicate_name
 from testbed.errors import RunFolderError
@@ -27,7 +28,14 @@ _MAX_KEYS = 6  # that are spelt out
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
-    said = [*_extrapolated(arms), *_copies(loads), *_unnamed(arms), *_left_out_start(arms), *_few_requests(arms)]
+    said = [
+        *_extrapolated(arms),
+        *_copies(loads),
+        *engine_noise_said(loads),
+        *_unnamed(arms),
+        *_left_out_start(arms),
+        *_few_requests(arms),
+    ]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
@@ -111,7 +119,7 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
     arms = [arm for group in loads.values() for arm in group]
     num = sum(len(arm.runs) for arm in arms)
-    left = num - sum(len(replicates(arm)) for arm in arms)
+    left = num - sum(len(repeats(arm, run)) for arm in arms for run in replicates(arm).values())
     copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
     said = []
     if copies:
@@ -121,8 +129,8 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
         )
     if left > copies:
         said.append(
-            f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy or a real "
-            "machine varies on one trace says nothing of other traces: the first run on each counts."
+            f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy varies on "
+            "one trace says nothing of other traces: the first run on each counts."
         )
     return said
 

@@ -14,6 +14,7 @@ from analysis.comparison.arms import Arm, Pair
 from analysis.comparison.compare import Comparison, metric_of
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
+from analysis.reports.engine_noise import UNMEASURED
 
 _MAX_MISSED = 3  # picks that are named; the table has all
 _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
@@ -110,9 +111,13 @@ def fidelity_findings(
         if shown:
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
-        told = fmt.listing([f"{metric_of(path).label} ±{fmt.significant(100 * noise[path], 2)} %" for path in known])
+        told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
-        said.append(f"The real engine itself, run again on one trace under one policy, differed by {told}{reach}.")
+        said.append(
+            f"The real engine itself, run again on one trace under one policy, differed by up to {told}{reach}."
+        )
+    elif pairs:
+        said.append(UNMEASURED)
     for load, ranking in rankings.items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
         limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")

@@ -77,7 +77,7 @@ def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
-    elif "inside the noise" in groups or "same" in groups:
+    elif {"inside the noise", "inside the engine's noise", "same"} & set(groups):
         sentences = [f"{subject} shows no difference beyond the noise."]
     else:
         sentences = [f"{subject}:"]
@@ -87,6 +87,9 @@ def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
 _CLAIMS = ("better", "worse", "higher", "lower")
 _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
+    "inside the engine's noise": lambda texts, _: (
+        f"Inside the engine's own noise, whose repeats are as far apart or further: {fmt.listing(texts)}."
+    ),
     "same": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
     "alike": lambda texts, _: (
         "No claim is made of what differed equally in so few replicates that chance may do it (up to 5): "

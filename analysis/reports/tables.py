@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, engine_of, infer_arms, replicates, stated_replicates
+from analysis.comparison.arms import Arm, Pair, engine_of, infer_arms, repeats, replicates, stated_replicates
 from analysis.comparison.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.fidelity import RATES
@@ -215,13 +215,14 @@ def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
 
 
 def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
-    """Per metric: Kendall's tau of the policies' order, and both winners."""
+    """Per metric: Kendall's tau of the policies' order, where the engine tells any apart; and both winners, and whether
+    they are the same, where it tells the best from the second."""
     rows = []
     for item in ranking.to_dict("records"):
-        tau = _float(item["kendall_tau"])
-        same = {True: "yes", False: "no"}.get(item["same_winner"], fmt.NOTHING)
-        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         told_apart = item["num_told_apart"]
+        tau = _float(item["kendall_tau"]) if told_apart else None
+        same = {True: "yes", False: "no"}[item["same_winner"]] if item["winner_is_clear"] else fmt.NOTHING
+        cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
         cells += [str(item[name] or fmt.NOTHING) for name in ("sim_winner", "real_winner")]
         rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))
@@ -237,7 +238,10 @@ def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str,
     """(arm, replicate, link) of every run."""
     every = [run for arm in arms for run in arm.runs]
     return [
-        (arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in replicates(arm).values()
+        (arm.name, replicate_name(run, every), links[str(run.path)])
+        for arm in arms
+        for first in replicates(arm).values()
+        for run in repeats(arm, first)
     ]
 
 

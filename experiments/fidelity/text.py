@@ -43,7 +43,7 @@ def _load(one: Compared) -> list[str]:
     lines += [f"note: {note}" for note in (*one.load.notes, *one.notes)]
     if one.repeats:
         lines.append(
-            f"spread: how far {', '.join(one.repeats)} {'is' if len(one.repeats) == 1 else 'are'} from it at most"
+            f"spread: how far it and {', '.join(one.repeats)} are apart, the largest over the smallest, minus 1"
         )
     headers = ["metric", "measured", "simulated", "error %", *(["spread %"] if one.repeats else [])]
     rows = []
@@ -126,13 +126,13 @@ def _second_half(one: Compared) -> list[str]:
 def _ranking(frame: pd.DataFrame) -> str:
     rows = []
     for row in frame.to_dict("records"):
-        tau = row["kendall_tau"]
+        tau, num_apart = row["kendall_tau"], row["num_told_apart"]
         is_tie = tau is None or tau != tau  # all equal on one side: nobody is best
-        same = "–" if is_tie or row["same_winner"] is None else "yes" if row["same_winner"] else "no"
+        same = "–" if is_tie or not row["winner_is_clear"] else "yes" if row["same_winner"] else "no"
         rows.append([
-            metric_name(str(row["metric"])), "a tie" if is_tie else f"{tau:+.2f}",
+            metric_name(str(row["metric"])), "a tie" if is_tie else f"{tau:+.2f}" if num_apart else "–",
             "–" if is_tie else str(row["real_winner"]), "–" if is_tie else str(row["sim_winner"]), same,
-            f"{row['num_same_order']} of {row['num_told_apart']}",
+            f"{row['num_same_order']} of {num_apart}" if num_apart else "none told apart",
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]
     return table(headers, rows)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from itertools import permutations
+
 import pytest
 
+from analysis import format as fmt
 from analysis.comparison import fidelity
 from analysis.load import load_run
+from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
+from analysis.reports import tables
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
@@ -80,6 +86,29 @@ def test_the_mean_of_equal_real_runs_counts(tmp_path):
     (ranking,) = fidelity.ranking_agreement({"a": runs, "b": other}, ["ttft_s.mean"]).itertuples()
     assert (ranking.real_winner, ranking.num_same_order) == ("b", 1), "6 s against 5 s, although one repeat took 4 s"
     assert fidelity.real_noise([runs[1:], other[:1]])["ttft_s.mean"] == 1.0
+
+
+def test_the_engines_noise_is_the_same_whichever_repeat_is_the_first(tmp_path):
+    runs = [run_of(tmp_path / str(seconds), [seconds * S]) for seconds in (2, 1, 8)]
+    found = [fidelity.real_noise([order])["ttft_s.mean"] for order in permutations(runs)]
+    assert found == [7.0] * 6, "8 s against 1 s, whoever is first"
+    assert fidelity.real_noise([runs[:1]]) == {}, "without a repeat nothing is known"
+    assert (spread([0.0, 0.0]), spread([0.0, 1.0])) == (0.0, math.inf)
+
+
+def test_where_the_engine_tells_no_policy_apart_neither_tau_nor_the_best_is_shown(tmp_path):
+    times = {"a": (1, 4), "b": (2, 5)}
+    pairs = {
+        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
+        for name, (sim, real) in times.items()
+    }
+    shown = {}
+    for noise in (0.1, 0.5):
+        ranking = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], {"ttft_s.mean": noise})
+        (row,) = tables.ranking_table(ranking, "").rows
+        shown[noise] = row[2].text, row[3].text, row[-1].text
+    assert shown[0.1] == ("1", "1 of 1", "yes")
+    assert shown[0.5] == (fmt.NOTHING, "none told apart", fmt.NOTHING)
 
 
 def test_a_simulated_run_matches_itself_exactly(tmp_path):

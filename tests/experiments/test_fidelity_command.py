@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -14,6 +15,8 @@ import pytest
 from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
+from experiments.fidelity.comparing import Comparison
+from experiments.fidelity.text import comparison_lines
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.fidelity_kit import ENGINE, FILE, GIVEN_NS, PLANTED_NS, TRACE, error_line, fidelity, ran, result
 from tests.experiments.measured_files import rows_of, study, write
@@ -266,3 +269,14 @@ def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, ca
     (tmp_path / "study.json").write_text(json.dumps(study()))
     assert fidelity(tmp_path / "study.json", "--out", out, "--overwrite") == 0
     assert not (runs / "later").exists()
+
+
+def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
+    row = {"metric": "ttft_s.mean", "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a", "same_winner": True}
+    told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
+    ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
+    lines = comparison_lines(Comparison((), (("a, b", ranking),), None))[-1].splitlines()[-2:]
+    assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
+        ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
+        ["TTFT mean", "–", "a", "a", "–", "none told apart"],
+    ]

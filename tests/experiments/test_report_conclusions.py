@@ -84,7 +84,7 @@ def test_a_random_policy_on_one_trace_is_one_observation(recorded: Path, tmp_pat
             )  # fmt: skip
     said = report(tmp_path)
     assert "2 of 6 runs repeat another one, decision for decision" in said
-    assert "2 of 6 runs are on a trace that their arm had already. How a random policy or a real machine varies" in said
+    assert "2 of 6 runs are on a trace that their arm had already. How a random policy varies on one" in said
     assert "There is one replicate." in said
     assert "| replicates | poor |" in said
 

@@ -269,6 +269,11 @@ def replicates(arm: Arm) -> dict[Key, Run]:
     return found
 
 
+def counted(arm: Arm) -> list[Run]:
+    """The arm's runs that count: of each replicate its repeats."""
+    return [one for run in replicates(arm).values() for one in repeats(arm, run)]
+
+
 def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
     """(baseline's run, arm's run), each with its `repeats`, of each trace that both have, of one seed where they can.
     RunFolderError where they share no trace."""

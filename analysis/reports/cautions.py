@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, decided_alike, grouped, is_policy, repeats, replicates, unsaid_keys
+from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_policy, replicates, unsaid_keys
 from analysis.comparison.compare import ignored
 from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, flatten, relative, swept_keys
@@ -119,7 +119,7 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
     arms = [arm for group in loads.values() for arm in group]
     num = sum(len(arm.runs) for arm in arms)
-    left = num - sum(len(repeats(arm, run)) for arm in arms for run in replicates(arm).values())
+    left = num - sum(len(counted(arm)) for arm in arms)
     copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
     said = []
     if copies:
@@ -197,7 +197,7 @@ def _outrun(arms: Sequence[Arm]) -> list[str]:
         return []
     names = who(known, "beyond").replace("every arm", "Every arm")
     runs = [run for one in beyond for run in one.runs]
-    shown = _how_outrun(runs, sum(one.num_replicates for one in beyond))
+    shown = _how_outrun(runs, sum(one.num_runs for one in beyond))
     return [
         f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
         "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
@@ -235,7 +235,7 @@ _DRAINED = 0.85  # of what came a second: below, the time after the last arrival
 
 def _draining(arms: Sequence[Arm]) -> list[str]:
     """Rates of traces that are short beside the time that their last requests take."""
-    slow = [(arm.name, run) for arm in arms for run in replicates(arm).values() if _is_drained_long(run)]
+    slow = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
     if not slow:
         return []
     offered, reached = _mean_rates([run for _, run in slow])
@@ -255,7 +255,7 @@ def _is_drained_long(run: Run) -> bool:
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
     """Of which runs a number is the mean: "in 5 of 25 runs (seed 3) ", with the arms where not all are among them, and
     the replicates where not all are; "" for all runs."""
-    every = [(arm.name, run) for arm in arms for run in replicates(arm).values()]
+    every = [(arm.name, run) for arm in arms for run in counted(arm)]
     if len(chosen) == len(every):
         return ""
     runs = [run for _, run in every]
@@ -313,7 +313,7 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
     empty system is fast; what is slower than the rest is a burst, and none of the start's."""
     changes: dict[str, float] = {}
     for arm in arms:
-        runs = list(replicates(arm).values())
+        runs = counted(arm)
         steady = [state_of(run) != "beyond" for run in runs]  # the others come to no steady state
         each = [_change_by_warm_up(run) if is_so else 0.0 for run, is_so in zip(runs, steady, strict=True)]
         changes[arm.name] = float(np.median(each))

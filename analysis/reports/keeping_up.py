@@ -9,33 +9,35 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, replicates
+from analysis.comparison.arms import Arm, counted, replicates
 from analysis.load import Run
 
 State = Literal["beyond", "untold", "at once", "kept up"]
-_FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # what an arm is, if a replicate is
+_FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # what an arm is, if a run is
 
 
 class Judged(NamedTuple):
-    """An arm at one load. runs: its replicates that are in this state."""
+    """An arm at one load. runs: those that are in this state, of num_runs. are_replicates: none is another's repeat."""
 
     name: str
     state: State
     runs: tuple[Run, ...]
-    num_replicates: int
+    num_runs: int
+    are_replicates: bool
 
     @property
     def is_whole(self) -> bool:
-        return len(self.runs) == self.num_replicates
+        return len(self.runs) == self.num_runs
 
 
 def judged(arms: Sequence[Arm]) -> list[Judged]:
-    """Each arm in one state: beyond its capacity if a replicate is, else not judged if one is not."""
+    """Each arm in one state: beyond its capacity if a run is, else not judged if one is not."""
     found = []
     for arm in arms:
-        runs = list(replicates(arm).values())
+        runs = counted(arm)
         state: State = min(map(state_of, runs), key=_FIRST.index, default="kept up")
-        found.append(Judged(arm.name, state, tuple(run for run in runs if state_of(run) == state), len(runs)))
+        those = tuple(run for run in runs if state_of(run) == state)
+        found.append(Judged(arm.name, state, those, len(runs), len(runs) == len(replicates(arm))))
     return found
 
 
@@ -58,4 +60,6 @@ def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
 
 
 def _name(one: Judged) -> str:
-    return one.name if one.is_whole else f"{one.name} (in {len(one.runs)} of {one.num_replicates} replicates)"
+    if one.is_whole:
+        return one.name
+    return f"{one.name} (in {len(one.runs)} of {one.num_runs} {'replicates' if one.are_replicates else 'runs'})"

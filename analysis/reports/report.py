@@ -25,6 +25,7 @@ from analysis.comparison.arms import (
     join_repeats,
     num_replicates,
     paired_replicates,
+    repeats,
     replicates,
     unsaid_keys,
 )
@@ -290,14 +291,15 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
 
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
     """Of each arm its run of one replicate: of those that all have, the one whose mean TTFT, over the arms, is in the
-    middle. The arms' own first ones, where they have none in common."""
+    middle; of its repeats, too. The arms' own first ones, where they have none in common."""
     runs = [replicates(arm) for arm in arms]
     common = sorted(
         (key for key in runs[0] if all(key in own for own in runs)),
         key=lambda key: sum([_mean_ttft_s(own[key]) for own in runs]),
     )
     middle = [common[(len(common) - 1) // 2] if common else next(iter(own)) for own in runs]
-    return {arm.name: own[key] for arm, own, key in zip(arms, runs, middle, strict=True)}
+    chosen = [repeats(arm, own[key]) for arm, own, key in zip(arms, runs, middle, strict=True)]
+    return {arm.name: sorted(own, key=_mean_ttft_s)[(len(own) - 1) // 2] for arm, own in zip(arms, chosen, strict=True)}
 
 
 def _mean_ttft_s(run: Run) -> float:

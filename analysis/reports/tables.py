@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, engine_of, infer_arms, repeats, replicates, stated_replicates
+from analysis.comparison.arms import Arm, Pair, counted, engine_of, infer_arms, stated_replicates
 from analysis.comparison.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.fidelity import RATES
@@ -237,12 +237,7 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
 def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(arm, replicate, link) of every run."""
     every = [run for arm in arms for run in arm.runs]
-    return [
-        (arm.name, replicate_name(run, every), links[str(run.path)])
-        for arm in arms
-        for first in replicates(arm).values()
-        for run in repeats(arm, first)
-    ]
+    return [(arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in counted(arm)]
 
 
 def replicate_name(run: Run, every: Sequence[Run]) -> str:

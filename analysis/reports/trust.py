@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, grouped, num_replicates
-from analysis.comparison.compare import metric_of
+from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 from analysis.measures.checks import failures
@@ -151,6 +151,16 @@ def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:
     return Trust("records", "good", "all checks hold")
 
 
+def _measured(arms: Sequence[Arm]) -> Trust:
+    """Of arms of which nothing is simulated: whether the engine's own noise is known, and small."""
+    known = [most for path in _ERRORS if (most := engine_noise(arms, metric_of(path))) is not None]
+    said = "measured on a real engine, nothing is simulated"
+    if not known:
+        return Trust("fidelity", "fair", f"{said}; how far the engine differs from itself was not measured")
+    level: Level = "good" if max(known) <= _FAR else "fair"
+    return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.significant(100 * max(known), 2)} %")
+
+
 _PRICES: dict[str, tuple[Level, str]] = {
     "calibrated": ("good", "fitted to a measured profile, and inside of it"),
     "recorded": ("good", "a real run's own"),
@@ -176,7 +186,7 @@ def _fidelity(
 ) -> Trust:
     runs = [run for arm in arms for run in arm.runs]
     if all(run.manifest.get("backend") != "sim" for run in runs):
-        return Trust("fidelity", "good", "measured on a real engine, nothing is simulated")
+        return _measured(arms)
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
     found = worst_errors(errors.values())

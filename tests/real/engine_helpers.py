@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,14 +98,14 @@ def row(
     return ScheduledSequence(seq_id, start, len(part), part, samples, forced, table, sampling)
 
 
-def requests_of(kinds: Sequence[dict[str, object]], prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
+def requests_of(kinds: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
     """One of each prompt, a millisecond apart, of the kinds in turn."""
     return [
         Request(
             f"r{i}",
             prompt,
             arrival_ns=1_000_000 * i,
-            sampling=SamplingParams(max_tokens=num_tokens, seed=i, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+            sampling=SamplingParams(max_tokens=num_tokens, seed=i, **kinds[i % len(kinds)]),
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -1,0 +1,89 @@
+"""How numbers, changes, intervals and verdicts are written in findings and tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from analysis import format as fmt
+from analysis.comparison.arms import infer_arms
+from analysis.comparison.compare import LATENCY, Comparison
+from analysis.comparison.wording import change_text, interval_text
+from analysis.load import load_sweep
+from analysis.measures.statistics import Estimate, verdict
+from analysis.reports import findings
+from analysis.reports.parts import ReportInput
+from analysis.reports.report import write_report
+from tests.analysis.runs import write_run
+
+FEW = {"num_requests": 10}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "not reached"),
+        (0.0, "0 ms"),
+        (1.23456, "1 230 ms"),
+        (12.345, "12.3 s"),
+        (0.00123, "1.23 ms"),
+        (4e-5, "40.0 µs"),
+    ],
+)
+def test_durations_are_written_with_three_digits_and_a_unit(value, text):
+    assert fmt.seconds(value).replace("\u00a0", " ").replace("\u202f", " ") == text
+
+
+def test_changes_are_signed_and_never_a_negative_zero():
+    plain = [fmt.change(x).replace("\u00a0", " ") for x in (-0.01, 0.04, 3.14159, -23.4, 250.0, float("inf"))]
+    assert fmt.change(-99.6) == "÷250"
+    assert fmt.change(-100.0) == "−100\u00a0%"
+    assert plain == ["0 %", "0 %", "+3.1 %", "−23 %", "+250 %", "–"]
+    assert fmt.significant(9.996) == "10.0"
+    assert fmt.significant(-0.0) == "0"
+    assert fmt.number(-1234.0) == "−1\u202f234"
+    assert fmt.number(None) == "–"
+    assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
+
+
+@pytest.mark.parametrize(
+    ("change", "low", "high", "text"),
+    [
+        (5.35, 1.52, 15.0, "×6.3 [×2.5, ×16]"),
+        (-0.9, -0.93, -0.88, "÷10 [÷14, ÷8.3]"),
+        (10.0, -0.05, 2e9, "×11 [÷1.05, ×10 000 or more]"),
+        (-0.23, -0.28, 8.0, "−23 % [−28, +800]"),
+    ],
+)
+def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
+    estimate = Estimate(*(math.log1p(end) for end in (change, low, high)), 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, "inside the noise")
+    said = interval_text(row).replace("\u00a0", " ").replace("\u202f", " ")
+    assert said == text
+    assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
+
+
+@pytest.mark.parametrize(("low", "says"), [(0.02, "inside the noise (Holm p = 0.12)"), (-0.02, "inside the noise")])
+def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, says):
+    estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
+    assert findings.verdict_text(row, 0.02) == says
+
+
+@pytest.mark.usefixtures("unrendered")
+@pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, False)])
+def test_a_change_far_from_the_ratio_of_the_means_beside_it_is_marked(tmp_path, last, is_marked):
+    for chunked in (False, True):
+        for seed in range(3):
+            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    for arm, means in zip(arms, ((1.0, 1.1, last), (2.0, 2.2, last)), strict=True):
+        for run, mean in zip(arm.runs, means, strict=True):
+            run.summary["ttft_s"]["mean"] = mean
+    path = write_report(ReportInput(arms), tmp_path / "report.html")
+    note = "† Changes are geometric means over replicates; here they differ from the ratio of the means"
+    for text in (path.read_text(), path.with_suffix(".md").read_text()):
+        latency, throughput = text.partition("Latency")[2].split("Throughput")[:2]
+        assert (latency.count(note), latency.count("†")) == ((1, 2) if is_marked else (0, 0))
+        assert "†" not in throughput

@@ -346,6 +346,9 @@ def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.Cap
     said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
     assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()
     assert "| vllm_v1 | 0 req/s " in said.out
+    never = (*ONE_TOKEN, "trace.prompt={kind: constant, value: 40}", "cache.num_gpu_blocks=1", "slo.ttft_s=1")
+    said = say(capsys, "capacity", *never, "--out", str(tmp_path / "never"))
+    assert "they can never fit, or were cancelled; give them more KV blocks (cache.num_gpu_blocks, " in said.error()
     fast = (*ONE_TOKEN, "cost.step_s=1e-6", "slo.ttft_s=1")
     said = say(capsys, "capacity", *fast, "--out", str(tmp_path / "high"))
     assert "keeps its SLO at every rate up to 4096 req/s" in said.error()

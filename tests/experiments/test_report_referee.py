@@ -117,14 +117,18 @@ def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> N
     assert light(arms, "load")[1] == f"beyond the capacity of {one.name}; {told}"
 
 
-def test_a_run_that_is_repeated_is_judged_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_outrun", [(True, None), (None, True)])
+def test_an_arm_that_is_run_again_is_judged_once_whichever_run_is_first(
+    tmp_path: Path, are_outrun: tuple[bool | None, bool | None]
+) -> None:
     for name in ("first", "again"):
         write_run(tmp_path / name, "real", num_requests=30)
     (arm,) = arms = arms_of(tmp_path)
-    for run, is_outrun in zip(arm.runs, (True, None), strict=True):
+    for run, is_outrun in zip(arm.runs, are_outrun, strict=True):
         run.summary["steadiness"]["is_outrun"] = is_outrun
-    assert light(arms, "load")[1] == f"beyond the capacity of {arm.name}"
-    assert any(text.startswith(f"{arm.name} is beyond capacity: ") for text in cautions({"": arms}, 0.02))
+    told = f"{arm.name} (in 1 of 2 runs)"
+    assert light(arms, "load")[1] == f"beyond the capacity of {told}"
+    assert any(text.startswith(f"{told} is beyond capacity: ") for text in cautions({"": arms}, 0.02))
 
 
 def test_sessions_beyond_capacity_are_shown_by_how_many_there_are_and_by_no_rate(tmp_path: Path) -> None:

@@ -269,7 +269,10 @@ def test_every_study_that_is_shipped_is_tried() -> None:
         ("seed=range(0,4,0)", "seed=range(0,4,0): range() arg 3 must not be zero"),
         ("experiment=admission,watermark", "run one experiment at a time"),
         ("hydra.sweep.subdir=one", "names {root}/one for 'seed=0' and for 'seed=1'"),
-        ("scheduler.queue_order={_target_: nowhere.Order}", "nowhere.Order cannot be imported (ModuleNotFoundError"),
+        (
+            "scheduler.queue_order={_target_: nowhere.Order}",
+            "nowhere.Order cannot be imported (there is no module ",
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(

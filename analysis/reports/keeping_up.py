@@ -55,7 +55,10 @@ def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
     if len(those) == len(every) > 1 and all(one.is_whole for one in those):
         return "every arm"
     if most is not None and len(those) > most:
-        return f"{len(those)} of {len(every)} arms"
+        if len(those) < len(every):
+            return f"{len(those)} of {len(every)} arms"
+        num, num_of = sum(len(one.runs) for one in those), sum(one.num_runs for one in those)
+        return f"every arm (in {num} of {num_of} runs)"
     return fmt.listing([_name(one) for one in those])
 
 

@@ -106,6 +106,7 @@ def _ignoring(arms: Sequence[Arm]) -> str:
     return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
+_MAX_NAMED = 3  # arms
 _UNTOLD: dict[State, str] = {
     "untold": "the trace ends before it shows whether the engine keeps up",
     "at once": "requests came all at once",
@@ -128,7 +129,7 @@ def _load(groups: Sequence[Compared]) -> Trust:
 
 def _where(groups: Sequence[Compared], state: State) -> str:
     """The arms in that state, at their loads; one name for all."""
-    told = {group.load: who(judged(group.arms), state) for group in groups}
+    told = {group.load: who(judged(group.arms), state, _MAX_NAMED) for group in groups}
     by_load = {load: names for load, names in told.items() if names}
     by_name = grouped(by_load, lambda load: by_load[load])
     if list(by_name) == ["every arm"] and len(by_load) == len(groups):

@@ -20,6 +20,7 @@ from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
 from analysis.reports.first_screen import Compared, answer
+from analysis.reports.keeping_up import Judged, who
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from analysis.reports.trust import trust
@@ -97,6 +98,18 @@ def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> N
     one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
     _, why = light(arms, "load")
     assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
+
+
+def test_of_more_than_three_arms_the_light_says_how_many(tmp_path: Path) -> None:
+    for watermark in (0.01, 0.02, 0.03, 0.04, 0.05):
+        ran(tmp_path / str(watermark), trace=LIGHT, cache={"watermark": watermark})
+    arms = arms_of(tmp_path)
+    for arm in arms[1:]:
+        arm.runs[0].summary["steadiness"]["is_outrun"] = True
+    assert light(arms, "load")[1] == "beyond the capacity of 4 of 5 arms"
+    known = [Judged(arm.name, "beyond", tuple(arm.runs), 1 + place % 2, True) for place, arm in enumerate(arms)]
+    assert who(known, "beyond", 3) == "every arm (in 5 of 7 runs)"
+    assert who(known[::2], "beyond", 3) == "every arm"
 
 
 def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> None:

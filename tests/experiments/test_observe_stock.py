@@ -163,9 +163,16 @@ def test_it_says_who_decided_what_was_done_to_the_trace_and_where_it_ran(
 def test_arrivals_that_outran_the_engine_are_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(monkeypatch, lambda number: time.sleep(2e-4))
-    pace = ["backend.pace=real_time", "trace.num_requests=400", "trace.rate=20000"]
-    assert run(tmp_path / "run", *pace, "trace.output={kind:constant,value:300}") == 0
+    first_s: list[float] = []
+
+    def becomes_slow(number: int) -> None:
+        """From 0.15 s after the first step on: what came in the first 0.1 s has ended by then."""
+        first_s.append(time.monotonic())
+        time.sleep(1e-3 if first_s[-1] < first_s[0] + 0.15 else 60e-3)
+
+    start(monkeypatch, becomes_slow)
+    pace = ["backend.pace=real_time", "trace.num_requests=400", "trace.rate=1000"]
+    assert run(tmp_path / "run", *pace, "trace.output={kind:constant,value:10}") == 0
     assert "note         arrivals outran the engine" in capsys.readouterr().out
 
 

@@ -34,11 +34,12 @@ from sim.cost.calibration_file import load_calibration
 
 @dataclass(frozen=True)
 class Compared:
-    """One load. noise: of each metric, how far repeats are apart; halves: errors of the second half, as given and
-    fitted, with --fit."""
+    """One load. again: its repeats. errors: of the mean over it and them; requests, matched, steps and second are its
+    own. noise: of each metric, how far repeats are apart; second: errors of the second half, as given and fitted, with
+    --fit."""
 
     load: Load
-    repeats: tuple[str, ...]
+    again: tuple[Load, ...]
     sim: Run
     used: str
     errors: pd.DataFrame
@@ -48,6 +49,11 @@ class Compared:
     steps: StepErrors | None
     notes: tuple[str, ...]
     second: tuple[pd.DataFrame, pd.DataFrame] | None = None
+
+    @property
+    def pair(self) -> tuple[Run, ...]:
+        """The simulation and what it is compared with: the measured run and its repeats, whose mean counts."""
+        return tuple([_named(run, self.load.key) for run in (self.sim, *_measured((self.load, *self.again)))])
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def compare(
     loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
 ) -> Comparison:
     """Simulates every load, and fits `names` first. folder: of the simulated runs. Raises TestbedError in one line."""
-    # runs of one trace and policy: the first is compared, all of them say how much the engine varies
+    # runs of one trace and policy: the first one's trace is simulated and compared with the mean of all
     groups = list(grouped(loads, lambda load: (load.key, load.policy)).values())
     firsts = [group[0] for group in groups]
     for load in firsts:
@@ -83,12 +89,16 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     config = load.config(overrides)
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = match_requests(sim, load.measured)
-    noise = real_noise([[_named(one.measured, load.key) for one in group]])
+    reals = [_named(run, load.key) for run in _measured(group)]
     notes = (*_of_device(load, config), *_of_prices(group, config))
     return Compared(
-        load, tuple(again.name for again in group[1:]), sim, described(config), error_table(sim, load.measured),
-        request_errors(matched), matched, noise, step_errors(sim, load.measured), notes,
+        load, tuple(group[1:]), sim, described(config), error_table(_named(sim, load.key), *reals),
+        request_errors(matched), matched, real_noise([reals]), step_errors(sim, load.measured), notes,
     )  # fmt: skip
+
+
+def _measured(loads: Sequence[Load]) -> list[Run]:
+    return [one.measured for one in loads]
 
 
 def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
@@ -139,11 +149,9 @@ def _named(run: Run, key: str) -> Run:
 
 def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
     found = []
-    for key, members in grouped(compared, lambda one: one.load.key).items():
+    for members in grouped(compared, lambda one: one.load.key).values():
         if len(members) > 1:
-            pairs = {
-                _policy_name(one, members): (_named(one.sim, key), _named(one.load.measured, key)) for one in members
-            }
+            pairs = {_policy_name(one, members): one.pair for one in members}
             noise: dict[str, float] = {}
             for one in members:
                 noise |= {path: max(value, noise.get(path, 0.0)) for path, value in one.noise.items()}
@@ -162,8 +170,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
     loads = [
         {
             "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],
-            "num_requests": len(one.matched), "repeats": one.repeats, "errors": one.errors, "requests": one.requests,
-            "noise": one.noise, "steps": one.steps,
+            "num_requests": len(one.matched), "repeats": [again.name for again in one.again], "errors": one.errors,
+            "requests": one.requests, "noise": one.noise, "steps": one.steps,
             "second_half": one.second and dict(zip(("as_given", "fitted"), one.second, strict=True)),
         }
         for one in found.loads

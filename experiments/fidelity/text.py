@@ -41,18 +41,18 @@ def _load(one: Compared) -> list[str]:
         f"{one.load.source}, {len(one.matched)} requests matched one to one; {one.used}",
     ]
     lines += [f"note: {note}" for note in (*one.load.notes, *one.notes)]
-    if one.repeats:
-        lines.append(
-            f"spread: how far it and {', '.join(one.repeats)} are apart, the largest over the smallest, minus 1"
-        )
-    headers = ["metric", "measured", "simulated", "error %", *(["spread %"] if one.repeats else [])]
+    if one.again:
+        names = ", ".join(again.name for again in (one.load, *one.again))
+        lines.append(f"measured: the mean of {names}; spread: the largest over the smallest, minus 1")
+    headers = ["metric", "measured", "simulated", "error %", *(["spread %"] if one.again else [])]
     rows = []
     for row in one.errors.to_dict("records"):
         path = str(row["metric"])
         cells = [_value(path, row["real"]), _value(path, row["sim"]), percent(row["error"])]
-        spread = [percent(one.noise.get(path), signed=False)] if one.repeats else []
+        spread = [percent(one.noise.get(path), signed=False)] if one.again else []
         rows.append([metric_name(path) + _unit(path), *cells, *spread])
-    lines += ["", table(headers, rows), "", "Single requests:", "", _requests(one.requests)]
+    whose = f", of {one.load.name}" if one.again else ""
+    lines += ["", table(headers, rows), "", f"Single requests{whose}:", "", _requests(one.requests)]
     if one.steps is not None:
         lines += [
             "", f"Steps of the same shape, {one.steps.num_compared} of {one.steps.num_steps} measured ones:", "",

@@ -92,10 +92,15 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
     assert [load["name"] for load in found["loads"]] == ["first", "late"]
     assert found["loads"][0]["repeats"] == ["again"]
     assert found["loads"][0]["noise"]["ttft_s.mean"] == pytest.approx(0.25, abs=0.01)
+    errors = {row["metric"]: row["real"] for row in found["loads"][0]["errors"]}
+    means = [
+        load_run(tmp_path / "out" / "runs" / name / "measured").summary["ttft_s"]["mean"] for name in ("first", "again")
+    ]
+    assert errors["ttft_s.mean"] == pytest.approx(sum(means) / 2), "the mean of both counts"
     (ranking,) = found["rankings"]
     row = next(row for row in ranking["metrics"] if row["metric"] == "ttft_s.p99")
     assert row["num_policies"] == 2
-    assert row["same_winner"] is True
+    assert (row["num_told_apart"], row["winner_is_clear"]) == (0, False), "they are less apart than equal runs are"
     assert "spread %" in capsys.readouterr().out
 
 

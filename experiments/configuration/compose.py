@@ -80,7 +80,11 @@ def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """OmegaConf says behind its message, in lines of their own, which key it is of: that comes first."""
+    text, comes_after, _ = str(error).partition("\n    full_key: ")
+    if comes_after:
+        text = f"{getattr(error, 'full_key', '')}: {text}"
+    return " ".join(text.split()) or type(error).__name__
 
 
 @contextmanager

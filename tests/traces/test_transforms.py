@@ -150,9 +150,11 @@ def test_impossible_parameters_are_refused(change, message):
 
 
 def test_nothing_left_is_an_error_that_says_why():
-    with pytest.raises(TraceError, match=r"has no requests; expected at least one \(after: cut to 5 s … 6 s\)"):
+    end = ", and the last request arrives at 2 s"
+    with pytest.raises(TraceError, match=rf"no requests; expected at least one \(after: cut to 5 s … 6 s{end}\)"):
         transforms.window(plain(1, 2), 5, 6)
-    said = r"\(after: cut to 5 s … 6 s; before that: arrival rate x 2; the first 3 of 4 requests\)"
+    assert transforms.window(plain(1, 2), 1, 1_000_000).notes == (f"cut to 1 s … 1000000 s{end}",)
+    said = r"\(after: cut to 5 s … 6 s.*; before that: arrival rate x 2; the first 3 of 4 requests\)"
     for trace in (plain(1, 2, 5, 6), StreamedTrace("x", lambda: iter(plain(1, 2, 5, 6).rows), num_requests=4)):
         cut = transforms.limit(transforms.scale_rate(trace, 2), 3)
         with pytest.raises(TraceError, match=said):

@@ -2,13 +2,14 @@
 
 An arrival that falls into a step is seen at the step's end, by design: that is its boundary wait. What else lies
 between its due instant and the boundary that saw it is lag, the replay's own fault: sleep that lasted too long, or a
-machine that was kept from running. Needs no torch.
+machine that was kept from running. Whoever waits for a core is slower in its steps too, without a lag. Needs no torch.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from testbed.core.commands import StepView
@@ -17,6 +18,8 @@ from testbed.core.request import Request
 from testbed.records.recorders import NoRecords
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
+MAX_CORE_WAIT = 0.2  # above it the times of a run are of a busy machine
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready to run without one
 
 
 class ReplayLag(NoRecords):
@@ -104,6 +107,39 @@ class HostTimes:
             **{name: ns / num / 1e9 if num else None for name, ns in parts.items()},
             "exposed_share": self._exposed_ns / self._length_ns if self._length_ns else None,
         }
+
+
+class CoreWait:
+    """How long the thread that made it, while it was ready to run, had no core: others had them. As Linux counts."""
+
+    def __init__(self) -> None:
+        self._before = _scheduled_ns()
+
+    def share(self) -> float | None:
+        """Of the time since in which it ran or was ready to; None where nobody counts."""
+        after = _scheduled_ns()
+        if self._before is None or after is None:
+            return None
+        ran_ns, waited_ns = after[0] - self._before[0], after[1] - self._before[1]
+        return waited_ns / (ran_ns + waited_ns) if ran_ns + waited_ns else None
+
+
+def core_wait_notes(share: float | None) -> list[str]:
+    """One line if a run waited for cores for long; else none."""
+    if share is None or share <= MAX_CORE_WAIT:
+        return []
+    return [
+        f"BUSY MACHINE: for {100 * share:.0f} % of the time in which it could have run, this run waited for a core; "
+        "its times are longer than on an idle machine: run it on one before comparing it"
+    ]
+
+
+def _scheduled_ns() -> tuple[int, int] | None:
+    try:
+        ran, waited, _ = _SCHEDULED.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
 
 
 def _distribution(values_ns: Sequence[int]) -> dict[str, float | None]:

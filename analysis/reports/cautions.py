@@ -29,7 +29,7 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
     """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
     said = [
-        *_extrapolated(arms),
+        *_doubted(arms),
         *_copies(loads),
         *engine_noise_said(loads),
         *_unnamed(arms),
@@ -102,17 +102,20 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])
 
 
-def _extrapolated(arms: Sequence[Arm]) -> list[str]:
-    """What cost models said of their prices: shares outside of a profile, or filled in."""
-    found: dict[str, list[str]] = {}
+def _doubted(arms: Sequence[Arm]) -> list[str]:
+    """What runs said of their own times: prices outside of a profile, or filled in; a machine that did not keep up."""
+    found: dict[tuple[str, str], list[str]] = {}
     for arm in arms:
         for run in arm.runs:
-            for note in run.manifest.get("cost_notes") or []:
-                found.setdefault(re.sub(r"[\d.,]+ ?%", "… %", note), []).append(f"{arm.name}: {note}")
-    return [
-        f"Prices, {texts[0]}" + (f" ({len(texts) - 1} more runs say the like, with other shares)" if texts[1:] else "")
-        for texts in found.values()
-    ]
+            replay = run.manifest.get("replay") or {}
+            for what, notes in (("Prices", run.manifest.get("cost_notes")), ("Measured", replay.get("notes"))):
+                for note in notes or ():
+                    found.setdefault((what, re.sub(r"[\d.,]*\d", "…", note)), []).append(f"{arm.name}: {note}")
+    said = []
+    for (what, _), (first, *more) in found.items():
+        runs = "1 more run says" if len(more) == 1 else f"{len(more)} more runs say"
+        said.append(f"{what}, {first}" + (f" ({runs} the like, with other numbers)" if more else ""))
+    return said
 
 
 def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 from real.clocks import RealTimeClock
 from real.config import RealConfig
-from real.replay import HostTimes, ReplayLag
+from real.replay import CoreWait, HostTimes, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError
 from testbed.traces.schema import Trace
@@ -67,17 +67,18 @@ class ReplayLog:
         self._options, self._clock = options, clock
         self.lags = [ReplayLag() for _ in range(num_engines)]
         self.host = HostTimes()
+        self._core_wait = CoreWait()
 
     def describe(self) -> dict[str, Any]:
         """Two sections of the manifest."""
         pace = {"pace": self._options.pace, "speed": self._options.speed, "probe": self._clock.describe()}
-        lag = ReplayLag.of_all(self.lags)
+        lag, waited = ReplayLag.of_all(self.lags), self._core_wait.share()
         return {
-            "replay": pace | lag.describe() | {"notes": lag.notes()},
-            "host": self.host.describe(),
+            "replay": pace | lag.describe() | {"notes": [*lag.notes(), *core_wait_notes(waited)]},
+            "host": self.host.describe() | {"core_wait_share": waited},
         }
 
 
 def warnings_of(manifest: dict[str, Any]) -> list[str]:
-    """What makes a run's numbers doubtful: prices outside their range, a replay that did not keep pace."""
+    """What makes a run's numbers doubtful: prices outside their range, a machine that did not keep pace or was busy."""
     return [*manifest["cost_notes"], *(manifest["replay"] or {}).get("notes", [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from itertools import permutations
@@ -126,3 +127,14 @@ def test_a_page_on_measured_runs_without_a_repeat_says_so_once(tmp_path, backend
     folders = [measured(tmp_path / f"run-{on}", 1.0, backend, chunked=on).path for on in (True, False)]
     text = report_from_folders(folders, tmp_path / "report.html").with_suffix(".md").read_text()
     assert text.count(UNMEASURED) == times
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_what_runs_say_of_their_own_times_stands_on_the_page(tmp_path):
+    folders = [measured(tmp_path / f"run-{on}", 1.0, chunked=on).path for on in (True, False)]
+    for folder, share in zip(folders, (44, 31), strict=True):
+        file = folder / "manifest.json"
+        said = {"notes": [f"BUSY MACHINE: for {share} % of the time it waited"]}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"replay": said}))
+    text = report_from_folders(folders, tmp_path / "report.html").with_suffix(".md").read_text()
+    assert "BUSY MACHINE: for 44 % of the time it waited (1 more run says the like, with other numbers)" in text

@@ -67,6 +67,7 @@ def test_lag_and_host_time_are_in_manifest_and_summary(tmp_path, plans_ahead):
     lengths = sum(row["end_ns"] - row["start_ns"] for row in steps)
     assert manifest["host"]["step_s"] == pytest.approx(lengths / len(steps) / 1e9)
     assert 0 < summary["host_share"] == pytest.approx(1 - device / lengths)
+    assert manifest["host"]["core_wait_share"] is None or 0 <= manifest["host"]["core_wait_share"] < 1
     if not plans_ahead:  # else a CPU computes a step while it launches it, which is before the end of the one before
         assert all(sum(row[part] for part in parts) <= row["end_ns"] - row["start_ns"] for row in steps)
         assert manifest["host"]["exposed_share"] == pytest.approx(summary["host_share"])

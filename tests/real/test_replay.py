@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import real.replay
 from real.clocks import SLEEP_SLICE_S, SPIN_NS, RealTimeClock, SkippingClock
-from real.replay import MAX_LAG_NS, HostTimes, ReplayLag
+from real.replay import MAX_LAG_NS, CoreWait, HostTimes, ReplayLag, core_wait_notes
 from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
 from testbed.core.plan import BatchPlan, BatchShape
@@ -112,6 +113,23 @@ def test_host_times_are_means_of_steps_and_what_the_device_hides_is_not_exposed(
         "num_steps": 2, "schedule_s": 1e-7, "prepare_s": 3e-7, "launch_s": 6e-7, "exposed_s": pytest.approx(6.5e-7),
         "step_s": 1e-5, "exposed_share": pytest.approx(1_300 / 20_000),
     }  # fmt: skip
+
+
+def test_time_without_a_core_is_a_share_of_the_time_in_which_a_run_could_have_run(monkeypatch, tmp_path):
+    counted = tmp_path / "schedstat"
+    monkeypatch.setattr(real.replay, "_SCHEDULED", counted)
+    assert CoreWait().share() is None, "no kernel that counts"
+    counted.write_text("1000 500 7\n")
+    wait = CoreWait()
+    assert wait.share() is None, "nothing ran since"
+    counted.write_text("1700 800 9\n")
+    assert wait.share() == pytest.approx(0.3)
+
+
+def test_a_run_on_a_busy_machine_says_so():
+    assert [core_wait_notes(share) for share in (None, 0.0, 0.2)] == [[], [], []]
+    (note,) = core_wait_notes(0.44)
+    assert note.startswith("BUSY MACHINE: for 44 % of the time in which it could have run, this run waited for a core")
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ class Commit:
     def __init__(self, running: Running, blocks: BlockManager, digest: Digest) -> None:
         self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, once for each token
         self.next_seq_id = 0
+        self.num_known_tokens = 0  # of all live sequences; whoever adds or ends one counts its own
         self._running = running
         self._blocks = blocks
         self._digest = digest
@@ -81,6 +82,7 @@ class Commit:
         assert num_taken == len(outcomes), "more outcomes than sampled rows"
         for parent, outcome in parting:
             ending += self._part(parent, outcome)
+        self.num_known_tokens += len(self.emitters)
         return ending
 
     def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
@@ -124,6 +126,7 @@ class Commit:
             siblings = (*siblings, child)
             group.members.append(child)
             self.emitters.append(child)
+            self.num_known_tokens += child.num_known_tokens - 1  # but for the one that it emits
             self._digest.forked(parent.seq_id, child.seq_id)
             stop = _end_of(child, token, outcome.fork_stops[index] if outcome.fork_stops else None)
             if stop is not None:

@@ -91,6 +91,11 @@ class Scheduler:
         return len(self._running.swapped)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Prompts of live sequences and what these have emitted."""
+        return self._commit.num_known_tokens
+
+    @property
     def emitters(self) -> list[Sequence]:
         """Emitted a token in the last step, in the order scheduled, once for each token."""
         return self._commit.emitters
@@ -114,6 +119,7 @@ class Scheduler:
         stops = (*request.sampling.stop_token_ids, *eos)
         seq = Sequence(seq_id, request, self.limits.max_model_len, stops)
         self._live[request.request_id] = seq
+        self._commit.num_known_tokens += seq.num_tokens
         if reason := self._never_runs(seq):
             self._rejected.append((seq, reason))
         else:
@@ -230,6 +236,7 @@ class Scheduler:
         """The sequence has ended; adds what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
+        self._commit.num_known_tokens -= seq.num_known_tokens
         seq.part()
         self.blocks.forget(seq)
         if self._waiting.left is not None:
@@ -266,6 +273,7 @@ class Scheduler:
             SequenceState.SWAPPED: {one.seq_id for seq in running.swapped.values() for one in seq.together},
         }
         assert sum(map(len, places.values())) + len(ended) == len(live), "a sequence is lost or twice"
+        assert self.num_known_tokens == sum([seq.num_known_tokens for seq in live])
         for seq in live:
             if seq.seq_id not in ended:
                 assert seq.seq_id in places[seq.state], f"{seq} is in the wrong place"

@@ -25,24 +25,29 @@ class ReplicaInbox:
     def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
         self.is_open = True  # until nothing will ever move
         self.num_requests = 0  # sent there and not ended
+        self.num_unseen = self.num_unseen_tokens = 0  # requests sent there since the loop last looked, their prompts
         self._events: deque[tuple[int, Event]] = deque()  # with the instant at which it was sent
         self._tell = tell
 
     def put(self, event: Event, now_ns: int) -> None:
         self._events.append((now_ns, event))
-        self.num_requests += isinstance(event, Arrive)
-
-    @property
-    def unseen(self) -> list[Request]:
-        """Requests that were sent there since the loop last looked."""
-        return [event.request for _, event in self._events if isinstance(event, Arrive)]
+        if isinstance(event, Arrive):
+            self.num_requests += 1
+            self._count(event.request, 1)
 
     def due(self, now_ns: int) -> list[Event]:
         """What was sent up to `now_ns`."""
         events = []
         while self._events and self._events[0][0] <= now_ns:
-            events.append(self._events.popleft()[1])
+            event = self._events.popleft()[1]
+            events.append(event)
+            if isinstance(event, Arrive):
+                self._count(event.request, -1)
         return events
+
+    def _count(self, request: Request, change: int) -> None:
+        self.num_unseen += change
+        self.num_unseen_tokens += change * len(request.prompt_token_ids)
 
     def next_ns(self) -> int | None:
         return self._events[0][0] if self._events else None
@@ -65,7 +70,7 @@ class Replica:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._inbox.unseen) + self._scheduler.num_waiting + self._scheduler.num_swapped
+        return self._inbox.num_unseen + self._scheduler.num_waiting + self._scheduler.num_swapped
 
     @property
     def num_running(self) -> int:
@@ -73,8 +78,7 @@ class Replica:
 
     @property
     def num_tokens(self) -> int:
-        known = sum([len(request.prompt_token_ids) for request in self._inbox.unseen])
-        return known + sum([seq.num_tokens for seq in self._scheduler.unfinished()])
+        return self._inbox.num_unseen_tokens + self._scheduler.num_known_tokens
 
     @property
     def num_kv_blocks(self) -> int:

@@ -19,6 +19,7 @@ from testbed.checks import require, require_whole
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
+from testbed.streams import draw
 
 
 class ReplicaView(Protocol):
@@ -130,7 +131,7 @@ class _Drawing:
 
     def _draw(self, request: Request, index: int, below: int) -> int:
         """A whole number from 0 to below - 1. Of 64 bits: the bias is below 1e-18 for any number of replicas."""
-        return xxh64_intdigest(f"router/{self._seed}/{index}/{request.request_id}".encode()) % below
+        return draw(self._seed, "router", index, request.request_id) % below
 
 
 class Random(_Drawing):
@@ -185,8 +186,8 @@ class PrefixAffinity:
 
     As the cache-aware router of SGLang, with the defaults of its command line: if the replicas' unfinished requests
     differ by more than `balance_abs_threshold` and the most are more than `balance_rel_threshold` times the least, the
-    shortest queue; else the longest cached prefix if it is more than `cache_threshold` of the prompt; else the fewest
-    unfinished requests. SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so
+    fewest; else the longest cached prefix if it is more than `cache_threshold` of the prompt; else the fewest again.
+    SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so
     what was evicted does not count. Where nothing is cached enough, SGLang takes the worker with the smallest tree.
     """
 
@@ -209,7 +210,7 @@ class PrefixAffinity:
         loads = [replica.num_requests for replica in replicas]
         low, high = min(loads), max(loads)
         if high - low > self._most_apart and high > self._most_times * low:
-            return least(replicas, _queue)
+            return least(replicas, MEASURES["requests"])
         hits = [replica.num_cached_tokens(request) for replica in replicas]
         longest = max(hits)
         if longest > self._share * len(request.prompt_token_ids):

@@ -134,6 +134,7 @@ def test_prefix_affinity_gives_way_to_balance() -> None:
     assert sent_to(1, 6) == 2
     assert sent_to(6, 12) == 0
     assert sent_to(6, 13) == 2
+    assert router.route(request("b"), fleet(num_requests=[13, 6], num_waiting=[0, 1])) == 1, "whoever waits"
 
 
 def test_prefix_hash_keeps_prefixes_together_and_moves_few() -> None:

@@ -11,14 +11,14 @@ from testbed.core.plan import BatchShape
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ConstantCost:
-    """Prices any step at step_s, rounded to ns."""
+    """Prices any step that computes or moves something at step_s, rounded to ns."""
 
     def __init__(self, config: ConstantConfig) -> None:
         self.config = config
         self._spans = Spans(forward_ns=round(config.step_s * 1e9))
 
     def price(self, shape: BatchShape) -> Spans:
-        return self._spans
+        return Spans() if shape.is_empty else self._spans
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
-        return {"step": self._spans.forward_ns}
+        return {"step": self.price(shape).forward_ns}

@@ -50,6 +50,8 @@ class LinearFit:
 class LinearCost:
     """Prices a step by LinearConfig: swaps and copies of blocks as swap_ns, all else as forward_ns, at least 1 ns.
 
+    A step that computes and moves nothing takes no time.
+
     The terms are summed in one order, copies last but the swaps, and each is what it adds to the rounded sum.
 
     sliding_window: what attention looks back at; None: everything. Raises ConfigError if the file at `config.path` was
@@ -68,6 +70,8 @@ class LinearCost:
         self._copy_ns = config.per_copied_block_s * 1e9
 
     def price(self, shape: BatchShape) -> Spans:
+        if shape.is_empty:
+            return Spans()
         forward = self._base_ns + shape.num_decodes * self._decode_ns + shape.decode_context_tokens * self._context_ns
         if shape.prefills:
             doubled_pairs = attention_pairs_doubled(shape, self._window)
@@ -82,7 +86,7 @@ class LinearCost:
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each term, as price has it."""
         terms = {
-            "base": self._base_ns,
+            "base": 0.0 if shape.is_empty else self._base_ns,
             "decodes": shape.num_decodes * self._decode_ns,
             "decode_context": shape.decode_context_tokens * self._context_ns,
             "prefill_tokens": shape.num_prefill_tokens * self._prefill_ns,

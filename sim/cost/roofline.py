@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from mypy_extensions import i64, mypyc_attr
+from mypy_extensions import mypyc_attr
 
+from sim.cost.attention import MixedAttention
 from sim.cost.base import Captured, to_ns
 from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
@@ -25,7 +26,6 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
-from testbed.specs.ranges import MAX_SIZE
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
 _SMALL_KERNELS: Final = 6  # of these, neither products nor attention
@@ -33,10 +33,6 @@ _EXPERT_KERNELS: Final = 3  # choosing, sorting and summing, of a layer with exp
 _SAMPLER_KERNELS: Final = 10
 LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
-
-# of the query tiles of chunks: how many, the keys that they go through, those of the longest, positions read, positions
-# written, and the keys of whole waves
-Tiles = tuple[i64, i64, i64, i64, i64, i64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,6 @@ class RooflineCost:
         self._model = model
         self._experts = model.experts
         self._size = size
-        self._window = layout.sliding_window
         slow = device.kernel_factor
         rate = device.flops_per_s / slow * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
@@ -87,23 +82,13 @@ class RooflineCost:
         self._kv_ns_per_token = token_bytes * self._ns_per_byte
         self._qo_ns_per_token = layers * 2 * self._q_size * model.activation_dtype_bytes * self._ns_per_byte
         self._attention_ns_per_pair = layers * 4 * self._q_size * 1e9 / (rate * device.attention_efficiency)
-        self._attention_floor_ns = slow * layers * device.attention_floor_ns
         self._decode_attention_floor_ns = slow * layers * device.decode_attention_floor_ns
-        # heads that read the same K and V lie in one tile, or each in tiles of its own
-        num_heads = self._q_size // model.head_dim
-        group = max(1, self._q_size // self._kv_size)
-        packed = group if device.attention_packs_heads else 1
-        rows = max(device.attention_tile_rows, packed)
-        self._num_sms: i64 = device.num_sms
+        num_heads, group = self._q_size // model.head_dim, max(1, self._q_size // self._kv_size)
+        self._mixed = MixedAttention(
+            device, layers, num_heads, group, layout.sliding_window, ns_per_pair=self._attention_ns_per_pair,
+            kv_ns_per_token=self._kv_ns_per_token, qo_ns_per_token=self._qo_ns_per_token,
+        )  # fmt: skip
         self._cached_bytes = device.cache_bytes // 4  # what tables of activations show, on two devices
-        self._tokens_per_tile: i64 = rows // packed
-        self._tile_keys: i64 = device.attention_tile_keys
-        self._tiled_heads: i64 = num_heads // packed
-        self._reach: i64 = (
-            MAX_SIZE if self._window is None else self._window + self._tokens_per_tile - 1
-        )  # keys of a tile
-        self._unpacked = float(group // packed)
-        self._tile_ns_per_key = self._attention_ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
         self._gemm_tile_rows = device.gemm_tile_rows
         block_bytes = layout.block_size * token_bytes
@@ -299,75 +284,7 @@ class RooflineCost:
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
         """One kernel over chunks and decodes."""
-        return self._tiles_ns(self._tiles_of(prefills), num_decodes, context, longest)
-
-    def _tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
-        tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)
-        start: i64
-        length: i64
-        for start, length in prefills:
-            num_tiles = -(-length // self._tokens_per_tile)
-            tiles += num_tiles
-            keys += self._keys_of(start, length, num_tiles)
-            longest = max(longest, start + length)
-            num_read += start + length
-            num_tokens += length
-        return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
-
-    def _tiles_ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
-        """One kernel over chunks and decodes, each decode a tile. It takes the longest of: all tiles shared evenly; the
-        longest tile; whole waves of tiles that are at least as long as one of them. Each grows with any work added.
-
-        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
-        tiles a turn has, the less is left in the caches of what the heads share.
-        """
-        tiles, keys, alone, num_read, num_tokens, waves = of_chunks
-        if num_decodes:
-            alone = max(alone, longest if longest else context // num_decodes)  # 0: not said
-            tiles, keys = tiles + num_decodes, keys + context
-            num_read, num_tokens = num_read + context, num_tokens + num_decodes
-        alone = min(alone, self._reach) + self._tile_keys
-        evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
-        flops_ns = max(evenly, float(max(alone, waves))) * self._tile_ns_per_key
-        num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
-        moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
-        bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
-        return to_ns(self._attention_floor_ns + max(flops_ns, bytes_ns))
-
-    def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
-        """Keys that one multiprocessor goes through in whole waves of tiles that are as long as some chunk's first."""
-        tiles, most = i64(0), i64(0)
-        start: i64
-        length: i64
-        if len(prefills) > 1:
-            prefills = tuple(sorted(prefills, key=self._order))
-        for start, length in prefills:
-            first, whole = self._first_keys(start, length), -(-length // self._tokens_per_tile) - 1
-            tiles += whole + (self._last_keys(start, length, whole) >= first)
-            waves = -(-tiles * self._tiled_heads // self._num_sms)
-            most = max(most, waves * (first + self._tile_keys))
-        return most
-
-    def _order(self, chunk: PrefillChunk) -> int:
-        """The chunk with the longest first tile comes first."""
-        start, length = chunk
-        return -self._first_keys(start, length)
-
-    def _first_keys(self, start: i64, length: i64) -> i64:
-        """Of a chunk's first tile."""
-        return min(start + min(length, self._tokens_per_tile), self._reach)
-
-    def _last_keys(self, start: i64, length: i64, whole: i64) -> i64:
-        """Of a chunk's last tile, behind `whole` full ones."""
-        rows = self._tokens_per_tile
-        return min(start + length, self._reach - rows + length - whole * rows)
-
-    def _keys_of(self, start: i64, length: i64, num_tiles: i64) -> i64:
-        """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
-        rows, whole = self._tokens_per_tile, num_tiles - 1
-        growing = min(whole, max(i64(0), (self._reach - start) // rows))  # tiles that still see everything before them
-        grown = growing * start + rows * growing * (growing + 1) // 2
-        return grown + (whole - growing) * self._reach + self._last_keys(start, length, whole)
+        return self._mixed.ns(self._mixed.tiles_of(prefills), num_decodes, context, longest)
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         """Both directions one after the other, each with the link's latency once; every rank moves its own share."""

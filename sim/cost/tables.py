@@ -180,11 +180,11 @@ class TablesCost(RooflineCost):
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        measured, tiles = self.measured, self._tiles_of(prefills)
-        whole_ns = self._tiles_ns(tiles, num_decodes, context, longest)
+        measured, tiles = self.measured, self._mixed.tiles_of(prefills)
+        whole_ns = self._mixed.ns(tiles, num_decodes, context, longest)
         if measured.prefill is None:
             return whole_ns
-        alone_ns = whole_ns if num_decodes == 0 else self._tiles_ns(tiles, 0, 0, 0)
+        alone_ns = whole_ns if num_decodes == 0 else self._mixed.ns(tiles, 0, 0, 0)
         prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)

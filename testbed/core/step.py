@@ -257,7 +257,7 @@ class Step:
         yields = self._waiting.yields
         if yields is None or self.admitted or self.swap_in:  # those admitted may rely on what a victim computes
             return False
-        victim = yields(self._running.units.values(), self.now_ns)
+        victim = yields(self.running(), self.now_ns)  # not those that end with what is in flight
         if victim is None:
             return False
         self.made_room = not self.preempted or self.made_room

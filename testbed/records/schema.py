@@ -36,7 +36,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
     "num_token_steps": "int32",  # steps that emitted them: fewer where sequences of a group emit together
     "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
-    "num_preemptions": "int32",  # by recompute and by swap; a group's members count once
+    "num_preemptions": "int32",  # by recompute and by swap, until its last token; members of a group count once
     "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
     "finish_reason": "string",  # stop, length, abort, ignored; null: unfinished when the run ended (censored)
     "finish_message": "string",  # why it was ignored or aborted; null: nothing to say

@@ -256,7 +256,7 @@ def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, key
 def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
     numbers = {
         "num_sms": (1, 150), "attention_tile_rows": (1, 128), "attention_tile_keys": (0, 600),
-        "attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
+        "attention_floor_ns": (0, 9000), "decode_attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
     }  # fmt: skip
     values = {name: data.draw(st.integers(*bounds)) for name, bounds in numbers.items()}
     device = replace(DEVICE, **values, attention_packs_heads=data.draw(st.booleans()))
@@ -281,6 +281,23 @@ def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
     assert price([*chunks, data.draw(chunk)], contexts) >= before
     assert price([(start, length + 1), *chunks[1:]], contexts) >= before
     assert price([(min(start + 1, most - 1), length), *chunks[1:]], contexts) >= before
+    assert not contexts or price(chunks, contexts) >= price([], contexts)
+
+
+@pytest.mark.parametrize(("window", "length"), [(64, 100), (1024, 783), (1024, 2000)])
+def test_a_window_never_makes_more_before_a_prompt_cheaper(window, length):
+    """Where its last tile sees fewer keys than its first it counts as what it is, and not as none."""
+    device = replace(DEVICE, num_sms=16, attention_tile_rows=64, attention_tile_keys=100)
+    cost = RooflineCost(MODEL, device, NO_LAUNCH, kv_layout=KVLayout(sliding_window=window))
+    beside = PrefillChunk(window // 2, 130)
+
+    def price(*chunks):
+        return cost.breakdown(BatchShape(0, 0, chunks, 1))["attention_prefill"]
+
+    alone = [price(PrefillChunk(start, length)) for start in range(window)]
+    assert alone == sorted(alone)
+    together = [price(PrefillChunk(start, length), beside) for start in range(window)]
+    assert together == sorted(together)
 
 
 def test_a_windows_last_tile_sees_what_its_own_tokens_see():

@@ -62,6 +62,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {  # switches of a composition, each dr
     "unified": ("threshold_when_alone",),
     "prefill_first": ("ignores_oversize_resumed", "ignored_end_the_step", "sorts_by_arrival"),
     "decode_first": ("admits_after_preemption", "in_running_order"),
+    "prefill_decode_split": ("caps_running",),
 }
 QUEUES: Mapping[str, Factory] = {
     "fcfs": FCFS,

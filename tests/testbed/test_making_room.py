@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.core.interfaces import WaitingQueue
+from testbed.core.outcome import StepResult
 from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.scheduler import Scheduler
 from testbed.policies import orders
@@ -126,3 +127,15 @@ def test_a_place_that_is_made_by_swap_is_taken_too(composition: str) -> None:
     assert [item.mode for item in plan.preempted] == [PreemptionMode.SWAP]
     assert rows(plan) == [("b", 3)]
     assert ends(scheduler) == ["b", "a"]
+
+
+def test_who_ends_with_what_is_in_flight_makes_no_room() -> None:
+    """Of a its last token is on its way when b comes: b waits for it, instead of taking a place that is free anyway."""
+    scheduler = by_priority("unified", limits=make_limits(seqs=1, plans=2))
+    add(scheduler, make_request("a", 4, 1, priority=5))
+    scheduler.plan(1)
+    add(scheduler, make_request("b", 3, 1, priority=1))
+    assert scheduler.plan(2).is_empty
+    assert [item.request.request_id for item in scheduler.commit(StepResult(3), 3)] == ["a"]
+    plan = scheduler.plan(4)
+    assert (rows(plan), preempted(plan)) == ([("b", 3)], [])

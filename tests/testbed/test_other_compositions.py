@@ -7,6 +7,7 @@ import pytest
 from testbed.blocks.config import KVRules
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PrefillChunk
+from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from tests.testbed.core_kit import (
     add,
     drain,
@@ -72,6 +73,23 @@ def test_split_caps_each_batch_and_lets_more_run() -> None:
         (["a", "b"], None, 3),  # two decode, the surplus waits
         (["a", "b"], None, 1),
         (["c"], None, 0),
+    ]
+
+
+def test_split_may_cap_what_runs_as_sglang_does() -> None:
+    composition = PrefillDecodeSplit(caps_running=True)
+    scheduler = make_scheduler(composition, limits=make_limits(seqs=2))
+    add(scheduler, make_request("a", 3, 3), make_request("b", 3, 2), make_request("c", 3, 2))
+    seen = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        seen.append((list(scheduled(plan)), plan.blocked_by, scheduler.num_running))
+    full = BlockedBy.MAX_NUM_SEQS
+    assert seen == [
+        (["a", "b"], full, 2),
+        (["a", "b"], full, 1),
+        (["c"], None, 2),
+        (["a", "c"], None, 0),
     ]
 
 

@@ -13,12 +13,14 @@ from testbed.core.step import Step
 class PrefillDecodeSplit:
     """A step prefills while anything can be prefilled; otherwise it decodes.
 
-    Source: nano-vllm, April 2026. `max_num_seqs` caps each batch, not the running set: running sequences beyond it wait
-    for a place in the decode batch.
+    Source: nano-vllm, April 2026. There `max_num_seqs` caps each batch, not the running set: running sequences beyond
+    it wait for a place in the decode batch. caps_running: it caps what runs too, as SGLang's max_running_requests.
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
-    caps_batches_only = True
+
+    def __init__(self, *, caps_running: bool = False) -> None:
+        self.caps_batches_only = not caps_running
 
     def compose(self, step: Step) -> None:
         for seq in list(step.prefilling.values()):  # the one that an earlier step has begun
@@ -39,7 +41,7 @@ class PrefillDecodeSplit:
                 step.blocked(BlockedBy.PREEMPTION)
 
     def _admit(self, step: Step) -> None:
-        num_seqs = len(step.batch.seqs)
+        num_seqs = len(step.batch.seqs) if self.caps_batches_only else step.num_running
         while (seq := step.head()) is not None:
             if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
@@ -61,7 +63,7 @@ class PrefillDecodeSplit:
     def _swap_in(self, step: Step) -> None:
         """Swapped-out sequences, which nano-vllm has not, join the decodes that there is a place for."""
         for seq in step.swapped():
-            num_seqs = len(step.batch.seqs)
+            num_seqs = len(step.batch.seqs) if self.caps_batches_only else step.num_running
             if num_seqs + seq.num_seqs > step.limits.max_num_seqs:
                 return
             num_tokens = step.next_chunk(seq)

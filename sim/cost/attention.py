@@ -1,0 +1,120 @@
+"""One attention kernel over the chunks and the decodes of a step, as the roofline prices it: in tiles of query rows.
+
+A tile is some rows of queries of one head, or of all heads that read the same K and V where the kernel packs them, and
+goes through all keys that its last row sees. Its arithmetic takes as long as a full tile's, whatever of it is masked.
+"""
+
+from __future__ import annotations
+
+from mypy_extensions import i64
+
+from sim.cost.base import to_ns
+from testbed.core.plan import PrefillChunk
+from testbed.specs.device import DeviceSpec
+from testbed.specs.ranges import MAX_SIZE
+
+# of the query tiles of chunks: how many, the keys that they go through, those of the longest, positions read, positions
+# written, and the keys of whole waves
+Tiles = tuple[i64, i64, i64, i64, i64, i64]
+
+
+class MixedAttention:
+    """The kernel of all `layers` of one rank, which has `num_heads` heads of queries; `group` of them read the same K
+    and V. ns_per_pair: of a (query, key) pair; kv_ns_per_token, qo_ns_per_token: of one position's traffic."""
+
+    def __init__(
+        self, device: DeviceSpec, layers: int, num_heads: int, group: int, window: int | None, *, ns_per_pair: float,
+        kv_ns_per_token: float, qo_ns_per_token: float,
+    ) -> None:  # fmt: skip
+        packed = group if device.attention_packs_heads else 1
+        rows = max(device.attention_tile_rows, packed)
+        self._num_sms: i64 = device.num_sms
+        self._tokens_per_tile: i64 = rows // packed
+        self._tile_keys: i64 = device.attention_tile_keys
+        self._tiled_heads: i64 = num_heads // packed
+        self._reach: i64 = MAX_SIZE if window is None else window + self._tokens_per_tile - 1  # keys of a tile
+        self._unpacked = float(group // packed)
+        self._tile_ns_per_key = ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
+        self._kv_ns_per_token, self._qo_ns_per_token = kv_ns_per_token, qo_ns_per_token
+        each_ns = device.kernel_factor * layers
+        self._floor_ns = each_ns * device.attention_floor_ns
+        self._floor_with_decodes_ns = max(self._floor_ns, each_ns * device.decode_attention_floor_ns)
+
+    def ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
+        """Each decode is a tile. It takes the longest of: all tiles shared evenly; the longest tile; whole waves of
+        tiles that are at least as long as one of them. Each grows with any work added, and is no less than what decodes
+        alone take.
+
+        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
+        tiles a turn has, the less is left in the caches of what the heads share.
+        """
+        tiles, keys, alone, num_read, num_tokens, waves = of_chunks
+        floor_ns = self._floor_ns
+        if num_decodes:
+            alone = max(alone, longest if longest else context // num_decodes)  # 0: not said
+            tiles, keys = tiles + num_decodes, keys + context
+            num_read, num_tokens = num_read + context, num_tokens + num_decodes
+            floor_ns = self._floor_with_decodes_ns
+        alone = min(alone, self._reach) + self._tile_keys
+        evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
+        flops_ns = max(evenly, float(max(alone, waves))) * self._tile_ns_per_key
+        num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
+        moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
+        bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
+        return to_ns(floor_ns + max(flops_ns, bytes_ns))
+
+    def tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
+        tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)
+        start: i64
+        length: i64
+        for start, length in prefills:
+            num_tiles = -(-length // self._tokens_per_tile)
+            tiles += num_tiles
+            keys += self._keys_of(start, length, num_tiles)
+            longest = max(longest, start + length)
+            num_read += start + length
+            num_tokens += length
+        return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
+
+    def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
+        """Keys that one multiprocessor goes through in whole waves of tiles that are at least as long as a chunk's
+        first or last one, the most of these. A chunk's first is its shortest, but for a last one that a window cuts.
+        """
+        if len(prefills) == 1:  # most steps have one: without a list a price takes two thirds of the time
+            whole, first, last = self._levels(prefills[0])
+            return max(self._wave_keys(whole, first), self._wave_keys(whole + 1, last))
+        levels: list[tuple[i64, i64]] = []  # keys of a tile, how many tiles have as many
+        for chunk in prefills:
+            whole, first, last = self._levels(chunk)
+            levels += [(first, whole), (last, 1)]
+        levels.sort(reverse=True)
+        tiles, most = i64(0), i64(0)
+        for keys, num in levels:
+            tiles += num
+            most = max(most, self._wave_keys(tiles, keys))
+        return most
+
+    def _wave_keys(self, tiles: i64, keys: i64) -> i64:
+        return -(-tiles * self._tiled_heads // self._num_sms) * (keys + self._tile_keys)
+
+    def _levels(self, chunk: PrefillChunk) -> tuple[i64, i64, i64]:
+        """How many tiles stand before a chunk's last one, the keys that each of them has at least, and the last one's,
+        if they are fewer."""
+        start: i64
+        length: i64
+        start, length = chunk
+        whole = -(-length // self._tokens_per_tile) - 1
+        first = min(start + min(length, self._tokens_per_tile), self._reach)
+        return whole, first, min(first, self._last_keys(start, length, whole))
+
+    def _last_keys(self, start: i64, length: i64, whole: i64) -> i64:
+        """Of a chunk's last tile, behind `whole` full ones."""
+        rows = self._tokens_per_tile
+        return min(start + length, self._reach - rows + length - whole * rows)
+
+    def _keys_of(self, start: i64, length: i64, num_tiles: i64) -> i64:
+        """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
+        rows, whole = self._tokens_per_tile, num_tiles - 1
+        growing = min(whole, max(i64(0), (self._reach - start) // rows))  # tiles that still see everything before them
+        grown = growing * start + rows * growing * (growing + 1) // 2
+        return grown + (whole - growing) * self._reach + self._last_keys(start, length, whole)

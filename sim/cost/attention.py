@@ -36,32 +36,27 @@ class MixedAttention:
         self._unpacked = float(group // packed)
         self._tile_ns_per_key = ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._kv_ns_per_token, self._qo_ns_per_token = kv_ns_per_token, qo_ns_per_token
-        each_ns = device.kernel_factor * layers
-        self._floor_ns = each_ns * device.attention_floor_ns
-        self._floor_with_decodes_ns = max(self._floor_ns, each_ns * device.decode_attention_floor_ns)
+        self._floor_ns = device.kernel_factor * layers * device.attention_floor_ns
 
     def ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
         """Each decode is a tile. It takes the longest of: all tiles shared evenly; the longest tile; whole waves of
-        tiles that are at least as long as one of them. Each grows with any work added, and is no less than what decodes
-        alone take.
+        tiles that are at least as long as one of them. Each grows with any work added.
 
         K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
         tiles a turn has, the less is left in the caches of what the heads share.
         """
         tiles, keys, alone, num_read, num_tokens, waves = of_chunks
-        floor_ns = self._floor_ns
         if num_decodes:
             alone = max(alone, longest if longest else context // num_decodes)  # 0: not said
             tiles, keys = tiles + num_decodes, keys + context
             num_read, num_tokens = num_read + context, num_tokens + num_decodes
-            floor_ns = self._floor_with_decodes_ns
         alone = min(alone, self._reach) + self._tile_keys
         evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
         flops_ns = max(evenly, float(max(alone, waves))) * self._tile_ns_per_key
         num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
         moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
         bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
-        return to_ns(floor_ns + max(flops_ns, bytes_ns))
+        return to_ns(self._floor_ns + max(flops_ns, bytes_ns))
 
     def tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
         tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)

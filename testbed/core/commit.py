@@ -24,7 +24,7 @@ class Commit:
     def __init__(self, running: Running, blocks: BlockManager, digest: Digest) -> None:
         self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, once for each token
         self.next_seq_id = 0
-        self.num_known_tokens = 0  # of all live sequences; whoever adds or ends one counts its own
+        self.num_new_tokens = 0  # of the last step: emitted, and what sequences that parted began with
         self._running = running
         self._blocks = blocks
         self._digest = digest
@@ -46,7 +46,7 @@ class Commit:
         """The batch is executed; the sequences that end with it. One that was preempted since it was planned gets its
         token nonetheless, one that has ended nothing."""
         batch.is_over = True
-        self.emitters = []
+        self.emitters, self.num_new_tokens = [], 0
         ending: tuple[Ending, ...] = ()
         parting: tuple[tuple[Sequence, Outcome], ...] = ()
         num_taken = 0
@@ -82,7 +82,7 @@ class Commit:
         assert num_taken == len(outcomes), "more outcomes than sampled rows"
         for parent, outcome in parting:
             ending += self._part(parent, outcome)
-        self.num_known_tokens += len(self.emitters)
+        self.num_new_tokens += len(self.emitters)
         return ending
 
     def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
@@ -126,7 +126,7 @@ class Commit:
             siblings = (*siblings, child)
             group.members.append(child)
             self.emitters.append(child)
-            self.num_known_tokens += child.num_known_tokens - 1  # but for the one that it emits
+            self.num_new_tokens += child.num_known_tokens - 1  # but for the one that it emits
             self._digest.forked(parent.seq_id, child.seq_id)
             stop = _end_of(child, token, outcome.fork_stops[index] if outcome.fork_stops else None)
             if stop is not None:

@@ -126,6 +126,5 @@ class Finished(NamedTuple):
     message: str
     num_output_tokens: int  # of all its sequences
     output_token_ids: Seq[int]  # of its only sequence, or of the first that ended
-    outputs: tuple[Seq[int], ...] = ()  # of each sequence of a group, in the order they ended
     completions: tuple[Completion, ...] = ()  # each sequence, also an only one, in the order they ended
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # one for each of its tokens where asked for; None: unknown

@@ -45,6 +45,7 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self.num_steps = 0  # committed
+        self.num_known_tokens = 0  # prompts of live sequences and what these have emitted
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
         self._composition = composition
@@ -91,11 +92,6 @@ class Scheduler:
         return len(self._running.swapped)
 
     @property
-    def num_known_tokens(self) -> int:
-        """Prompts of live sequences and what these have emitted."""
-        return self._commit.num_known_tokens
-
-    @property
     def emitters(self) -> list[Sequence]:
         """Emitted a token in the last step, in the order scheduled, once for each token."""
         return self._commit.emitters
@@ -119,7 +115,7 @@ class Scheduler:
         stops = (*request.sampling.stop_token_ids, *eos)
         seq = Sequence(seq_id, request, self.limits.max_model_len, stops)
         self._live[request.request_id] = seq
-        self._commit.num_known_tokens += seq.num_tokens
+        self.num_known_tokens += seq.num_tokens
         if reason := self._never_runs(seq):
             self._rejected.append((seq, reason))
         else:
@@ -211,6 +207,7 @@ class Scheduler:
         if result.prompt_logprobs:
             note_prompts(step.batch, result.prompt_logprobs)
         ending = self._commit.advance(step.batch, result.outcomes or ())
+        self.num_known_tokens += self._commit.num_new_tokens
         self._tell_served(step, now_ns)
         for seq, reason in ending:
             self._leave(seq)
@@ -236,7 +233,7 @@ class Scheduler:
         """The sequence has ended; adds what to say of its request if it was the last of it."""
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
-        self._commit.num_known_tokens -= seq.num_known_tokens
+        self.num_known_tokens -= seq.num_known_tokens
         seq.part()
         self.blocks.forget(seq)
         if self._waiting.left is not None:

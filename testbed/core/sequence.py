@@ -219,8 +219,7 @@ class Sequence(KVSequence):
         outputs = [one.token_ids for one in done]
         return Finished(
             self.request, done[-1].reason if done else self.finish_reason, message, sum(map(len, outputs)),
-            outputs[0] if outputs else (), () if self.group is None else tuple(outputs), done,
-            tuple(self.prompt_logprobs or ()),
+            outputs[0] if outputs else (), done, tuple(self.prompt_logprobs or ()),
         )  # fmt: skip
 
     # --- groups ---

@@ -256,7 +256,7 @@ def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, key
 def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
     numbers = {
         "num_sms": (1, 150), "attention_tile_rows": (1, 128), "attention_tile_keys": (0, 600),
-        "attention_floor_ns": (0, 9000), "decode_attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
+        "attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
     }  # fmt: skip
     values = {name: data.draw(st.integers(*bounds)) for name, bounds in numbers.items()}
     device = replace(DEVICE, **values, attention_packs_heads=data.draw(st.booleans()))
@@ -281,7 +281,6 @@ def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
     assert price([*chunks, data.draw(chunk)], contexts) >= before
     assert price([(start, length + 1), *chunks[1:]], contexts) >= before
     assert price([(min(start + 1, most - 1), length), *chunks[1:]], contexts) >= before
-    assert not contexts or price(chunks, contexts) >= price([], contexts)
 
 
 @pytest.mark.parametrize(("window", "length"), [(64, 100), (1024, 783), (1024, 2000)])

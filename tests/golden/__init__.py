@@ -34,6 +34,4 @@ ended the budget of the old core's second way to decode.
 
 The configurations were written anew when the roofline got its tiles, floors and links: their steps take another time,
 so 51 of 53 are decided otherwise, by the same rules (worlds, oracle cases and tapes, which know no prices, stayed).
-Later prices did the same to 19 of 53: a step of prompts and decodes takes no less than its decodes alone, and a
-window's short last tile counts.
 """

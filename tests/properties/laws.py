@@ -151,7 +151,7 @@ def check_finished(job: Job, finished: Finished, max_model_len: int) -> None:
     assert finished.num_output_tokens == sum(map(len, job.outputs))
     assert list(finished.output_token_ids) == job.outputs[0]
     if job.width > 1:
-        assert [list(one) for one in finished.outputs] == job.outputs
+        assert [list(one.token_ids) for one in finished.completions] == job.outputs
     forced = job.request.forced_output
     if job.is_forced and forced is not None:
         whole = list(forced)[: job.max_output(max_model_len)]

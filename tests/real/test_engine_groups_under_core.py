@@ -54,8 +54,7 @@ class Requests:
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
         for done in requests:
-            outputs = done.outputs or (done.output_token_ids,)
-            self.outputs[done.request.request_id] = sorted(list(output) for output in outputs)
+            self.outputs[done.request.request_id] = sorted(list(one.token_ids) for one in done.completions)
 
     def committed(self, step) -> None:
         plan = step.plan

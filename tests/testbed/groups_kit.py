@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.core.outcome import FinishReason, Outcome
+from testbed.core.outcome import Finished, FinishReason, Outcome
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from tests.testbed.core_kit import add, make_request, make_scheduler
@@ -17,6 +17,11 @@ def out(seq_id: int, *tokens: int, forks: tuple[int, ...] = (), dropped: bool = 
 def members(scheduler: Scheduler) -> dict[int, list[int]]:
     """Output tokens by sequence id."""
     return {seq.seq_id: list(seq.output_token_ids) for seq in scheduler.unfinished()}
+
+
+def outputs_of(finished: Finished) -> list[list[int]]:
+    """Of its sequences, in the order they ended."""
+    return [list(one.token_ids) for one in finished.completions]
 
 
 def assert_nothing_held(scheduler: Scheduler) -> None:

@@ -21,7 +21,7 @@ from tests.testbed.core_kit import (
     step,
     step_with,
 )
-from tests.testbed.groups_kit import assert_nothing_held, out
+from tests.testbed.groups_kit import assert_nothing_held, out, outputs_of
 
 
 def pressed(preemption: Auto | Recompute | Swap, num_cpu_blocks: int = 8, **sampling: int) -> Scheduler:
@@ -62,7 +62,7 @@ def test_a_group_is_swapped_as_one_and_its_shared_blocks_move_once() -> None:
     assert {source for source, _ in plan.swap_in} == {0, 1, 2}
     assert (len(plan.swap_in), scheduler.free_gpu_blocks, scheduler.free_cpu_blocks) == (3, 1, 8)
     _, (done,) = step(scheduler)
-    assert (len(done.outputs), done.num_output_tokens) == (2, 10)
+    assert (len(outputs_of(done)), done.num_output_tokens) == (2, 10)
     assert_nothing_held(scheduler)
 
 
@@ -100,7 +100,7 @@ def test_recompute_dissolves_parted_samples_into_sequences_that_all_finish() -> 
     assert rows(step(scheduler)[0]) == [("g", 9)]
     plan, (done,) = step(scheduler)
     assert rows(plan) == [("g", 1)]
-    assert [list(output) for output in done.outputs] == [list(done.request.forced_output or ())] * 2
+    assert outputs_of(done) == [list(done.request.forced_output or ())] * 2
     assert_nothing_held(scheduler)
 
 
@@ -118,7 +118,7 @@ def test_drawn_samples_that_were_dissolved_keep_what_they_drew() -> None:
         finished += scheduler.commit(StepResult(1, tuple(outcomes)), 1)
         scheduler.check_invariants()
     done = next(item for item in finished if item.request.request_id == "g")
-    assert sorted(map(list, done.outputs)) == [[106, 107, 108, 109, 110], [206, 207, 208, 209, 210]]
+    assert sorted(outputs_of(done)) == [[106, 107, 108, 109, 110], [206, 207, 208, 209, 210]]
 
 
 def test_a_full_cpu_pool_dissolves_samples() -> None:
@@ -176,5 +176,5 @@ def test_beams_that_have_not_parted_are_recomputed() -> None:
     assert [rows(step(scheduler)[0]) for _ in range(2)] == [[("a", 1)], [("g", 4)]]
     step_with(scheduler, out(1, 5, forks=(6,)))
     _, (done,) = step_with(scheduler, out(1, 7), out(2, 8))
-    assert [list(output) for output in done.outputs] == [[5, 7], [6, 8]]
+    assert outputs_of(done) == [[5, 7], [6, 8]]
     assert_nothing_held(scheduler)

@@ -23,7 +23,7 @@ from tests.testbed.core_kit import (
     step,
     step_with,
 )
-from tests.testbed.groups_kit import LENGTH, STOP, assert_nothing_held, beams, members, out
+from tests.testbed.groups_kit import LENGTH, STOP, assert_nothing_held, beams, members, out, outputs_of
 
 # --- parallel samples ---
 
@@ -44,7 +44,7 @@ def test_a_forced_output_is_emitted_by_every_member(composition: str) -> None:
         (three, 3, ["a"] * 3, 0),
     ]
     (done,) = finished
-    assert [list(output) for output in done.outputs] == [[11, 12, 13]] * 3
+    assert outputs_of(done) == [[11, 12, 13]] * 3
     assert (done.reason, done.num_output_tokens, list(done.output_token_ids)) == (LENGTH, 9, [11, 12, 13])
     assert_nothing_held(scheduler)
 
@@ -65,7 +65,7 @@ def test_members_part_with_the_first_tokens_that_were_drawn(composition: str) ->
         (2, 0, 1, [9]),
     ]
     (done,) = scheduler.commit(StepResult(1, (out(0, 1), out(1, 2), out(2, 3))), 1)
-    assert [list(output) for output in done.outputs] == [[7, 1], [8, 2], [9, 3]]
+    assert outputs_of(done) == [[7, 1], [8, 2], [9, 3]]
     assert_nothing_held(scheduler)
 
 
@@ -87,7 +87,7 @@ def test_best_of_draws_more_than_are_wanted() -> None:
     step_with(scheduler, out(0, 7, forks=(8, 9)))
     assert members(scheduler) == {0: [7], 1: [8], 2: [9]}
     _, (done,) = step_with(scheduler, out(0, 1), out(1, 2), out(2, 3))
-    assert len(done.outputs) == 3, "which of them is best is for those who know probabilities"
+    assert len(outputs_of(done)) == 3, "which of them is best is for those who know probabilities"
 
 
 def test_a_prompt_in_chunks_parts_with_its_last_one() -> None:
@@ -119,7 +119,7 @@ def test_members_end_one_by_one_and_the_request_with_the_last() -> None:
     assert (rows(plan), finished) == ([("a", 1)] * 2, [])
     plan, finished = step_with(scheduler, out(0, 99), out(2, 39))  # both end: one by its stop, one by its length
     (done,) = finished
-    assert [list(output) for output in done.outputs] == [[8, 99], [7, 17, 27, 99], [9, 19, 29, 39]]
+    assert outputs_of(done) == [[8, 99], [7, 17, 27, 99], [9, 19, 29, 39]]
     assert (done.num_output_tokens, list(done.output_token_ids)) == (10, [8, 99])
     assert done.reason is LENGTH, "that of the last to end"
     assert_nothing_held(scheduler)
@@ -134,7 +134,7 @@ def test_the_first_member_may_end_first() -> None:
     step_with(scheduler, out(1, 99), out(2, 19))
     assert members(scheduler) == {2: [9, 19]}
     _, (done,) = step_with(scheduler, out(2, 29))
-    assert [list(output) for output in done.outputs] == [[99], [8, 99], [9, 19, 29]]
+    assert outputs_of(done) == [[99], [8, 99], [9, 19, 29]]
     assert_nothing_held(scheduler)
 
 
@@ -142,7 +142,7 @@ def test_members_that_end_with_their_first_token() -> None:
     scheduler = make_scheduler(eos_token_id=99)
     add(scheduler, make_request("a", 6, None, sampling=SamplingParams(n=3, max_tokens=5)))
     _, finished = step_with(scheduler, out(0, 99, forks=(99, 99)))
-    assert [(item.reason, len(item.outputs)) for item in finished] == [(STOP, 3)]
+    assert [(item.reason, len(outputs_of(item))) for item in finished] == [(STOP, 3)]
     assert_nothing_held(scheduler)
 
 
@@ -186,7 +186,7 @@ def test_beams_fork_and_are_dropped_as_the_search_says() -> None:
     assert finished == []
     assert members(scheduler) == {3: [5, 8, 3], 4: [5, 8, 4]}
     _, (done,) = step_with(scheduler, out(3, 1), out(4, 2))
-    assert [list(output) for output in done.outputs] == [[5, 8, 3, 1], [5, 8, 4, 2]]
+    assert outputs_of(done) == [[5, 8, 3, 1], [5, 8, 4, 2]]
     assert (done.reason, done.num_output_tokens) == (LENGTH, 8)
     assert_nothing_held(scheduler)
 
@@ -221,7 +221,7 @@ def test_a_beam_that_stops_ends_and_the_others_go_on() -> None:
     assert finished == []
     assert members(scheduler) == {1: [6, 7], 2: [6, 8]}
     _, (done,) = step_with(scheduler, out(1, 1), out(2, 2))
-    assert [list(output) for output in done.outputs] == [[5, 99], [6, 7, 1], [6, 8, 2]]
+    assert outputs_of(done) == [[5, 99], [6, 7, 1], [6, 8, 2]]
 
 
 # --- abort ---
@@ -289,7 +289,7 @@ def test_an_abort_ends_every_member_and_touches_nobody_else(state: Callable[[], 
     scheduler.check_invariants()
     assert finished is not None
     assert finished.reason is FinishReason.ABORT
-    assert [list(output) for output in finished.outputs] == ended + outputs
+    assert outputs_of(finished) == ended + outputs
     assert all(seq.state is SequenceState.FINISHED for seq in seqs)
     assert scheduler.abort("a", 0) is None
     assert [item.request.request_id for item in drain(scheduler)] == ["other"]

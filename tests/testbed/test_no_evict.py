@@ -16,6 +16,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.policies.admission import NoEvict
 from tests.testbed.admission_kit import bound
 from tests.testbed.core_kit import ALL_COMPOSITIONS, make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.groups_kit import outputs_of
 
 
 @dataclass
@@ -95,7 +96,7 @@ def test_no_evict_never_leaves_a_running_sequence_without_room(
         scheduler.check_invariants()
         for item in finished:
             job = jobs[int(item.request.request_id)]
-            assert sorted(map(len, item.outputs or (item.output_token_ids,))) == sorted(job.outputs)
+            assert sorted(map(len, outputs_of(item))) == sorted(job.outputs)
         num_ended += len(finished)
     assert num_ended == len(jobs)
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks

@@ -295,6 +295,33 @@ def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
     return found
 
 
+def alike(arms: Sequence[Arm]) -> dict[str, str]:
+    """Arm -> the first that took the same decisions at every step, at the same prices: of most itself. Only settings of
+    the scheduler and the cache set such arms apart."""
+    firsts: list[tuple[Arm, set[str]]] = []
+    found = {}
+    for arm in arms:
+        decisions = {decided_alike(run) for run in arm.runs}
+        first = next((one for one, known in firsts if known & decisions and _took_same(one, arm)), arm)
+        if first is arm:
+            firsts.append((arm, decisions))
+        found[arm.name] = first.name
+    return found
+
+
+def _took_same(one: Arm, other: Arm) -> bool:
+    if len(comparable([one, other], one)) < 2 or not all(
+        _is_same(*ours, *theirs) for ours, theirs in paired_replicates(one, other)
+    ):
+        return False
+    keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
+    return all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
+
+
+def _is_same(*runs: Run) -> bool:
+    return len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in runs}) == 1
+
+
 def num_replicates(arms: Sequence[Arm]) -> int:
     """The fewest that an arm shares with the first, the baseline; of one arm its own."""
     if len(arms) < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pairing, paired_replicates, repeats, replicates
+from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates
 from analysis.load import Run
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
@@ -144,15 +144,17 @@ def compare(
     """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
 
     With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference where a value is
-    0), p-values by Holm over the arms of a metric. With one: moving blocks over its requests, for latencies only.
+    0), p-values by Holm over the arms of a metric, of which those that are `alike` count once. With one: moving blocks
+    over its requests, for latencies only.
     Measured repeats on one trace are one replicate, and no claim is made of a change within the `engine_noise`.
     """
     found = []
     others = [arm for arm in arms if arm.name != baseline.name]
+    first = alike(others)
     for metric in metrics:
         rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
         noise = engine_noise(arms, metric, slo)
-        found += judge([replace(row, noise=noise) for row in rows], margin)
+        found += judge([replace(row, noise=noise) for row in rows], margin, [first[row.arm] for row in rows])
     return found
 
 
@@ -167,14 +169,15 @@ def _compared(arm: Arm, pairs: Sequence[Pairing], metric: Metric, slo: SLO | Non
     return Comparison(arm.name, metric, value, estimate, "unknown", effect=effect, base=base)
 
 
-def judge(rows: Sequence[Comparison], margin: float) -> list[Comparison]:
-    """With p-values by Holm over all rows, and verdicts. margin: relative to the baseline."""
-    tested = [(index, row.estimate.p_value) for index, row in enumerate(rows) if row.estimate is not None]
-    known = [(index, p) for index, p in tested if p is not None]
-    adjusted = dict(zip([index for index, _ in known], holm([p for _, p in known]), strict=True))
+def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable]) -> list[Comparison]:
+    """With p-values by Holm over all rows, and verdicts. margin: relative to the baseline. compared: what each row
+    compares; rows that are one comparison count once."""
+    tests = [(what, row.estimate) for what, row in zip(compared, rows, strict=True)]
+    known = {test: test[1].p_value for test in tests if test[1] is not None and test[1].p_value is not None}
+    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
     judged = []
-    for index, row in enumerate(rows):
-        p = adjusted.get(index)
+    for test, row in zip(tests, rows, strict=True):
+        p = adjusted.get(test)
         said: Verdict = "unknown"
         if row.estimate is not None:
             limit = np.log1p(margin) if row.estimate.scale == "log_ratio" else margin * (row.base or 0.0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.comparison.arms import Arm, grouped, level_groups, paired_replicates
+from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates
 from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
@@ -24,25 +24,47 @@ from testbed.errors import RunFolderError
 
 
 class Interaction(NamedTuple):
-    """Where an effect is least and where it is most: levels of the other factors, the effects there, and by how much
-    these differ, replicate by replicate; p-value and interval are corrected for the number of pairs of cells."""
+    """An effect in each cell, whose `arm` is the levels of the other factors, with verdicts by Holm over the cells; and
+    by how much the most differs from the least, replicate by replicate; p-value and interval of that are corrected for
+    the number of pairs of cells."""
 
-    cells: tuple[str, str]
-    least: float
-    most: float
+    cells: tuple[Comparison, ...]
     estimate: Estimate
+
+    @property
+    def least(self) -> Comparison:
+        return min(self.cells, key=_size)
+
+    @property
+    def most(self) -> Comparison:
+        return max(self.cells, key=_size)
+
+
+def _size(cell: Comparison) -> float:
+    assert cell.estimate is not None
+    return cell.estimate.value
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One factor's step from the baseline's level to another, in one metric. interaction: only one that is a claim."""
+    """One factor's step from the baseline's level to another, in one metric. pairs: in each cell the arms at both
+    levels, those that are `alike` by the first of them. interaction: only one that is a claim."""
 
     factor: str
     base_level: Any
     level: Any
     comparison: Comparison  # its `arm` is the level's name
-    num_cells: int
+    pairs: tuple[tuple[str, str], ...]
     interaction: Interaction | None
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the step changed no decision."""
+        return all(base == arm for base, arm in self.pairs)
 
 
 def main_effects(
@@ -52,14 +74,14 @@ def main_effects(
     not every combination of levels ran, a factor's mean would mix in the others."""
     if not is_full_design(arms):
         return []
-    factors = level_groups(arms)
+    factors, first = level_groups(arms), alike(arms)
     found: list[Effect] = []
     for metric in metrics:
         rows = []
         for factor in factors:
             levels = list(dict.fromkeys(_level(arm, factor) for arm in arms))
             steps = [level for level in levels if level != _level(baseline, factor)]
-            rows += [_effect(arms, baseline, factors, factor, level, metric, slo) for level in steps]
+            rows += [_effect(arms, baseline, factors, factor, level, metric, slo, first) for level in steps]
         noise = engine_noise(arms, metric, slo)
         known = [replace(row, comparison=replace(row.comparison, noise=noise)) for row in rows if row is not None]
         found += _judge(known, margin)
@@ -85,6 +107,7 @@ def _effect(
     level: tuple[str, ...],
     metric: Metric,
     slo: SLO | None,
+    first: Mapping[str, str],
 ) -> Effect | None:
     others = [other for other in factors if other != factor]
     base_level = _level(baseline, factor)
@@ -105,9 +128,15 @@ def _effect(
         estimate = mean_t(rows.mean(axis=0), scale)
         comparison = replace(comparison, value=value, base=base, estimate=estimate)
         names = [level_names({other[0]: at_level[key].levels.get(other[0]) for other in others}) for key in shared]
-        interaction = _interaction(rows, scale, names)
+        sides = zip(names, rows, *known, strict=True)
+        cells = [
+            Comparison(name, metric, float(theirs.mean()), mean_t(row, scale), "unknown", base=float(ours.mean()))
+            for name, row, ours, theirs in sides
+        ]
+        interaction = _interaction(rows, scale, cells)
     levels = baseline.levels.get(factor[0]), arm.levels.get(factor[0])
-    return Effect(factor[0], *levels, comparison, len(shared), interaction)
+    pairs = tuple((first[at_base[key].name], first[at_level[key].name]) for key in shared)
+    return Effect(factor[0], *levels, comparison, pairs, interaction)
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
@@ -122,7 +151,7 @@ def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) ->
     return np.array([base for base, _ in known]), np.array([other for _, other in known])
 
 
-def _interaction(rows: FloatArray, scale: Scale, names: Sequence[str]) -> Interaction | None:
+def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison]) -> Interaction | None:
     """Of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
     num_cells, num_replicates = rows.shape
     if num_cells < 2 or num_replicates < 2:
@@ -134,15 +163,20 @@ def _interaction(rows: FloatArray, scale: Scale, names: Sequence[str]) -> Intera
     estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs)
     if estimate.p_value is not None:
         estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
-    return Interaction((names[low], names[high]), float(means[low]), float(means[high]), estimate)
+    return Interaction(tuple(cells), estimate)
 
 
 def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
     """With verdicts, by Holm over a metric's effects; interactions that are no claim are left out."""
-    judged = judge([effect.comparison for effect in effects], margin)
+    pairs = [effect.pairs for effect in effects]
+    judged = judge([effect.comparison for effect in effects], margin, pairs)
     asked = [(i, effect.interaction) for i, effect in enumerate(effects) if effect.interaction is not None]
-    apart = judge([replace(judged[i], estimate=one.estimate) for i, one in asked], margin)
-    claimed = {i: one for (i, one), row in zip(asked, apart, strict=True) if row.is_claim}
+    apart = judge([replace(judged[i], estimate=one.estimate) for i, one in asked], margin, [pairs[i] for i, _ in asked])
+    claimed = {
+        i: one._replace(cells=tuple(judge([replace(cell, noise=row.noise) for cell in one.cells], margin, pairs[i])))
+        for (i, one), row in zip(asked, apart, strict=True)
+        if row.is_claim
+    }
     return [
         replace(effect, comparison=row, interaction=claimed.get(i))
         for i, (effect, row) in enumerate(zip(effects, judged, strict=True))

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from analysis import format as fmt
-from analysis.comparison.arms import (
-    Arm,
-    comparable,
-    decided_alike,
-    is_policy,
-    paired_replicates,
-    replicates,
-)
+from analysis.comparison.arms import Arm, alike, grouped, level_groups, replicates
 from analysis.comparison.effects import is_full_design
-from analysis.load import Run, swept_keys
+from analysis.load import Run
 
+_PREEMPTS = ("preemption", "victim")
 # (parts of a key, or a value of it, whether a run surely never used it, what never happened)
 _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
-    (("preemption", "victim"), lambda run: run.summary["preemptions"]["total"] == 0, "nothing was preempted"),
+    (_PREEMPTS, lambda run: _preemptions(run) == 0, "nothing was preempted"),
     (("watermark",), lambda run: _never_blocked(run), "no step lacked KV blocks"),
     (("admission",), lambda run: _never_blocked(run), "no request was held back"),
     (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
@@ -27,6 +21,10 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
 )
 _MAX_GROUPS = 4  # that are named
+
+
+def _preemptions(run: Run) -> int:
+    return int(run.summary["preemptions"]["total"])
 
 
 def _is_one(run: Run, column: str) -> bool:
@@ -43,45 +41,48 @@ def _hardly_waited(run: Run) -> bool:
 
 
 def never_triggered(arms: Sequence[Arm]) -> list[str]:
-    """Arms that decided as another at every step, at the same prices: what they differ in was never exercised."""
-    groups: list[list[Arm]] = []
-    for arm in arms:
-        same = next((group for group in groups if _took_same(group[0], arm)), None)
-        if same is None:
-            groups.append([arm])
-        else:
-            same.append(arm)
+    """Arms that decided as another at every step, and whether what they differ in was exercised at all."""
+    same = alike(arms)
     also = " Averages over the other factors hold this." if is_full_design(arms) else ""
-    said = [
-        f"{fmt.listing([arm.name for arm in others])} took the same decisions as {first.name} at every step; what sets "
-        f"them apart was never triggered{_why_not([first, *others])}.{also}"
-        for first, *others in groups
-        if others
-    ]
+    groups = grouped(arms, lambda arm: same[arm.name]).values()
+    said = [f"{same_arms(group)}.{also}" for group in groups if len(group) > 1]
     more = [f"So did {len(said) - _MAX_GROUPS} more groups of arms."] if len(said) > _MAX_GROUPS else []
     return [*said[:_MAX_GROUPS], *more]
 
 
-def _took_same(one: Arm, other: Arm) -> bool:
-    if len(comparable([one, other], one)) < 2 or not all(
-        _is_same(*ours, *theirs) for ours, theirs in paired_replicates(one, other)
-    ):
-        return False
-    keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
-    return all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
+def same_arms(arms: Sequence[Arm]) -> str:
+    """`same_decisions` of arms that are `alike`."""
+    first, *others = arms
+    keys = [key for factor in level_groups(arms) for key in factor]
+    return same_decisions([arm.name for arm in others], first.name, arms, keys)
 
 
-def _why_not(arms: Sequence[Arm]) -> str:
-    """What never happened, as far as that is known; ": …" or nothing."""
+def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: Sequence[str]) -> str:
+    """ "b took the same decisions as a at every step", and why, where of all the keys that set them apart it is known
+    that they were never used."""
     runs = [run for arm in arms for run in replicates(arm).values()]
-    levels = [(key, str(value)) for arm in arms for key, value in arm.levels.items() if key in swept_keys(runs)]
-    why = [
+    why = {key: _never_used(key, {str(arm.levels.get(key)) for arm in arms}, runs) for key in keys}
+    reasons = fmt.listing(list(dict.fromkeys(text for texts in why.values() for text in texts)))
+    told = f"; what sets them apart was never triggered: {reasons}" if why and all(why.values()) else ""
+    return f"{fmt.listing(list(names))} took the same decisions as {first} at every step{told}"
+
+
+def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:
+    """Why a setting made no difference, as far as that is known."""
+    return [
         text
         for parts, unused, text in _UNUSED
-        if any(part in key or part == value for part in parts for key, value in levels) and all(map(unused, runs))
+        if any(part in key or part in values for part in parts) and all(map(unused, runs))
     ]
-    return f": {fmt.listing(why)}" if why else ""
 
 
-def _is_same(*runs: Run) -> bool:
-    return len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in runs}) == 1
+def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:
+    """The arms, where what sets them apart (`keys`) is what a preemption does; else none."""
+    return arms if any(part in key for key in keys for part in _PREEMPTS) else ()
+
+
+def num_preempted(arms: Sequence[Arm]) -> str:
+    """ "3 preemptions in 220 requests"; "" of no arms."""
+    runs = {run.path: run for arm in arms for run in replicates(arm).values()}.values()
+    num, sent = sum(map(_preemptions, runs)), sum(run.summary["num_requests"] for run in runs)
+    return f"{fmt.number(num)} preemption{'' if num == 1 else 's'} in {fmt.number(sent)} requests" if arms else ""

@@ -41,14 +41,17 @@ def effect_finding(effects: Sequence[Effect], margin: float) -> str:
 
 def _interaction_text(effect: Effect) -> str:
     assert effect.interaction is not None
-    comparison, (cells, least, most, apart) = effect.comparison, effect.interaction
+    comparison, apart = effect.comparison, effect.interaction.estimate
+    ends = effect.interaction.least, effect.interaction.most
+    sizes = [end.estimate.value for end in ends if end.estimate is not None]
     if apart.scale == "difference":
-        told = [comparison.metric.write(value) for value in (least, most)]
+        told = [comparison.metric.write(size) for size in sizes]
         by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
     else:
-        told = fmt.changes([100.0 * math.expm1(value) for value in (least, most)])
+        told = fmt.changes([100.0 * math.expm1(size) for size in sizes])
         by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
-    return f"{comparison.metric.label} by {told[0]} with {cells[0]} and by {told[1]} with {cells[1]} (apart by {by})"
+    where = [f"by {size} with {end.arm}" for size, end in zip(told, ends, strict=True)]
+    return f"{comparison.metric.label} {' and '.join(where)} (apart by {by})"
 
 
 def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
@@ -110,10 +113,11 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
             f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
             "trace, with 95 % Student intervals; where a value is 0, differences instead. A change counts when its "
             "p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does how much a "
-            "factor's effect depends on the others); the intervals are those of single comparisons. Holm's correction "
-            "raises the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over "
-            "many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: "
-            "the mean paired difference over its standard deviation."
+            "factor's effect depends on the others, and its effect in single cells); arms that took the same decisions "
+            "at every step are one comparison; the intervals are those of single comparisons. Holm's correction raises "
+            "the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over many "
+            "metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: the "
+            "mean paired difference over its standard deviation."
         )
     if "moving blocks" in methods:
         return (

@@ -8,16 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, comparable, grouped, num_replicates, replicates
+from analysis.comparison.arms import Arm, alike, comparable, grouped, level_groups, num_replicates, replicates
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Effect, by_factor
+from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import change_text
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
 from analysis.reports.keeping_up import judged, who
+from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
-_MAX_CLAIMS = 2  # of each kind in a sentence
+_MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are told by cells
 _MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
 
@@ -29,6 +31,28 @@ class Compared(NamedTuple):
     arms: Sequence[Arm]
     rows: Sequence[Comparison]
     effects: Sequence[Effect]  # main effects, of a replicated full design
+
+
+class _Subject(NamedTuple):
+    """What against what. rows: its comparisons. hidden: in which of them the average of a factor hides how much others
+    make of it; by_cell: metrics in which they turn it. preempting: as of `preempting`."""
+
+    name: str
+    rows: Sequence[Comparison]
+    hidden: str = ""
+    by_cell: Sequence[Effect] = ()
+    average: str = ""
+    preempting: Sequence[Arm] = ()
+
+    @property
+    def claims(self) -> list[Comparison]:
+        return [row for row in self.rows if row.is_claim]
+
+    @property
+    def is_untested(self) -> bool:
+        """Whether a change was seen that has no interval, or nothing was compared."""
+        unknown = [row for row in self.rows if row.verdict == "unknown"]
+        return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
 
 
 def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
@@ -100,61 +124,140 @@ def _keeps(names: Sequence[str]) -> str:
 
 
 def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
-    """At most so many sentences: who serves most within the SLO, what turns with the load, and the claimed changes."""
+    """At most so many sentences: who serves most within the SLO, what turns with the load, the claimed changes, and
+    what changed no decision."""
     ranked: list[tuple[float, str]] = []
-    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: at which load
-    num_quiet = num_unknown = 0
+    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: under what conditions
+    quiet: list[Arm] = []
+    num_quiet = num_untested = 0
     for group in groups:
-        where = _where(group)
-        for subject, rows, uneven in _subjects(group):
-            claims = [row for row in rows if row.is_claim]
-            if not claims:
-                num_unknown += all(row.verdict == "unknown" for row in rows)
-                num_quiet += any(row.verdict != "unknown" for row in rows)
-                continue
-            for row in claims:
-                claimed.setdefault((subject, row.metric.label), []).append((group.load, row))
-            said_of = where + subject if where else _as_sentence(subject)
-            ranked.append((max(abs(row.gain) for row in claims), f"{said_of}: {_told(claims)}{uneven}."))
+        for subject in _subjects(group):
+            ranked += [(size, _under(group, text)) for size, text in _changes(subject)]
+            for row in subject.claims:
+                key = (subject.average + subject.name, row.metric.label)
+                claimed.setdefault(key, []).append((_conditions(group), row))
+            if not subject.claims and not subject.by_cell:
+                num_untested += subject.is_untested
+                num_quiet += not subject.is_untested
+                quiet += subject.preempting
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
     said = [*best[: most - 2], *_turning(claimed), *(text for _, text in ranked)]
-    if not said and num_unknown:
-        return ["There is too little data for a claim: too few replicates, or too few requests of one."]
-    if not said and num_quiet:
-        return ["Nothing that was compared differs beyond the noise."]
+    same = _same(groups)
+    often = f" ({told})" if (told := num_preempted(quiet)) else ""
+    if not said and num_untested:
+        return [*same, f"There is too little data for a claim{often}: too few replicates, or too few requests of one."]
+    if not said and not same and num_quiet:
+        return [f"Nothing that was compared differs beyond the noise{often}."]
+    most -= len(same)
     if len(said) > most:
         left = len(said) - most + 1
-        said = [*said[: most - 1], f"{left} more differences are below, under “All findings”."]
-    elif num_quiet and len(said) < most:
-        said.append(
-            f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'} no difference beyond the noise."
-        )
-    return said
+        return [*said[: most - 1], f"{left} more differences are below, under “All findings”.", *same]
+    if num_quiet and len(said) < most:
+        more = f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'}"
+        same = [*same, f"{more} no difference beyond the noise{often}."]
+    return [*said, *same]
 
 
-def _where(group: Compared) -> str:
-    """What a sentence on a load begins with."""
+def _under(group: Compared, text: str) -> str:
+    """A sentence, with the conditions that it holds under."""
+    said = _conditions(group)
+    return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{_as_sentence(text)}."
+
+
+def _conditions(group: Compared) -> str:
     parts = [f"at {group.load}"] if group.load else []
-    if beyond := who(judged(group.arms), "beyond", _MAX_BEYOND):
-        parts.append(f"beyond the capacity of {beyond}")
+    beyond = [one for one in judged(group.arms) if one.state == "beyond"]
+    if not all(one.is_whole for one in beyond):
+        num, num_of = sum(len(one.runs) for one in beyond), sum(one.num_runs for one in judged(group.arms))
+        parts.append(f"over all runs ({num} of {num_of} are beyond capacity)")
+    elif beyond:
+        parts.append(f"beyond the capacity of {who(judged(group.arms), 'beyond', _MAX_BEYOND)}")
     if num_replicates(group.arms) == 1:
         parts.append("on this one trace")
-    said = ", ".join(parts)
-    return f"{said[0].upper()}{said[1:]}, " if said else ""
+    elif shared([run for arm in group.arms for run in arm.runs])[0] == "poor":
+        parts.append("on poor replicates, which share requests")
+    return ", ".join(parts)
+
+
+def _changes(subject: _Subject) -> list[tuple[float, str]]:
+    """(the largest change, what is claimed), of cells and of averages."""
+    found = []
+    if subject.by_cell:
+        ordered = sorted(subject.by_cell, key=lambda one: (one.comparison.metric is not SLO_METRICS[1], -_largest(one)))
+        texts = [_cells_told(effect) for effect in ordered[:_MAX_CLAIMS]]
+        found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
+    if claims := subject.claims:
+        text = f"{subject.average}{subject.name}: {_told(claims)}{subject.hidden}"
+        found.append((max(abs(row.gain) for row in claims), text))
+    return found
+
+
+def _ends(effect: Effect) -> list[Comparison]:
+    """The cells in which it is least and most, where that depends on the other factors."""
+    return [effect.interaction.least, effect.interaction.most] if effect.interaction else []
+
+
+def _largest(effect: Effect) -> float:
+    return max(abs(end.gain) for end in _ends(effect))
+
+
+def _cells_told(effect: Effect) -> str:
+    """ "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
+    words = {"unknown": "without an interval"}
+    texts = [
+        f"{_claim(end) or words.get(end.verdict, end.verdict)} with {end.arm} ({change_text(end)})"
+        for end in _ends(effect)
+    ]
+    return f"{effect.comparison.metric.label} is {' and '.join(texts)}"
+
+
+def _is_uneven(effect: Effect) -> bool:
+    """Whether cells differ in what is claimed, or in the sign of what is claimed of their average."""
+    ends = _ends(effect)
+    is_turned = effect.comparison.is_claim and len({end.gain > 0 for end in ends}) > 1
+    return is_turned or len({_claim(end) for end in ends}) > 1
+
+
+def _claim(row: Comparison) -> str:
+    return "" if not row.is_claim else "better" if row.gain > 0 else "worse"
+
+
+def _same(groups: Sequence[Compared]) -> list[str]:
+    """One sentence on what changed no decision against the baseline, at which loads; none where all did."""
+    found = [(text, group.load) for group in groups for text in _same_at(group)]
+    by_text = {text: [load for _, load in those] for text, those in grouped(found, lambda one: one[0]).items()}
+    parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text.items()]
+    return [f"{_as_sentence('; '.join(parts))}."] if parts else []
+
+
+def _same_at(group: Compared) -> list[str]:
+    if not group.effects:
+        first = alike(group.arms)
+        same = [arm for arm in group.arms if first[arm.name] == group.arms[0].name]
+        return [same_arms(same)] if len(same) > 1 else []
+    factors, found = {keys[0]: keys for keys in level_groups(group.arms)}, []
+    for step, *_ in by_factor(group.effects).values():
+        if step.is_alike:
+            name, levels = factor_name(step.factor), (step.base_level, step.level)
+            arms = [arm for arm in group.arms if arm.levels.get(step.factor) in levels]
+            base, changed = (f"{name} {fmt.plain(level)}" for level in levels)
+            found.append(same_decisions([changed], base, arms, factors[step.factor]))
+    return found
 
 
 def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
-    """One sentence on what is better at some loads and worse at others, if anything is: that with the largest loss."""
+    """One sentence on what is better at some loads and worse at others, if anything is: that with the largest loss.
+    claimed: by subject and metric, each with its conditions."""
     found: list[tuple[float, str]] = []
-    for (subject, label), at_loads in claimed.items():
-        (worst_load, worst), (best_load, best) = (pick(at_loads, key=lambda one: one[1].gain) for pick in (min, max))
+    for (subject, label), every in claimed.items():
+        (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
             found.append(
                 (
                     worst.gain,
-                    f"{_as_sentence(subject)} turns with the load: {label} is worse at {worst_load} "
-                    f"({change_text(worst)}) and better at {best_load} ({change_text(best)}).",
+                    f"{_as_sentence(subject)} turns with the load: {label} is worse {at_worst} "
+                    f"({change_text(worst)}) and better {at_best} ({change_text(best)}).",
                 )
             )
     return [min(found)[1]] if found else []
@@ -188,21 +291,29 @@ def _described(group: Compared, slo: SLO | None) -> str:
     return said + " There is one arm, so nothing is compared."
 
 
-def _subjects(group: Compared) -> list[tuple[str, list[Comparison], str]]:
-    """(what against what, its comparisons, in which metrics the average of a factor hides what others make of it).
-    Of a factorial design its factors, and arms in metrics that no factor changes on average."""
-    found: list[tuple[str, list[Comparison], str]] = []
+def _subjects(group: Compared) -> list[_Subject]:
+    """What is compared and changed a decision. Of a factorial design its factors, and arms in metrics that no factor
+    changes on average or by cells."""
+    found, first, base = [], alike(group.arms), group.arms[0]
     for effects in by_factor(group.effects).values():
-        first = effects[0]
-        change = f"{fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
-        uneven = [effect.comparison.metric.label for effect in effects if effect.interaction is not None]
-        hidden = f" (in {fmt.listing(uneven)} the effect depends on the other factors)" if uneven else ""
-        subject = f"on average over the other factors, {factor_name(first.factor)} {change}"
-        found.append((subject, [effect.comparison for effect in effects], hidden))
-    known = {effect.comparison.metric.label for effect in group.effects if effect.comparison.is_claim}
+        step = effects[0]
+        if step.is_alike:
+            continue
+        by_cell = [effect for effect in effects if _is_uneven(effect)]
+        even = [effect for effect in effects if effect not in by_cell]
+        sizes = [effect.comparison.metric.label for effect in even if effect.interaction is not None]
+        hidden = f" (in {fmt.listing(sizes)} the effect depends on the other factors)" if sizes else ""
+        name = f"{factor_name(step.factor)} {fmt.plain(step.level)} instead of {fmt.plain(step.base_level)}"
+        rows = [effect.comparison for effect in even]
+        arms = preempting(group.arms, [step.factor])
+        found.append(_Subject(name, rows, hidden, by_cell, "on average over the other factors, ", arms))
+    known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
-    by_arm = grouped(rows, lambda row: row.arm)
-    return found + [(f"{arm} against {group.arms[0].name}", mine, "") for arm, mine in by_arm.items()]
+    for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
+        both = [base, *(arm for arm in group.arms if arm.name == name)]
+        keys = [key for factor in level_groups(both) for key in factor]
+        found.append(_Subject(f"{name} against {base.name}", mine, preempting=preempting(both, keys)))
+    return found
 
 
 def _told(claims: Sequence[Comparison]) -> str:
@@ -237,5 +348,4 @@ def _best_within(group: Compared, slo: SLO) -> str:
         if row.verdict != "lower"
     ]
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
-    where = f"At {group.load}, " if group.load else ""
-    return f"{where}{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}."
+    return _under(group, f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -18,14 +17,12 @@ from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.first_screen import Compared
 from analysis.reports.keeping_up import State, judged, who
+from analysis.reports.replicates import Level, drawn_by, shared
 
-_DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
 _FEW = 5  # replicates: below, intervals are wide
-_MOSTLY = 0.75  # of the requests: what replicates share says as much as what they do not
 _NEAR, _FAR = 0.05, 0.15  # of measured errors
 _ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens_per_s")
 
-Level = Literal["good", "fair", "poor"]
 _LEVELS = ("good", "fair", "poor")
 
 
@@ -60,45 +57,13 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     num = min((num_replicates(group.arms) for group in groups if group.arms), default=0)
     if num < 2:
         return Trust("replicates", "poor", "one replicate: nothing says how the result varies between traces")
-    given = grouped((step for run in runs for step in _steps(run)), lambda step: str(step.get("name")))
-    drawn = [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
+    drawn = drawn_by(runs)
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
     others = [f"other {name}" for name in dict.fromkeys(stated) if name != "trace.transforms" or not drawn]
     how = f", by {fmt.listing([*drawn, *others])}" if drawn or others else ""
-    found = [_shared([run for arm in group.arms for run in arm.runs], drawn) for group in groups]
-    level, shared = max(found, key=lambda one: _LEVELS.index(one[0]))
-    return Trust("replicates", level if num >= _FEW or level == "poor" else "fair", f"{num} replicates{how}{shared}")
-
-
-def _steps(run: Run) -> list[Mapping[str, Any]]:
-    """The trace's transformations."""
-    return [step for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
-
-
-def _shared(runs: Sequence[Run], drawn: Sequence[str]) -> tuple[Level, str]:
-    """The most that replicates of one load are worth, which have requests in common; and what is to be said of that."""
-    narrow = "intervals are narrower than those of other traces would be"
-    if any(early_end > late_start for (_, early_end), (late_start, _) in pairwise(sorted(set(map(_window, runs))))):
-        return "poor", f": their windows overlap, so {narrow}"
-    steps = [step for run in runs for step in _steps(run)]
-    kept = [float(step.get("fraction", 1.0)) for step in steps if step.get("name") == "thin"]
-    if not {"window", "bootstrap", "sample_sessions"}.isdisjoint(drawn):
-        return "good", ""
-    if kept:
-        told = f": each shares {fmt.share(max(kept))} of another's requests, so {narrow}"
-        return "poor" if max(kept) > _MOSTLY else "fair", told
-    if any(step.get("name") == "set_rate" and step.get("by") == "thin" for step in steps):
-        return "fair", f": each shares a part of another's requests, so {narrow}"
-    if "jitter" in drawn:
-        return "poor", " of the same requests: how the result hangs on exact arrivals, and nothing of other traces"
-    return "good", ""
-
-
-def _window(run: Run) -> tuple[float, float]:
-    """What is cut out of its trace, in s."""
-    spans = [(run.flat_config.get("trace.start_s"), run.flat_config.get("trace.end_s"))]
-    spans += [(step.get("start_s"), step.get("end_s")) for step in _steps(run) if step.get("name") == "window"]
-    return max(start or 0.0 for start, _ in spans), min(float("inf") if end is None else end for _, end in spans)
+    found = [shared([run for arm in group.arms for run in arm.runs]) for group in groups]
+    level, why = max(found, key=lambda one: _LEVELS.index(one[0]))
+    return Trust("replicates", level if num >= _FEW or level == "poor" else "fair", f"{num} replicates{how}{why}")
 
 
 def _ignoring(arms: Sequence[Arm]) -> str:

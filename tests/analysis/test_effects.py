@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from analysis.comparison.arms import Arm
-from analysis.comparison.compare import LATENCY, SLO_METRICS
+from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
 from analysis.comparison.effects import Effect, main_effects
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.reports.findings import effect_finding
+from analysis.reports.first_screen import Compared, answer
 
 NUM = 6  # replicates
 
@@ -25,8 +27,9 @@ class Known:
 
     def __init__(self, name: str, seed: int, value: float) -> None:
         self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
-        self.manifest = {"seed": seed, "backend": "real"}
-        self.summary = {"finish_reasons": {"ignored": 0}}
+        self.manifest = {"seed": seed, "backend": "sim", "digest": str(value)}
+        self.summary = {"finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}}
+        self.flat_config: dict[str, Any] = {}
         self._value = value
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
@@ -45,6 +48,11 @@ def design(value_of: Callable[[int, int], float], noise: float, seed: int = 1) -
     return arms
 
 
+def with_values(name: str, values: Sequence[float]) -> Arm:
+    runs = [Known(name, number, float(value)) for number, value in enumerate(values)]
+    return Arm(name, {"scheduler.name": name}, cast(tuple[Run, ...], tuple(runs)))
+
+
 def first_effect(arms: list[Arm], metric: Any) -> Effect:
     return next(effect for effect in main_effects(arms, arms[0], [metric]) if effect.factor == "x.a")
 
@@ -60,9 +68,12 @@ def test_factors_that_multiply_do_not_interact() -> None:
 def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an_interval() -> None:
     effect = first_effect(design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02), LATENCY[0])
     assert effect.interaction is not None
-    cells, least, most, apart = effect.interaction
-    assert cells[1] == "b 2"
-    assert (least, most) == pytest.approx((math.log(2), math.log(3)), abs=0.05)
+    least, most, apart = effect.interaction.least, effect.interaction.most, effect.interaction.estimate
+    assert most.arm == "b 2"
+    assert least.estimate is not None
+    assert most.estimate is not None
+    assert (least.estimate.value, most.estimate.value) == pytest.approx((math.log(2), math.log(3)), abs=0.05)
+    assert least.verdict == most.verdict == "higher"
     assert apart.low < math.log(1.5) < apart.high
     assert apart.level == pytest.approx(1 - 0.05 / 3), "of three pairs of cells"
     said = effect_finding([effect], 0.02).replace("\u00a0", " ")
@@ -83,3 +94,52 @@ def test_a_rate_that_falls_to_zero_has_an_effect_in_its_own_unit() -> None:
     assert (row.estimate.scale, row.verdict, row.gain) == ("difference", "lower", -math.inf)
     assert row.base == pytest.approx(-row.estimate.value)
     assert "worse in goodput (from 4" in effect_finding([effect], 0.02)
+
+
+@pytest.mark.parametrize(
+    ("value_of", "words"),
+    [
+        (lambda a, b: 2.0 ** (a * (1 - b)), "mean TTFT is better with b 2 (−5X %) and worse with b 0 (+XX %)."),
+        (
+            lambda a, b: 2.0 ** (a * (b == 0)),
+            "mean TTFT is inside the noise with b X (X %) and worse with b 0 (+XX %).",
+        ),
+    ],
+)
+def test_an_effect_that_turns_with_another_factor_is_answered_by_cells_and_by_no_average(
+    value_of: Callable[[int, int], float], words: str
+) -> None:
+    arms = design(value_of, 0.03)
+    rows = compare(arms, arms[0], LATENCY[:1])
+    said = answer([Compared("", arms, rows, main_effects(arms, arms[0], LATENCY[:1]))], None)
+    (told,) = [text.replace("\u00a0", " ") for text in said if "a 1 instead of 0" in text]
+    pattern = re.escape(f"a 1 instead of 0: {words}").replace("X\\ %", "\\S+\\ %").replace("X", "\\S+")
+    assert re.fullmatch(pattern, told), told
+    assert not any("against" in text for text in said), "an arm's change is that of a cell"
+
+
+def test_arms_that_decided_alike_are_one_comparison_of_a_metric() -> None:
+    rng = np.random.default_rng(3)
+    base = rng.uniform(1, 2, NUM)
+    one, other = base * np.exp(rng.normal(0.05, 0.05, NUM)), base * np.exp(rng.normal(0.2, 0.05, NUM))
+    arms = [with_values(name, values) for name, values in (("base", base), ("one", one), ("other", other))]
+
+    def told(arms: Sequence[Arm]) -> dict[str, float | None]:
+        return {row.arm: row.p_holm for row in compare(arms, arms[0], LATENCY[:1])}
+
+    twice = told([*arms, with_values("one again", one)])
+    assert twice == told(arms) | {"one again": twice["one"]}
+    assert twice["one"] != told([*arms, with_values("another", one * np.exp(rng.normal(0, 0.01, NUM)))])["one"]
+
+
+def test_levels_that_decided_alike_are_one_effect() -> None:
+    def effects(num_levels: int) -> list[float | None]:
+        arms = design(lambda a, b: 1.05**a * 1.1**b, 0.05)
+        arms = [arm for arm in arms if arm.levels["x.b"] < 2]
+        again = [Arm(f"{arm.name} again", {**arm.levels, "x.b": 2}, arm.runs) for arm in arms if arm.levels["x.b"] == 1]
+        found = main_effects([*arms, *again[: 2 * (num_levels > 2)]], arms[0], LATENCY[:1])
+        return [effect.comparison.p_holm for effect in found]
+
+    a, b, same = effects(3)
+    assert b == same == effects(2)[1]
+    assert len({a, b}) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.effects import Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
@@ -61,10 +63,28 @@ def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None
     assert not any("turns" in text for text in said[1:])
 
 
+def test_an_average_that_hides_two_signs_is_told_by_cells() -> None:
+    ends = (row("b 0", 0, -0.2, claimed=False), row("b 1", 0, 0.01, claimed=False))
+    interaction = Interaction(ends, Estimate(0.2, 0.1, 0.3, 5, "paired t", "log_ratio"))
+    effect = Effect("x.a", 0, 1, row("1", 0, -0.1), (("base", "a"), ("b", "ab")), interaction)
+    (said,) = answer([Compared("", [Arm("base", {}, ())], [row("a", 0, -0.1)], [effect])], None)
+    assert said.replace("\u00a0", " ") == (
+        "a 1 instead of 0: mean TTFT is inside the noise with b 0 (−18 %) and inside the noise with b 1 (+1.0 %)."
+    )
+
+
 def test_no_interval_is_no_equality() -> None:
     rows = [Comparison("a", metric, 1.0, None, "unknown") for metric in LATENCY]
     (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
     assert said == "There is too little data for a claim: too few replicates, or too few requests of one."
+
+
+def test_what_has_no_interval_is_not_called_equal_where_the_rest_is() -> None:
+    """Of one trace a mean has an interval, and neither a rate nor a short tail has."""
+    unknown = Estimate(-0.04, -math.inf, math.inf, 1, "paired t", "log_ratio")
+    rows = [row("a", 0, 0.001, claimed=False), Comparison("a", LATENCY[3], 1.0, unknown, "unknown")]
+    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    assert said.startswith("There is too little data for a claim")
 
 
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:

@@ -141,12 +141,54 @@ def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:
     assert "differ in more than" not in report(tmp_path / "same")
 
 
-def test_what_was_never_triggered_is_called_so(tmp_path: Path) -> None:
+def answered(said: str) -> list[str]:
+    return [
+        line for line in said.partition("## Answer")[2].partition("| trust |")[0].splitlines() if line.startswith("- ")
+    ]
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_what_was_never_triggered_is_called_so(tmp_path: Path, seeds: int) -> None:
     for mode in ("swap", "recompute"):
-        ran(tmp_path / mode, scheduler={"name": "vllm_v0", "preemption": mode})
+        for seed in range(seeds):
+            ran(tmp_path / f"{mode}-{seed}", scheduler={"name": "vllm_v0", "preemption": mode}, seed=seed)
     said = report(tmp_path)
-    assert "preemption swap took the same decisions as preemption recompute at every step" in said
-    assert "was never triggered: nothing was preempted." in said
+    same = "preemption swap took the same decisions as preemption recompute at every step"
+    told = f"- {same}; what sets them apart was never triggered: nothing was preempted."
+    assert said.splitlines().count(told) == 2, "a caution, and the answer"
+    assert answered(said) == [told]
+
+
+def test_a_factor_that_was_never_triggered_is_told_with_what_another_did(tmp_path: Path) -> None:
+    for mode in ("recompute", "swap"):
+        for seqs in (64, 2):
+            for seed in range(2):
+                scheduler = {"name": "vllm_v0", "preemption": mode, "max_num_seqs": seqs}
+                ran(tmp_path / f"{mode}-{seqs}-{seed}", scheduler=scheduler, seed=seed)
+    *_, told = answered(report(tmp_path, baseline="max num seqs 64, preemption recompute"))
+    assert told.startswith("- preemption swap took the same decisions as preemption recompute at every step; what sets")
+    assert told.endswith(" was never triggered: nothing was preempted.")
+
+
+def test_victims_that_were_chosen_alike_were_triggered(tmp_path: Path) -> None:
+    same = {"_target_": "testbed.policies.victim.MostBlocks"}
+    for name, victim in (("a", "most_blocks"), ("b", same)):
+        ran(tmp_path / name, scheduler={"name": "vllm_v1", "victim": victim}, cache={"num_gpu_blocks": 330})
+    said = report(tmp_path)
+    assert load_sweep(tmp_path).runs[0].summary["preemptions"]["total"] > 0
+    assert "never triggered" not in said
+    assert answered(said) == ["- victim MostBlocks took the same decisions as victim most_blocks at every step."]
+
+
+def test_what_was_hardly_triggered_is_told_with_how_often(tmp_path: Path) -> None:
+    for mode in ("recompute", "swap"):
+        scheduler = {"name": "vllm_v0", "preemption": mode}
+        ran(tmp_path / mode, scheduler=scheduler, cache={"num_gpu_blocks": 400, "num_cpu_blocks": 400})
+    runs = load_sweep(tmp_path).runs
+    num = sum(run.summary["preemptions"]["total"] for run in runs)
+    assert num > 0
+    *_, told = answered(report(tmp_path))
+    assert told.startswith(f"- There is too little data for a claim ({num} preemptions in 240 requests): ")
 
 
 def test_fair_shares_of_one_tenant_say_nothing(tmp_path: Path) -> None:

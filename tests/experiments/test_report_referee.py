@@ -165,6 +165,10 @@ def test_windows_that_overlap_are_no_replicates_of_each_other(tmp_path: Path, is
         ran(tmp_path / str(start), trace=trace, report={"replicates": ["trace.start_s", "trace.end_s"]})
     level, why = light(arms_of(tmp_path), "replicates")
     assert (level == "poor") is ("their windows overlap" in why) is is_overlapping
+    arms = arms_of(tmp_path)
+    rows = [Comparison("b", LATENCY[0], 1.0, CHANGE, "lower")]
+    (said,) = answer([Compared("", arms, rows, ())], None)
+    assert said.startswith("On poor replicates, which share requests, b against ") is is_overlapping
 
 
 def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_path: Path) -> None:

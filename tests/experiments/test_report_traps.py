@@ -25,6 +25,7 @@ from tests.experiments.test_report_conclusions import TIGHT, ran, report
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
 LIGHT = {"num_requests": 120, "rate": 5.0}
+PAIRS = (("base", "other"),)
 
 
 def row(arm: str, metric: int, change: float, said: Verdict) -> Comparison:
@@ -33,12 +34,12 @@ def row(arm: str, metric: int, change: float, said: Verdict) -> Comparison:
 
 def test_an_arm_s_gain_is_told_where_no_factor_has_an_average_one() -> None:
     arms = [Arm("base", {}, ())]
-    effects = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.01, "inside the noise"), 2, None)]
+    effects = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.01, "inside the noise"), PAIRS, None)]
     rows = [row("other", 0, -0.2, "lower"), row("other", 1, 0.1, "inside the noise")]
     (said, more) = answer([Compared("", arms, rows, effects)], None)
     assert said.replace("\u00a0", " ").endswith("other against base: better in mean TTFT (−18 %).")
     assert more == "1 more comparison shows no difference beyond the noise."
-    claimed = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.1, "lower"), 2, None)]
+    claimed = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.1, "lower"), PAIRS, None)]
     (said,) = answer([Compared("", arms, rows, claimed)], None)
     assert "On average over the other factors, watermark 0.1 instead of 0" in said, "what a factor does is told as its"
 
@@ -87,7 +88,13 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
     (answered,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
     names = f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name}"
-    assert answered.startswith(f"Beyond the capacity of {names}, vllm_v1 against sarathi: better in mean TTFT")
+    assert answered.startswith(
+        "Over all runs (3 of 4 are beyond capacity), vllm_v1 against sarathi: better in mean TTFT"
+    )
+    arms[0].runs[0].summary["steadiness"]["is_outrun"] = True
+    (answered,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
+    assert answered.startswith("Beyond the capacity of every arm, vllm_v1 against sarathi: better in mean TTFT")
+    arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
     for run in (run for arm in arms for run in arm.runs):
         run.summary["throughput"]["offered_per_s"] = 1180.4
     (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]

@@ -292,8 +292,9 @@ def _left_out_start(arms: Sequence[Arm]) -> list[str]:
     left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
     warmup_s = runs[0].flat_config.get("report.warmup_s")
     return [
-        f"Of each run the requests that came in its first {warmup_s:g} s are left out of all numbers "
-        f"(report.warmup_s): {fmt.number(left)} of {fmt.number(left + kept)}."
+        f"The requests that came in the first {warmup_s:g} s of each run (report.warmup_s), {fmt.number(left)} of "
+        f"{fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput and goodput are of all that "
+        "ended after these seconds."
     ]
 
 

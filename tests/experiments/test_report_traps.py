@@ -52,7 +52,8 @@ def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
     (tmp_path / "sarathi" / "done").unlink()
     said = report(tmp_path)
     left = 2 * load_sweep(tmp_path).runs[0].summary["num_in_warmup"]
-    assert f"came in its first 4 s are left out of all numbers (report.warmup_s): {left} of 240" in said
+    assert f"came in the first 4 s of each run (report.warmup_s), {left} of 240, count in no latency and no SLO" in said
+    assert "throughput and goodput are of all that ended after these seconds" in said
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,10 +310,9 @@ def _few_requests(arms: Sequence[Arm]) -> list[str]:
         return []
     if not least:
         return ["A run has no request that ended: it has no E2E latency."]
-    ended = "1 request" if least == 1 else f"{least} requests"
     return [
-        f"A run has {ended} that ended: its P99s are all but its largest values, and say little of a tail. More "
-        "requests help."
+        f"A run has {fmt.count(least, 'request')} that ended: its P99s are all but its largest values, and say little "
+        "of a tail. More requests help."
     ]
 
 

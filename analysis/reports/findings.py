@@ -10,7 +10,14 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, replicates
 from analysis.comparison.compare import Comparison
 from analysis.comparison.effects import Effect
-from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
+from analysis.comparison.wording import (
+    bounds_text,
+    change_text,
+    difference_text,
+    interval_text,
+    relative_text,
+    verdict_text,
+)
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.naming import factor_name
@@ -43,10 +50,11 @@ def _interaction_text(effect: Effect) -> str:
     assert effect.interaction is not None
     comparison, (cells, least, most, apart) = effect.comparison, effect.interaction
     if apart.scale == "difference":
-        told = [comparison.metric.write(value) for value in (least, most)]
+        told = [difference_text(comparison.metric, value) for value in (least, most)]
         by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
     else:
-        told = fmt.changes([100.0 * math.expm1(value) for value in (least, most)])
+        written = fmt.changes([100.0 * math.expm1(value) for value in (least, most)])
+        told = [relative_text(comparison.metric, change) for change in written]
         by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
     return f"{comparison.metric.label} by {told[0]} with {cells[0]} and by {told[1]} with {cells[1]} (apart by {by})"
 

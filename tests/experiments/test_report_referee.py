@@ -55,8 +55,8 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ("lower", "lower", ""),
         ("inside the noise", "equivalent", " (no difference beyond the noise)"),
         ("lower", "inside the noise", f" (the noise may set {other} apart from {base})"),
-        ("lower", "unknown", f" (of {other} no interval is known)"),
-        ("unknown", "unknown", " (of these no interval is known)"),
+        ("lower", "unknown", f" (no interval of the difference of {other} is known)"),
+        ("unknown", "unknown", " (no interval of the difference is known)"),
     )
     estimate = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
     for first, second, words in cases:

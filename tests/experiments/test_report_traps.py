@@ -11,7 +11,7 @@ import pytest
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Effect
-from analysis.format import change, number
+from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
@@ -154,6 +154,13 @@ def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None
     for num, words in ((1, "1 request that ended: its P99s"), (0, "no request that ended: it has no E2E latency.")):
         arms[0].runs[0].summary["num_finished"] = num
         assert any(text.startswith(f"A run has {words}") for text in cautions({"": arms}, 0.02))
+
+
+@pytest.mark.parametrize(("num", "words"), [(1, "1 request"), (2, "2 requests at once")])
+def test_requests_that_have_no_rate_are_told_without_one(tmp_path: Path, num: int, words: str) -> None:
+    ran(tmp_path / "run", trace=[{"arrival_time": 0.0, "prompt_tokens": 50, "output_tokens": 5}] * num)
+    assert f"(sim), {words}: TTFT" in report(tmp_path)
+    assert count(num, "request") in str(load(tmp_path / "run"))
 
 
 class Raises:

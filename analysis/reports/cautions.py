@@ -264,8 +264,9 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
     runs = [run for _, run in every]
     parts = []
     for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
-        these, others = (list(dict.fromkeys(map(name, ones))) for ones in (chosen, every))
-        if len(these) < len(others):
+        names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
+        these = [one for one in names if one in among]
+        if len(these) < len(names):
             more = [f"{len(these) - _MAX_KEYS} more"] if len(these) > _MAX_KEYS else []
             parts.append(fmt.listing([*these[:_MAX_KEYS], *more]))
     if len({name for name, _ in chosen}) == len(arms) > 1:
@@ -317,19 +318,13 @@ def _few_requests(arms: Sequence[Arm]) -> list[str]:
 
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
-    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates. An
-    empty system is fast; what is slower than the rest is a burst, and none of the start's."""
-    changed: list[tuple[str, Run]] = []
-    most = 0.0
-    for arm in arms:
-        runs = counted(arm)
-        steady = [state_of(run) != "beyond" for run in runs]  # the others come to no steady state
-        changes = [_change_by_warm_up(run) if is_so else 0.0 for run, is_so in zip(runs, steady, strict=True)]
-        if np.median(changes) > margin:
-            changed += [(arm.name, run) for run, change in zip(runs, changes, strict=True) if change > margin]
-            most = max(most, *changes)
-    if not changed:
+    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates of an
+    arm. An empty system is fast; what is slower than the rest is a burst, and none of the start's."""
+    changes = {arm.name: [(run, _change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
+    if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
         return []
+    changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
+    most = max(change for each in changes.values() for _, change in each)
     said, longer = "The start, when the system is still empty,", ""
     if warmup_s := _warmup_s(changed[0][1]):
         said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
@@ -340,6 +335,9 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
 
 
 def _change_by_warm_up(run: Run) -> float:
+    """Of mean TTFT; 0 beyond capacity, where no steady state comes."""
+    if state_of(run) == "beyond":
+        return 0.0
     requests = run.requests.sort_values("arrival_ns", kind="stable")
     start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)
     kept = requests[requests["arrival_ns"] >= start_ns]

@@ -90,6 +90,9 @@ def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Pat
     changes = [_change_by_warm_up(run) for arm in arms for run in arm.runs]
     assert f"up to {change(100 * max(changes))} off" in said
     assert sum(one > 0.02 for one in changes) == 4
+    arms[0].runs[0].summary["steadiness"]["is_outrun"] = True
+    (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
+    assert "in 3 of 6 runs (every arm; seed 0 and seed 1)" in said, "of the arm in which one of three is left, too"
 
 
 def test_a_cut_that_leaves_one_request_is_told(tmp_path: Path) -> None:

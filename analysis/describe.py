@@ -69,7 +69,7 @@ def run_lines(run: Described) -> list[str]:
     return [
         f"run      {run.path} ({status}, {manifest.get('backend')}): {manifest.get('scheduler')}, "
         f"{manifest.get('model')} on {manifest.get('device')}{fleet}",
-        f"trace    {trace.get('name')}, {summary['num_requests']:,} requests, "
+        f"trace    {trace.get('name')}, {fmt.count(summary['num_requests'], 'request')}, "
         f"{fmt.number(rates['offered_per_s'], 'req/s')} offered, {fmt.seconds(summary['duration_s'])} long, "
         f"seed {manifest.get('seed')}",
         f"latency  {'; '.join(latencies)}",

@@ -44,6 +44,11 @@ def number(value: float | None, unit: str = "") -> str:
     return (MINUS if value < 0 else "") + text + (f"{SPACE}{unit}" if unit else "")
 
 
+def count(num: float, noun: str) -> str:
+    """ "1 request", "1 234 requests"."""
+    return f"{number(num)} {noun}{'s' * (num != 1)}"
+
+
 def mean_count(value: float | None) -> str:
     """A mean of counts: below 1 with two decimals at most, since a thousandth of a request says nothing."""
     if value is None or abs(value) >= 1:
@@ -57,6 +62,11 @@ def share(value: float | None) -> str:
         return NOTHING
     text = significant(100.0 * value)
     return f"{f'>{SPACE}99.9' if text == '100' and value < 1.0 - 1e-9 else text}{SPACE}%"
+
+
+def points(difference: float) -> str:
+    """A difference of shares of 1, in percentage points."""
+    return f"{significant(100.0 * difference)}{SPACE}points"
 
 
 def change(percent: float) -> str:

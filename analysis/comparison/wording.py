@@ -1,9 +1,12 @@
-"""A comparison in a few words and numbers, for sentences, table cells and labels of bars."""
+"""A comparison in a few words and numbers, for sentences, table cells and labels of bars.
+
+Of shares, as SLO attainment, a change in percent is called relative, and a difference is in points.
+"""
 
 from __future__ import annotations
 
 from analysis import format as fmt
-from analysis.comparison.compare import Comparison
+from analysis.comparison.compare import Comparison, Metric
 
 
 def change_text(comparison: Comparison) -> str:
@@ -16,16 +19,26 @@ def change_text(comparison: Comparison) -> str:
     if estimate.scale == "difference":
         base = comparison.base or 0.0
         return f"from {write(base)} to {write(base + estimate.value)}"
-    return _written(comparison)[0]
+    return relative_text(comparison.metric, _written(comparison)[0])
+
+
+def relative_text(metric: Metric, change: str) -> str:
+    """A change of a metric, "−23 %", so that nobody reads points in it: "−23 % relative" of a share."""
+    return f"{change} relative" if metric.write is fmt.share and change.endswith("%") else change
+
+
+def difference_text(metric: Metric, difference: float) -> str:
+    return fmt.points(difference) if metric.write is fmt.share else metric.write(difference)
 
 
 def bounds_text(comparison: Comparison) -> str:
     """Its 95 % interval: "[−28, −18]" in percent, of a difference in its unit; "" without one."""
-    estimate, write = comparison.estimate, comparison.metric.write
+    estimate = comparison.estimate
     if estimate is None or not _has_bounds(comparison):
         return ""
     if estimate.scale == "difference":
-        return f"by [{write(estimate.low)}, {write(estimate.high)}]"
+        low, high = (difference_text(comparison.metric, end) for end in (estimate.low, estimate.high))
+        return f"by [{low}, {high}]"
     low, high = (end.removesuffix(f"{fmt.SPACE}%") for end in _written(comparison)[1:])
     return f"[{low},{fmt.SPACE}{high}]"
 

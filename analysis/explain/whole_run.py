@@ -104,6 +104,8 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     for name, num in counts.head(_NAMED).items():
         own = whose[preemptions["request_id"] == name].value_counts().head(3)
         lines.append(f"- {name}, {_times(int(num))}, for {listing([f'{who} ({n})' for who, n in own.items()])}")
+    if again > _NAMED:
+        lines.append(f"- and {again - _NAMED:,} more")
     chain = _longest_chain(preemptions)
     if len(chain) > 2:
         shown = f"{' yielded to '.join(chain[:8])}{' …' if len(chain) > 8 else ''}"

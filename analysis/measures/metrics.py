@@ -11,8 +11,9 @@ Definitions (arrival is the *intended* arrival, so queueing is always inside):
     normalised latency  E2E / output tokens (Orca, vLLM)
 A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
 an ignored one (it can never fit) has no latency and is counted. TPOT of an unfinished request is that of its tokens so
-far (`num_partial` says how many). Attainment is over the requests *sent*. Rates are per second of the time base, which
-the summary states.
+far (`num_partial` says how many). Attainment is over the requests *sent*. Rates are of what happens within the time
+base, which the summary states, per second of it: throughput counts what is completed, goodput what of that keeps the
+SLO.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
 
 Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up.
-A number grows if its mean does from the second quarter to the third, and on to the fourth: in all by OUTRUN of the
-requests that arrive between the two (half of all), and by more than chance explains (three standard deviations of a
-Poisson count; between one and three, or if it was less in the third quarter, it cannot be told). Arrivals outran the
+A number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests
+that arrive between the two (half of all), and by more than chance explains (three standard deviations of a Poisson
+count; between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one
+standard deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the
 engine if the requests that were never scheduled yet grow so. If those in the system do (an engine may take in all that
 comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
 where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
 OUTRUN = 0.05
+EACH = 0.25
 LATE = 2.0
 SURE, PERHAPS = 3.0, 1.0  # standard deviations
 QUARTERS = (1, 2, 3)
@@ -132,7 +135,9 @@ def _ends(piece: RequestColumns) -> FloatArray:
 
 def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
     """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests."""
-    return bool(waiting) and waiting[0] < waiting[1] < waiting[2] and _grew(waiting, num_requests, SURE)
+    if not waiting or not _grew(waiting, num_requests, SURE):
+        return False
+    return all(after - before >= EACH * (waiting[2] - waiting[0]) for before, after in pairwise(waiting))
 
 
 def _grew(counts: Sequence[float], num_requests: int, deviations: float) -> bool:

@@ -24,7 +24,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, Codes, FloatArray, as_rows
 
-SUMMARY_VERSION = 11
+SUMMARY_VERSION = 12
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -41,8 +41,8 @@ def summarise(
 
     Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`);
     memory grows neither with the steps nor with the requests, and all quantiles are exact. `warmup_s` drops the
-    requests that arrive in the first seconds after the first arrival, and starts the time base there. "checks"
-    (`analysis.measures.checks`) are of the whole run.
+    requests that arrive in the first seconds after the first arrival, and starts the time base there: rates are of what
+    ends or is emitted since then, of whichever request. "steadiness" and "checks" are of the whole run.
     """
     everything, step_rows = Requests.of(requests), as_rows(steps)
     end_ns = run_end_ns(everything, step_rows)
@@ -67,7 +67,7 @@ def summarise(
         "time_base": TIME_BASE + (f", without the first {warmup_s:g} s" if warmup_s else ""),
         **_latencies(kept, end_ns),
         "throughput": _throughput(everything, start_ns, end_ns),
-        "slo": None if limits is None else _attainment(kept, limits, duration_s),
+        "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
         **_cache_and_preemptions(kept, computed),
         "fairness": _fairness(kept),
         **of_steps,
@@ -203,16 +203,21 @@ def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any
     }
 
 
-def _attainment(requests: Requests, slo: SLO, duration_s: float) -> dict[str, Any]:
-    """Share of the requests sent that kept every limit, its Wilson interval, and the goodput (requests/s)."""
-    met, sent = requests.sum(lambda piece: meets_slo(piece, slo).sum()), len(requests)
-    low, high = wilson(met, sent) if sent else (None, None)
+def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, duration_s: float) -> dict[str, Any]:
+    """Of the requests sent since start_ns the share that kept every limit, and its Wilson interval; and the goodput:
+    of what was completed since then, as throughput counts it, those that kept every limit, per second."""
+    num_met = num_good = 0
+    for piece in requests.pieces():
+        is_met = meets_slo(piece, slo)
+        num_met += int(is_met[piece.whole("arrival_ns") >= start_ns].sum())
+        num_good += int(is_met[piece.numbers("finish_ns") >= start_ns].sum())
+    low, high = wilson(num_met, num_sent) if num_sent else (None, None)
     return {
         "limits": slo.limits,
-        "num_met": met,
-        "attainment": met / sent if sent else None,
+        "num_met": num_met,
+        "attainment": num_met / num_sent if num_sent else None,
         "attainment_ci95": [low, high],
-        "goodput_per_s": met / duration_s if duration_s > 0 else None,
+        "goodput_per_s": num_good / duration_s if duration_s > 0 else None,
     }
 
 

@@ -252,22 +252,25 @@ def _draining(arms: Sequence[Arm]) -> list[str]:
 def _is_drained_long(run: Run) -> bool:
     rate = run.summary["throughput"]
     is_told = state_of(run) in ("kept up", "untold") and not ignored(run)
-    return is_told and bool(rate["requests_per_s"] < _DRAINED * rate["offered_per_s"])
+    return is_told and bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
 
 
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
-    """Of which runs a number is the mean: "in 5 of 25 runs (seed 3) ", with the arms where not all are among them, and
-    the replicates where not all are; "" for all runs."""
+    """What runs a number is of: "in 5 of 25 runs (every arm; seed 3) ", with the replicates where not all are among
+    them; "" for all runs."""
     every = [(arm.name, run) for arm in arms for run in counted(arm)]
     if len(chosen) == len(every):
         return ""
     runs = [run for _, run in every]
     parts = []
     for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
-        these, others = (list(dict.fromkeys(map(name, ones))) for ones in (chosen, every))
-        if len(these) < len(others):
+        names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
+        these = [one for one in names if one in among]
+        if len(these) < len(names):
             more = [f"{len(these) - _MAX_KEYS} more"] if len(these) > _MAX_KEYS else []
             parts.append(fmt.listing([*these[:_MAX_KEYS], *more]))
+    if len({name for name, _ in chosen}) == len(arms) > 1:
+        parts.insert(0, "every arm")
     told = f" ({'; '.join(parts)})" if parts else ""
     return f"in {len(chosen)} of {len(every)} runs{told} "
 
@@ -290,10 +293,11 @@ def _left_out_start(arms: Sequence[Arm]) -> list[str]:
     if not runs:
         return []
     left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
-    warmup_s = runs[0].flat_config.get("report.warmup_s")
+    warmup_s = _warmup_s(runs[0])
     return [
-        f"Of each run the requests that came in its first {warmup_s:g} s are left out of all numbers "
-        f"(report.warmup_s): {fmt.number(left)} of {fmt.number(left + kept)}."
+        f"The requests that came in the first {warmup_s:g} s of each run (report.warmup_s), {fmt.number(left)} of "
+        f"{fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput and goodput are of all that "
+        "ended after these seconds."
     ]
 
 
@@ -305,35 +309,43 @@ def _few_requests(arms: Sequence[Arm]) -> list[str]:
     least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_MIN_FOR_P99)
     if least >= _MIN_FOR_P99:
         return []
+    if not least:
+        return ["A run has no request that ended: it has no E2E latency."]
     return [
-        f"A run has {fmt.number(least)} requests that ended: its P99s are all but its largest values, and say little "
+        f"A run has {fmt.count(least, 'request')} that ended: its P99s are all but its largest values, and say little "
         "of a tail. More requests help."
     ]
 
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
-    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates. An
-    empty system is fast; what is slower than the rest is a burst, and none of the start's."""
-    changes: dict[str, float] = {}
-    for arm in arms:
-        runs = counted(arm)
-        steady = [state_of(run) != "beyond" for run in runs]  # the others come to no steady state
-        each = [_change_by_warm_up(run) if is_so else 0.0 for run, is_so in zip(runs, steady, strict=True)]
-        changes[arm.name] = float(np.median(each))
-    worst = max(changes, key=lambda name: changes[name])
-    if changes[worst] <= margin:
+    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates of an
+    arm. An empty system is fast; what is slower than the rest is a burst, and none of the start's."""
+    changes = {arm.name: [(run, _change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
+    if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
         return []
+    changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
+    most = max(change for each in changes.values() for _, change in each)
+    said, longer = "The start, when the system is still empty,", ""
+    if warmup_s := _warmup_s(changed[0][1]):
+        said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
     return [
-        f"The start, when the system is still empty, is part of all numbers: without it (MSER-5's cut) mean TTFT "
-        f"of {worst} would be {fmt.change(100 * changes[worst])} off what is shown. A longer trace helps, or "
-        "report.warmup_s."
+        f"{said} is part of all numbers: without it (MSER-5's cut) mean TTFT {_in_which(changed, arms)}would be up to "
+        f"{fmt.change(100 * most)} off what is shown. A longer trace helps, or {longer}report.warmup_s."
     ]
 
 
 def _change_by_warm_up(run: Run) -> float:
+    """Of mean TTFT; 0 beyond capacity, where no steady state comes."""
+    if state_of(run) == "beyond":
+        return 0.0
     requests = run.requests.sort_values("arrival_ns", kind="stable")
-    start_ns = requests["arrival_ns"].min() + round((run.flat_config.get("report.warmup_s") or 0.0) * 1e9)
+    start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)
     kept = requests[requests["arrival_ns"] >= start_ns]
     ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
     cut = mser5(ttft)
     return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
+
+
+def _warmup_s(run: Run) -> float:
+    """What report.warmup_s cuts off."""
+    return run.flat_config.get("report.warmup_s") or 0.0

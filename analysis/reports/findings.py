@@ -10,7 +10,14 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, replicates
 from analysis.comparison.compare import Comparison
 from analysis.comparison.effects import Effect
-from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
+from analysis.comparison.wording import (
+    bounds_text,
+    change_text,
+    difference_text,
+    interval_text,
+    relative_text,
+    verdict_text,
+)
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.naming import factor_name
@@ -45,10 +52,12 @@ def _interaction_text(effect: Effect) -> str:
     ends = effect.interaction.least, effect.interaction.most
     sizes = [end.estimate.value for end in ends if end.estimate is not None]
     if apart.scale == "difference":
-        told = [comparison.metric.write(size) for size in sizes]
+        told = [difference_text(comparison.metric, size) for size in sizes]
         by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
     else:
-        told = fmt.changes([100.0 * math.expm1(size) for size in sizes])
+        told = [
+            relative_text(comparison.metric, one) for one in fmt.changes([100.0 * math.expm1(size) for size in sizes])
+        ]
         by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
     where = [f"by {size} with {end.arm}" for size, end in zip(told, ends, strict=True)]
     return f"{comparison.metric.label} {' and '.join(where)} (apart by {by})"

@@ -13,6 +13,7 @@ from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison,
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import change_text
+from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
 from analysis.reports.keeping_up import judged, who
@@ -83,17 +84,24 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
     by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
     (most, best), *others = by_share.items()
+    over = _over_replicates(group.arms)
     if not others:
         both = " both" if len(best) == 2 else ""
         who = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
-        return f"{who} {'keep' if both else 'keeps'} the SLO for {most} of the requests"
-    said = f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests"
+        return f"{who} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
+    said = f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests{over}"
     if len(by_share) <= _MAX_SHARES:
         rest = [f"{fmt.listing(names)} for {text}" for text, names in others]
         return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
     (least, worst) = others[-1]
     how_sure = _how_sure(group, by_share, (most, least))
     return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
+
+
+def _over_replicates(arms: Sequence[Arm]) -> str:
+    nums = sorted({len(replicates(arm)) for arm in arms if arm.runs})
+    span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
+    return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
 
 
 def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
@@ -111,7 +119,8 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     elif noise:
         said.append(f"the noise may set {fmt.listing(noise)} apart from {base}")
     if untested:
-        said.append(f"of {'these' if untested == away else fmt.listing(untested)} no interval is known")
+        of = "" if untested == away else f" of {fmt.listing(untested)}"
+        said.append(f"no interval of the difference{of} is known")
     return f" ({'; '.join(said)})" if said else ""
 
 
@@ -275,12 +284,10 @@ def _described(group: Compared, slo: SLO | None) -> str:
     runs = list(replicates(arm).values())
     manifest, told_of = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
     values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in told_of}
-    sent = fmt.number(float(np.mean([run.summary["num_requests"] for run in runs])))
-    offered = fmt.number(float(np.mean([run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs])), "req/s")
     over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""
     said = (
         f"{manifest.get('scheduler')} with {manifest.get('model')} on {manifest.get('device')} "
-        f"({manifest.get('backend')}), {sent} requests at {offered}{f' ({group.load})' if group.load else ''}{over}: "
+        f"({manifest.get('backend')}), {_came(runs)}{f' ({group.load})' if group.load else ''}{over}: "
         f"TTFT {values['mean TTFT']} in the mean and {values['P99 TTFT']} at P99, TPOT {values['mean TPOT']} and "
         f"{values['P99 TPOT']}, {values['requests/s']} and {values['output tokens/s']} served."
     )
@@ -289,6 +296,14 @@ def _described(group: Compared, slo: SLO | None) -> str:
         interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
         said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
     return said + " There is one arm, so nothing is compared."
+
+
+def _came(runs: Sequence[Run]) -> str:
+    """How many requests, and at what rate, in means over runs."""
+    num = float(np.mean([run.summary["num_requests"] for run in runs]))
+    rates = [rate for run in runs if (rate := run.summary["throughput"]["offered_per_s"]) is not None]
+    at = f" at {fmt.number(float(np.mean(rates)), 'req/s')}" if rates else " at once" if num > 1 else ""
+    return fmt.count(num, "request") + at
 
 
 def _subjects(group: Compared) -> list[_Subject]:

@@ -17,13 +17,15 @@ _FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # what a
 
 
 class Judged(NamedTuple):
-    """An arm at one load. runs: those that are in this state, of num_runs. are_replicates: none is another's repeat."""
+    """An arm at one load. runs: those that are in this state, of num_runs. are_replicates: none is another's repeat.
+    num_untold: runs of an arm beyond its capacity that were not judged."""
 
     name: str
     state: State
     runs: tuple[Run, ...]
     num_runs: int
     are_replicates: bool
+    num_untold: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -35,9 +37,11 @@ def judged(arms: Sequence[Arm]) -> list[Judged]:
     found = []
     for arm in arms:
         runs = counted(arm)
-        state: State = min(map(state_of, runs), key=_FIRST.index, default="kept up")
-        those = tuple(run for run in runs if state_of(run) == state)
-        found.append(Judged(arm.name, state, those, len(runs), len(runs) == len(replicates(arm))))
+        states = list(map(state_of, runs))
+        state: State = min(states, key=_FIRST.index, default="kept up")
+        those = tuple(run for run, its in zip(runs, states, strict=True) if its == state)
+        num_untold = sum(its in ("untold", "at once") for its in states) if state == "beyond" else 0
+        found.append(Judged(arm.name, state, those, len(runs), len(runs) == len(replicates(arm)), num_untold))
     return found
 
 
@@ -50,19 +54,20 @@ def state_of(run: Run) -> State:
 
 
 def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
-    """The arms in that state, "" for none; of more than `most`, how many."""
+    """The arms in that state, "" for none; of more than `most`, how many. Each with its runs, where not all are so."""
     those = [one for one in every if one.state == state]
     if len(those) == len(every) > 1 and all(one.is_whole for one in those):
         return "every arm"
     if most is not None and len(those) > most:
-        if len(those) < len(every):
-            return f"{len(those)} of {len(every)} arms"
-        num, num_of = sum(len(one.runs) for one in those), sum(one.num_runs for one in those)
-        return f"every arm (in {num} of {num_of} runs)"
-    return fmt.listing([_name(one) for one in those])
+        return ("every arm" if len(those) == len(every) else f"{len(those)} of {len(every)} arms") + _in_which(those)
+    return fmt.listing([one.name + _in_which([one]) for one in those])
 
 
-def _name(one: Judged) -> str:
-    if one.is_whole:
-        return one.name
-    return f"{one.name} (in {len(one.runs)} of {one.num_runs} {'replicates' if one.are_replicates else 'runs'})"
+def _in_which(those: Sequence[Judged]) -> str:
+    """In how many of their runs, and of how many others it cannot be told; "" for all."""
+    num, num_of = sum(len(one.runs) for one in those), sum(one.num_runs for one in those)
+    if num == num_of:
+        return ""
+    what = "replicates" if len(those) == 1 and those[0].are_replicates else "runs"
+    num_untold = sum(one.num_untold for one in those)
+    return f" (in {num} of {num_of} {what}{f', {num_untold} not judged' if num_untold else ''})"

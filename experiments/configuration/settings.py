@@ -179,7 +179,7 @@ class ReportConfig:
     baseline: str | None = None  # the arm that the others are compared with; null: the first
     margin: float = 0.02  # relative change that counts as none
     replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
-    warmup_s: float = 0.0  # requests that arrive in the first seconds after the first one are left out of all numbers
+    warmup_s: float = 0.0  # from the first arrival: requests that come in it count in no latency, and it in no rate
 
     def __post_init__(self) -> None:
         require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s < math.inf, "seconds, 0 or more")

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.explain.frames import preemptions, stretches, waits
 from analysis.explain.request import explain_request
-from analysis.explain.whole_run import explain_run
+from analysis.explain.whole_run import _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
@@ -153,6 +153,12 @@ def test_damaged_decisions_name_file_and_line(tmp_path: Path) -> None:
     file.write_text(lines[0] + "\n")
     with pytest.raises(RunFolderError, match=r"decisions\.jsonl, line 2"):
         waits(folder)
+
+
+def test_those_preempted_again_that_are_not_named_are_counted() -> None:
+    gone = [{"request_id": f"r{i % 7}", "for_request_id": "x", "why": "blocks"} for i in range(14)]
+    first, *named, rest, _ = _preempted(pd.DataFrame(gone))
+    assert (first, len(named), rest) == ("7 were preempted more than once.", 5, "- and 2 more")
 
 
 def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:

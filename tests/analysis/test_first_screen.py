@@ -103,12 +103,17 @@ def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
     names = [arm.name for arm in arms]
     rows = [row(names[1], index, 0.3) for index in range(6)]
 
-    def first(slo: SLO, load: str = "") -> str:
+    def first(slo: SLO, load: str = "", arms: list[Arm] = arms) -> str:
         said = answer([Compared(load, arms, rows, ())], slo)
         assert len(said) == 2
         return said[0].replace("\u00a0", " ")
 
-    assert first(SLO(ttft_s=1e6)) == f"{names[0]} and {names[1]} both keep the SLO for 100 % of the requests."
+    everyone = f"{names[0]} and {names[1]} both keep the SLO for 100 % of the requests"
+    assert first(SLO(ttft_s=1e6)) == f"{everyone} in the mean over 5 replicates."
+    one = [Arm(arm.name, arm.levels, arm.runs[:num]) for arm, num in zip(arms, (1, 2), strict=True)]
+    assert first(SLO(ttft_s=1e6), arms=one) == f"{everyone} in the mean over 1 to 2 replicates."
+    one = [Arm(arm.name, arm.levels, arm.runs[:1]) for arm in arms]
+    assert first(SLO(ttft_s=1e6), arms=one) == f"{everyone}."
     assert first(SLO(ttft_s=0.0)) == "No request keeps the SLO in any arm."
     assert first(SLO(ttft_s=0.0), "9 requests/s") == "At 9 requests/s, no request keeps the SLO in any arm."
     between = first(SLO(ttft_s=0.05, tpot_s=0.02))

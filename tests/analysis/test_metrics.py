@@ -190,6 +190,18 @@ def test_warm_up_cut_drops_early_arrivals_and_moves_the_time_base():
     assert "without the first 3 s" in summary["time_base"]
 
 
+def test_goodput_is_of_the_requests_that_throughput_counts():
+    """All but the last come in the first 3 s; the second, which keeps the SLO, and the third end after them."""
+    kept = FINISHED | {"arrival_ns": 2 * S, "token_ns": [int(2.5 * S)], "finish_ns": 4 * S}
+    early = kept | {"arrival_ns": 1 * S, "finish_ns": 3 * S - 1}
+    rows = requests(early, kept, FINISHED, kept | {"arrival_ns": 5 * S, "token_ns": [5 * S], "finish_ns": 6 * S})
+    summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, {"ttft_s": 1.0}, warmup_s=3.0)
+    assert summary["duration_s"] == 5
+    assert summary["throughput"]["requests_per_s"] == 3 / 5
+    assert summary["slo"]["goodput_per_s"] == 2 / 5
+    assert (summary["slo"]["num_met"], summary["num_requests"]) == (1, 1)
+
+
 def test_simulated_records_pass_every_check_and_the_summary_is_json():
     records, steps, manifest = simulate(num_requests=80, rate=12, num_blocks=120)
     summary = summarise(records, steps, manifest, {"ttft_s": 0.5})

@@ -56,6 +56,15 @@ def test_growth_that_paused_is_not_judged() -> None:
     assert outrun(served(arrivals, [3.0] * 200)) is False
 
 
+def test_one_burst_at_the_end_of_a_short_trace_is_not_judged() -> None:
+    """Light traffic for 26 s; then 72 of 150 requests in 4 s, which wait for one another."""
+    arrivals = [i / 3 for i in range(78)] + [26 + i / 18 for i in range(72)]
+    waits: list[float | None] = [0.0] * 78 + [i / 8 for i in range(72)]
+    found = requests(arrivals, waits)
+    assert waiting_by_quarter(found)[1] == 0.0
+    assert outrun(found) is None
+
+
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
     rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
     assert waiting_by_quarter(Requests.of(table(rows, REQUEST_COLUMNS))) == (0.0, 0.0, 0.0)
@@ -84,6 +93,8 @@ def test_growth_must_go_on_and_be_more_than_chance() -> None:
     assert is_outrun((10.0, 60.0, 110.0), 1000)
     assert not is_outrun((10.0, 110.0, 60.0), 1000), "a burst that is over"
     assert not is_outrun((10.0, 30.0, 60.0), 1000), "three standard deviations are 67"
+    assert not is_outrun((10.0, 30.0, 110.0), 1000), "a fifth of it until the third quarter: a burst at the end"
+    assert not is_outrun((10.0, 90.0, 110.0), 1000), "it levels off"
     assert not is_outrun((), 1000)
     assert is_outrun((1000.0, 2000.0, 4000.0), 100_000)
     assert not is_outrun((1000.0, 2000.0, 3000.0), 100_000), "5 % of what came are 2,500"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import infer_arms
-from analysis.comparison.compare import LATENCY, Comparison
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.wording import change_text, interval_text
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate, verdict
@@ -62,6 +63,19 @@ def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     said = interval_text(row).replace("\u00a0", " ").replace("\u202f", " ")
     assert said == text
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
+
+
+def test_a_change_of_a_share_is_not_read_as_points():
+    """Of 41.5 % to 37.6 % a tenth is lost; of 40 % to 0 %, all: 40 points."""
+    estimate = Estimate(*(math.log1p(end) for end in (-0.12, -0.19, -0.049)), 5, "paired t", "log_ratio")
+    share, goodput = (Comparison("arm", metric, 0.376, estimate, "lower") for metric in SLO_METRICS)
+    assert interval_text(share).replace("\u00a0", " ") == "−12 % relative [−19, −4.9]"
+    assert interval_text(goodput).replace("\u00a0", " ") == "−12 % [−19, −4.9]"
+    lost = replace(share, base=0.4, estimate=Estimate(-0.4, -0.5, -0.3, 5, "paired t", "difference"))
+    said = interval_text(lost).replace("\u00a0", " ")
+    assert said == "from 40.0 % to 0 % by [−50.0 points, −30.0 points]"
+    many = replace(share, estimate=Estimate(3.0, 2.5, 3.5, 5, "paired t", "log_ratio"))
+    assert change_text(many) == "×20", "no points"
 
 
 @pytest.mark.parametrize(("low", "says"), [(0.02, "inside the noise (Holm p = 0.12)"), (-0.02, "inside the noise")])

@@ -55,8 +55,8 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ("lower", "lower", ""),
         ("inside the noise", "equivalent", " (no difference beyond the noise)"),
         ("lower", "inside the noise", f" (the noise may set {other} apart from {base})"),
-        ("lower", "unknown", f" (of {other} no interval is known)"),
-        ("unknown", "unknown", " (of these no interval is known)"),
+        ("lower", "unknown", f" (no interval of the difference of {other} is known)"),
+        ("unknown", "unknown", " (no interval of the difference is known)"),
     )
     estimate = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
     for first, second, words in cases:
@@ -110,6 +110,7 @@ def test_of_more_than_three_arms_the_light_says_how_many(tmp_path: Path) -> None
     known = [Judged(arm.name, "beyond", tuple(arm.runs), 1 + place % 2, True) for place, arm in enumerate(arms)]
     assert who(known, "beyond", 3) == "every arm (in 5 of 7 runs)"
     assert who(known[::2], "beyond", 3) == "every arm"
+    assert who([*known, known[0]._replace(state="kept up")], "beyond", 3) == "5 of 6 arms (in 5 of 7 runs)"
 
 
 def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> N
     one, other = arms = arms_of(tmp_path)
     for run, is_outrun in zip(one.runs, (True, None, False), strict=True):
         run.summary["steadiness"]["is_outrun"] = is_outrun
-    beyond = f"{one.name} (in 1 of 3 replicates)"
+    beyond = f"{one.name} (in 1 of 3 replicates, 1 not judged)"
     assert light(arms, "load")[1] == f"beyond the capacity of {beyond}"
     assert any(
         text.startswith(f"{beyond} is beyond capacity: in these 1 of 3 runs") for text in cautions({"": arms}, 0.02)
@@ -139,7 +140,7 @@ def test_an_arm_that_is_run_again_is_judged_once_whichever_run_is_first(
     (arm,) = arms = arms_of(tmp_path)
     for run, is_outrun in zip(arm.runs, are_outrun, strict=True):
         run.summary["steadiness"]["is_outrun"] = is_outrun
-    told = f"{arm.name} (in 1 of 2 runs)"
+    told = f"{arm.name} (in 1 of 2 runs, 1 not judged)"
     assert light(arms, "load")[1] == f"beyond the capacity of {told}"
     assert any(text.startswith(f"{told} is beyond capacity: ") for text in cautions({"": arms}, 0.02))
 
@@ -270,7 +271,7 @@ def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:
         (runs, "traces are short: on average 10.0 req/s came"),
         (
             [run for run in runs if run.manifest["seed"] == 2],
-            "in 2 of 6 runs (seed 2) on average 10.0 req/s came and 5.00",
+            "in 2 of 6 runs (every arm; seed 2) on average 10.0 req/s came and 5.00",
         ),
         (arms[0].runs, f"in 3 of 6 runs ({arms[0].name}) on average 10.0 req/s came"),
         (arms[0].runs[:1], f"in 1 of 6 runs ({arms[0].name}; seed 0) 10.0 req/s came"),

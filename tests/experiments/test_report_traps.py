@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Effect
-from analysis.format import number
+from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.plots import study_plots as plots
-from analysis.reports.cautions import cautions
+from analysis.reports.cautions import _change_by_warm_up, cautions
 from analysis.reports.first_screen import Compared, answer
 from analysis.reports.report import report_from_folders
 from testbed.errors import ConfigError, RunFolderError, TestbedError
@@ -53,7 +54,8 @@ def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
     (tmp_path / "sarathi" / "done").unlink()
     said = report(tmp_path)
     left = 2 * load_sweep(tmp_path).runs[0].summary["num_in_warmup"]
-    assert f"came in its first 4 s are left out of all numbers (report.warmup_s): {left} of 240" in said
+    assert f"came in the first 4 s of each run (report.warmup_s), {left} of 240, count in no latency and no SLO" in said
+    assert "throughput and goodput are of all that ended after these seconds" in said
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +75,37 @@ def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:
         assert any("The start, when the system is still empty" in text for text in said) is is_said, name
 
 
-def _rising() -> list[dict[str, float]]:
+@pytest.mark.parametrize(
+    ("warmup_s", "start"),
+    [
+        (0.0, "The start, when the system is still empty, is part of all numbers"),
+        (5.0, "After the first 5 s the system still fills up, which is part of all numbers"),
+    ],
+)
+def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Path, warmup_s: float, start: str) -> None:
+    for name, (seed, later) in itertools.product(("vllm_v1", "sarathi"), enumerate((900, 600, 100))):
+        ran(tmp_path / f"{name}-{seed}", trace=_rising(later), scheduler=name, seed=seed, report={"warmup_s": warmup_s})
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
+    assert "(MSER-5's cut) mean TTFT in 4 of 6 runs (every arm; seed 0 and seed 1) would be up to +" in said
+    changes = [_change_by_warm_up(run) for arm in arms for run in arm.runs]
+    assert f"up to {change(100 * max(changes))} off" in said
+    assert sum(one > 0.02 for one in changes) == 4
+    arms[0].runs[0].summary["steadiness"]["is_outrun"] = True
+    (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
+    assert "in 3 of 6 runs (every arm; seed 0 and seed 1)" in said, "of the arm in which one of three is left, too"
+
+
+def test_a_cut_that_leaves_one_request_is_told(tmp_path: Path) -> None:
+    ran(tmp_path, trace=_rising(), report={"warmup_s": 119.4})
+    (arm,) = infer_arms(load_sweep(tmp_path).runs)
+    assert arm.runs[0].summary["throughput"]["offered_per_s"] is None
+    assert any(text.startswith("The requests that came in the first 119.4 s") for text in cautions({"": [arm]}, 0.02))
+
+
+def _rising(later: int = 900) -> list[dict[str, float]]:
     """A start that is faster than the rest."""
-    sizes = [100] * 40 + [900] * 200
+    sizes = [100] * 40 + [later] * 200
     return [{"arrival_time": 0.5 * i, "prompt_tokens": size, "output_tokens": 10} for i, size in enumerate(sizes)]
 
 
@@ -130,6 +160,17 @@ def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None
     assert aborted > 5
     assert f"{aborted / 0.6:.3g} % of the requests of sarathi were aborted" in said
     assert f"A run has {60 - aborted} requests that ended: its P99s are all but its largest values" in said
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    for num, words in ((1, "1 request that ended: its P99s"), (0, "no request that ended: it has no E2E latency.")):
+        arms[0].runs[0].summary["num_finished"] = num
+        assert any(text.startswith(f"A run has {words}") for text in cautions({"": arms}, 0.02))
+
+
+@pytest.mark.parametrize(("num", "words"), [(1, "1 request"), (2, "2 requests at once")])
+def test_requests_that_have_no_rate_are_told_without_one(tmp_path: Path, num: int, words: str) -> None:
+    ran(tmp_path / "run", trace=[{"arrival_time": 0.0, "prompt_tokens": 50, "output_tokens": 5}] * num)
+    assert f"(sim), {words}: TTFT" in report(tmp_path)
+    assert count(num, "request") in str(load(tmp_path / "run"))
 
 
 class Raises:

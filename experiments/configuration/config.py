@@ -69,6 +69,7 @@ COST_CONFIGS: dict[str, type] = {
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
 FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
+CLASSES = ("cost", "trace")  # groups that may be a class of the user's
 JUDGING = ("slo", "report")  # groups that decide nothing of a run
 
 

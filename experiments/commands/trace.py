@@ -92,6 +92,7 @@ def _freeze(arguments: list[str]) -> int:
 
 def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[str]) -> int:
     from experiments.configuration.compose import compose_config
+    from experiments.configuration.overrides import refuse_repeated
     from experiments.wiring.traces import build_source
 
     parser = _parser(name, says)
@@ -101,7 +102,9 @@ def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[s
     options = parser.parse_intermixed_args(arguments)
     if name == "freeze" and options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
-    config = compose_config([*defaults, *(_in_trace_group(item) for item in options.overrides)])
+    overrides = [_in_trace_group(item) for item in options.overrides]
+    refuse_repeated(overrides)
+    config = compose_config([*defaults, *overrides])
     others = [step["path"] for step in config.trace.transforms if "path" in step]
     _check_out(options.out, options.overwrite, [path for path in (config.trace.path, *others) if path])
     _write(build_source(config), options.out)

@@ -166,11 +166,8 @@ def _arrival_lines(summary: TraceSummary) -> Iterator[str]:
     known = ", ".join(f"{window:g} s {value:.3g}" for window, value in dispersions if value is not None)
     if known:
         yield f"dispersion      of counts per {known} (Poisson: 1)"
-    if summary.equal_share > 0.05:
-        yield (
-            f"batches         {summary.equal_share:.0%} of arrivals at the instant of the one before; "
-            "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true)"
-        )
+    if summary.batches.note is not None:
+        yield f"batches         {summary.batches.note}"
 
 
 def _length_lines(summary: TraceSummary) -> Iterator[str]:

@@ -28,7 +28,7 @@ from testbed.foreign_text import unknown
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """The configuration that `testbed run <overrides>` would have. own: whole groups that are a class of the user's.
     Raises ConfigError in one line."""
-    return checked(overrides, RunConfig.from_container(compose_raw(overrides) | own))
+    return checked(overrides, RunConfig.from_container({**compose_raw(overrides), **own}))
 
 
 def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:

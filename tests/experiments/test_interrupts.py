@@ -118,10 +118,11 @@ class Loops:
 
 def test_a_policy_that_loops_is_told_of_after_the_first_ctrl_c_and_ended_by_the_second(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOOPS)
-    command = [
-        sys.executable, "-m", "experiments", "run", *TINY[:10], "trace.num_requests=20", "trace.arrival=all_at_once",
-        "cache.num_gpu_blocks=60", "scheduler.victim={_target_: mine.Loops}", "hydra.run.dir=run",
-    ]  # fmt: skip
+    given = latest(
+        *TINY, "trace.num_requests=20", "trace.arrival=all_at_once", "cache.num_gpu_blocks=60",
+        "scheduler.victim={_target_: mine.Loops}", "hydra.run.dir=run",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "experiments", "run", *given]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

@@ -40,14 +40,8 @@ def first_come(seq):
 
 def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A sweep in a process of its own, in this folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments",
-        "run",
-        "-m",
-        *latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments),
-    ]
+    given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
+    command = [sys.executable, "-m", "experiments", "run", "-m", *given]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 

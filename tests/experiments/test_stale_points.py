@@ -28,14 +28,8 @@ def of_file(file: Path) -> tuple[str, ...]:
 
 def in_folder(folder: Path, *arguments: str) -> str:
     """What a sweep in a process of its own says: modules are imported anew."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments",
-        "run",
-        "-m",
-        *latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments),
-    ]
+    given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
+    command = [sys.executable, "-m", "experiments", "run", "-m", *given]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

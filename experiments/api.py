@@ -16,6 +16,8 @@ from typing import Any
 from analysis.load import Run, require_path
 from analysis.measures.checks import failures
 from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.config import CLASSES
+from experiments.configuration.overrides import literal, parsed
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
 from experiments.runs.run_folder import require_writable
@@ -33,9 +35,9 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
 
     trace: a Trace; a file of our own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the `trace`
     group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by
-    option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}. folder: where the run
-    goes; by default a new temporary folder, which goes when Python ends. Raises TestbedError in one line; a check
-    that the records fail is a RuntimeWarning.
+    option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your own:
+    cost={"_target_": "mine.Cost", "base_us": 7}. folder: where the run goes; by default a new temporary folder, which
+    goes when Python ends. Raises TestbedError in one line; a check that the records fail is a RuntimeWarning.
     """
     return _run(trace, folder, {"backend": "sim", **settings})
 
@@ -52,8 +54,14 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         settings["trace"] = dict(trace)
     else:
         rows = _rows(trace)
+    own = [
+        f"{group}={literal(settings.pop(group), group)}"
+        for group in CLASSES
+        if isinstance(settings.get(group), dict) and "_target_" in settings[group]
+    ]
     overrides = to_overrides(settings)
-    config = compose_config(overrides)
+    config = compose_config(overrides, {item.key_or_group: item.value() for item in map(parsed, own)})
+    overrides += own
     target = _until_the_end() if folder is None else require_path("folder", folder)
     command = shlex.join(["from", "Python:", *overrides])
     try:

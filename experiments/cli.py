@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -177,16 +178,20 @@ def _report(arguments: list[str]) -> int:
 
 def _limits(text: str | None) -> dict[str, float] | None:
     """The limits of --slo. Raises ConfigError."""
+    from analysis.measures.metrics import SLO
     from experiments.configuration.settings import SloConfig
+    from testbed.checks import choose
 
     if text is None:
         return None
     try:
         given = [item.partition("=") for item in text.split(",")]
         limits = {name: float(value) for name, _, value in given}
+        for name in limits:
+            choose("a limit of --slo", name, [limit.name for limit in fields(SLO)])
         if len(limits) == len(given):
             return SloConfig(**limits).limits
-    except (ValueError, TypeError):
+    except ValueError:
         raise ConfigError(f"--slo is {text!r}; expected limits in seconds, as ttft_s=0.5,tpot_s=0.05") from None
     raise ConfigError(f"--slo is {text!r}, which gives one limit twice; give each once, as ttft_s=0.5,tpot_s=0.05")
 

@@ -10,19 +10,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from analysis.comparison.arms import Runs, Several, named
+from analysis.comparison.arms import Runs, Several
 from analysis.explain.decisions import DECISIONS_FILE, absences
-from analysis.load import Run, num_replicas
+from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import run_end_ns
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, engines_of, total
+from analysis.plots.sources import MAX_RUNS, require, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
-from testbed.errors import ConfigError
 from testbed.records.schema import COMPLETED
 
-MAX_RUNS = 6  # beside each other
 _NAMED_ROWS = 60  # of a Gantt chart: more are too narrow for their names
 _KINDS: dict[str, dict[str, Any]] = {
     "decode": {"facecolor": style.BLUE, "linewidth": 0},
@@ -52,12 +51,9 @@ def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray
     One run's Axes, or of several runs an array of them, one above the other on the same scales. Of a run with very many
     steps the mean over short intervals is drawn, and the label says so: extremes of a stack would add up to no step.
     """
-    each = named(runs)
-    if len(each) > MAX_RUNS or (ax is not None and not isinstance(runs, Run)):
-        most = MAX_RUNS if ax is None else 1
-        raise ConfigError(f"{len(each)} runs are too many for one picture; choose at most {most} of them")
+    each = runs_of(runs, MAX_RUNS if ax is None else 1)
     with style.styled():
-        if isinstance(runs, Run):
+        if isinstance(runs, Run) or ax is not None:
             panels = np.array([style.only_axes(ax, 2.5)])
         else:
             panels = style.grid(max(len(each), 1), 1, 0.7 + 1.5 * max(len(each), 1), sharex=True, sharey=True)[1][:, 0]
@@ -121,6 +117,7 @@ def gantt(
     of a run with record.decisions=true; of others the number of preemptions stands beside a request's name. What is
     computed again after one is drawn as the phase that it interrupted.
     """
+    require(source, Run, pd.DataFrame)
     requests = source.requests if isinstance(source, Run) else source
     steps = source.steps if isinstance(source, Run) else pd.DataFrame({"end_ns": np.empty(0, dtype=np.int64)})
     end_s = run_end_ns(requests, steps) / 1e9
@@ -228,15 +225,18 @@ _TIMES: dict[str, dict[str, Any]] = {
 }
 
 
-def preemption_scatter(source: Run | pd.DataFrame, *, x: str = "num_output_tokens", ax: Axes | None = None) -> Axes:
+def preemption_scatter(
+    source: Run | Sweep | pd.DataFrame, *, x: str = "num_output_tokens", ax: Axes | None = None
+) -> Axes:
     """Who was preempted, and what it cost them: each request's time from first admission to end over its length.
 
     Undisturbed requests lie along a line, whose slope is the time of a step; how far one lies above it is what being
     preempted cost it. The wait before the first admission, which no preemption causes, is left out. x: another column
     of lengths, such as num_prompt_tokens, shows whom the victim policy picks. When they came is on `gantt` and
-    `plots.timeline`. source: a run or a frame of requests, such as `sweep.requests`. Only those that finished.
+    `plots.timeline`. Only those that finished.
     """
-    requests = source.requests if isinstance(source, Run) else source
+    require(source, Run, Sweep, pd.DataFrame)
+    requests = source if isinstance(source, pd.DataFrame) else source.requests
     times = numbers(requests, "num_preemptions")
     stay_s = (numbers(requests, "finish_ns") - numbers(requests, "first_scheduled_ns")) / 1e9
     done = requests["finish_reason"].isin(COMPLETED).to_numpy() & ~np.isnan(stay_s)

@@ -7,6 +7,7 @@ Nothing to draw (no request finished, no decode, one request) draws an empty pan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.comparison.arms import Runs, grouped, infer_arms, load_keys, named, stated_replicates
+from analysis.comparison.arms import Runs, grouped, infer_arms, load_keys, stated_replicates
 from analysis.comparison.compare import Comparison
 from analysis.comparison.fidelity import pair_of
 from analysis.comparison.wording import change_text
@@ -26,11 +27,13 @@ from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
+from analysis.plots.sources import MAX_RUNS, require, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
 from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
 
+_PAGE = 84  # letters of a title that fit a page's width
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
@@ -40,7 +43,7 @@ def latency_cdf(runs: Runs) -> AxesArray:
     A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
     Axes `[3]`.
     """
-    runs = named(runs)
+    runs = runs_of(runs)
     with style.styled():
         figure, (panels,) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
         for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
@@ -85,6 +88,7 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
     is their mean, its bar spans them.
     A triangle at the top edge is a load at which the quantile was not reached in some replicate. Axes `[2]`.
     """
+    require(arms, Sweep, Mapping)
     if isinstance(arms, Sweep):
         arms = {arm.name: arm.runs for arm in infer_arms(arms.runs)}
     every = [run for runs in arms.values() for run in runs]
@@ -134,18 +138,19 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
 
 
 def timeline(runs: Runs) -> AxesArray:
-    """KV usage and queue over time, one column a run; ticks on top of the queue are steps that preempted.
+    """KV usage and queue over time, one column a run, few of them; ticks on top of the queue are steps that preempted.
 
     Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
     Axes `[2, num_runs]`.
     """
-    runs = named(runs)
+    runs = runs_of(runs, MAX_RUNS)
     with style.styled():
         figure, both = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
         upper, lower = both
+        width = _PAGE // max(len(runs), 1)
         for column, (label, run) in enumerate(runs.items()):
-            upper[column].set_title(label)
-            lower[column].set_xlabel("time since the start of the run (s)")
+            upper[column].set_title(fill(label, width))
+            lower[column].set_xlabel(fill("time since the start of the run (s)", width))
             if engines := engines_of(run):
                 _timeline_column(upper[column], lower[column], run, engines)
         upper[0].set_ylim(0, 105)

@@ -28,6 +28,7 @@ from analysis.comparison.compare import Metric, metric_of
 from analysis.load import Run, Sweep
 from analysis.naming import is_seed, level_names, levels_of, naming_keys
 from analysis.plots import style
+from analysis.plots.sources import require
 from analysis.reading.rows import FloatArray
 from testbed.errors import ConfigError
 
@@ -51,6 +52,7 @@ def _points(
     source: Run | Sweep | pd.DataFrame, paths: Sequence[str], replicates: Sequence[str]
 ) -> tuple[list[_Point], list[str]]:
     """The points, and the fewest keys that tell them apart. ConfigError for a path that the frame does not have."""
+    require(source, Run, Sweep, pd.DataFrame)
     frame = source if isinstance(source, pd.DataFrame) else source.frame
     names = [str(name) for name in frame.columns]
     for path in paths:

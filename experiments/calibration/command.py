@@ -87,11 +87,13 @@ def _profile(options: argparse.Namespace, command: str) -> int:
 
 def _all(options: argparse.Namespace, command: str) -> int:
     from experiments.calibration.calibrate import PROFILE_FILE, describe, fit_and_save
+    from experiments.configuration.overrides import refuse_repeated
     from testbed.specs.profiles import write_profile
 
     for item in options.overrides:
         if "=" not in item:
             raise ConfigError(f"`testbed calibrate {item}`: expected key=value pairs, or one of {', '.join(_COMMANDS)}")
+    refuse_repeated(options.overrides)
     extent = _extent(options)
     folder: Path = options.out or _default_folder(options.overrides)
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not options.overwrite:
@@ -177,7 +179,8 @@ def _ending(measurement: Measurement) -> int:
 
 def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
     """The command that simulates what was profiled, at its prices."""
-    kept = [item for item in overrides if not item.startswith(("backend", "device=", "cache.num_gpu_blocks"))]
     device = f"device={measurement.profile.manifest.device}"
-    pool = f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"
-    return ["testbed", "run", *kept, *dict.fromkeys([device, *fitted]), pool]
+    made = dict.fromkeys([device, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"])
+    keys = {item.partition("=")[0] for item in made}
+    kept = [item for item in overrides if not item.startswith("backend") and item.partition("=")[0] not in keys]
+    return ["testbed", "run", *kept, *made]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments.capacity.study import Capacity, find_capacity
 from experiments.capacity.words import policy_table, setup_lines, summary_frame, warnings, without_capacity
+from experiments.configuration.overrides import refuse_repeated
 from experiments.console.arguments import Parser, folder_named
 from experiments.runs.environment import describe_versions
 from experiments.runs.run_folder import write_json
@@ -27,6 +28,7 @@ class NoCapacityError(TestbedError):
 def main(arguments: list[str]) -> int:
     """Returns the exit status. Raises TestbedError in one line."""
     options = _parser().parse_intermixed_args(arguments)
+    refuse_repeated(options.overrides)
     folder: Path = options.out or Path("capacity", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
     if any(re.match(r"\+*backend=(?!sim$)", item) for item in options.overrides):
         print("note: an engine runs each of some ten rates in its own time, one after the other", file=sys.stderr)

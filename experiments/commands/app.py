@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
-from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable
+from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable, refuse_repeated
 from experiments.configuration.saved import read_config
 from experiments.console.arguments import UsageError
 from experiments.runs.environment import ask_early
@@ -37,6 +37,7 @@ class RunFailedError(TestbedError):
 def run_app(arguments: list[str]) -> int:
     """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
     arguments = [_with_quotes(item) for item in _with_searched(arguments)]
+    refuse_repeated(arguments)
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
         return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])

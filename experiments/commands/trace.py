@@ -92,6 +92,7 @@ def _freeze(arguments: list[str]) -> int:
 
 def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[str]) -> int:
     from experiments.configuration.compose import compose_config
+    from experiments.configuration.overrides import refuse_repeated
     from experiments.wiring.traces import build_source
 
     parser = _parser(name, says)
@@ -101,7 +102,9 @@ def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[s
     options = parser.parse_intermixed_args(arguments)
     if name == "freeze" and options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
-    config = compose_config([*defaults, *(_in_trace_group(item) for item in options.overrides)])
+    overrides = [_in_trace_group(item) for item in options.overrides]
+    refuse_repeated(overrides)
+    config = compose_config([*defaults, *overrides])
     others = [step["path"] for step in config.trace.transforms if "path" in step]
     _check_out(options.out, options.overwrite, [path for path in (config.trace.path, *others) if path])
     _write(build_source(config), options.out)
@@ -163,11 +166,8 @@ def _arrival_lines(summary: TraceSummary) -> Iterator[str]:
     known = ", ".join(f"{window:g} s {value:.3g}" for window, value in dispersions if value is not None)
     if known:
         yield f"dispersion      of counts per {known} (Poisson: 1)"
-    if summary.equal_share > 0.05:
-        yield (
-            f"batches         {summary.equal_share:.0%} of arrivals at the instant of the one before; "
-            "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true)"
-        )
+    if summary.batches.note is not None:
+        yield f"batches         {summary.batches.note}"
 
 
 def _length_lines(summary: TraceSummary) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,9 +25,10 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
 
-def compose_config(overrides: list[str]) -> RunConfig:
-    """The configuration that `testbed run <overrides>` would have. Raises ConfigError in one line."""
-    return checked(overrides, RunConfig.from_container(compose_raw(overrides)))
+def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+    """The configuration that `testbed run <overrides>` would have. own: whole groups that are a class of the user's.
+    Raises ConfigError in one line."""
+    return checked(overrides, RunConfig.from_container({**compose_raw(overrides), **own}))
 
 
 def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:

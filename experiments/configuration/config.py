@@ -17,6 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from experiments.configuration.device_file import device_of
 from experiments.configuration.settings import (
     GONE,
+    MAX_SEED,
     AgenticTraceConfig,
     MooncakeTraceConfig,
     RecordConfig,
@@ -35,7 +36,7 @@ from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
-from testbed.checks import choose
+from testbed.checks import choose, require_whole
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.policies.config import SchedulerConfig
@@ -69,6 +70,7 @@ COST_CONFIGS: dict[str, type] = {
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
 FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
+CLASSES = ("cost", "trace")  # groups that may be a class of the user's
 JUDGING = ("slo", "report")  # groups that decide nothing of a run
 
 
@@ -253,7 +255,7 @@ class RunConfig:
             record=freeze(RecordConfig, "record", raw["record"]),
             slo=freeze(SloConfig, "slo", raw["slo"]),
             report=freeze(ReportConfig, "report", raw["report"]),
-            seed=raw.get("seed", 0),
+            seed=require_whole("seed", raw.get("seed", 0), 0, MAX_SEED),
             **options,
             raw=raw,
         )

@@ -280,6 +280,8 @@ def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
         node, wanted = _KINDS[kind]
         if value == "" and may_be_absent:
             raise ConfigError(f"{key} has no value; give one, or null for none")
+        if kind is bool and isinstance(value, int) and value not in (0, 1):  # which OmegaConf takes for true
+            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}")
         try:
             node(value)
         except ValidationError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from numbers import Number
@@ -45,12 +46,6 @@ def check(
                 f"{item.input_line} has several values: add -m to run each of them, or put them in brackets if the "
                 "key's value is a list"
             )
-    overlaid = [str(item.value()) for item in items if item.key_or_group == OVERLAYS and not item.is_delete()]
-    if len(overlaid) > 1:
-        raise ConfigError(
-            f"{OVERLAYS} is given {len(overlaid)} times, and only the last would count; lay several over one another "
-            f"as {OVERLAYS}=[{','.join(overlaid)}]"
-        )
     keys = _keys(items, library_of(overrides), chosen or {})
     for group, names in keys.options.items():
         for option in names:
@@ -59,6 +54,16 @@ def check(
         keys.check_value(key, value, str(value), is_added=False)
     for item in items:
         _check(item, keys)
+
+
+def refuse_repeated(arguments: Iterable[str]) -> None:
+    """Raises ConfigError for a key that a command gives more than once."""
+    given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]
+    for key, num in Counter(key.lstrip("+") for key, _, _ in given).items():
+        if num > 1:
+            overlaid = ",".join(value for name, _, value in given if name == OVERLAYS)
+            hint = f"lay several over one another as {key}=[{overlaid}]" if key == OVERLAYS else "give it once"
+            raise ConfigError(f"{key} is given {num} times, and only the last would count; {hint}")
 
 
 def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | None]) -> Keys:

@@ -12,6 +12,7 @@ from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
+MAX_SEED = 2**63 - 1  # as tables hold it
 GONE = {  # keys that there were, and why they are not needed any more; in older folders they are passed over
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
 }
@@ -48,7 +49,7 @@ class TraceConfig:
                 f"trace.start_s is {self.start_s} and trace.end_s is {self.end_s}; the window must start at 0 or later "
                 "and end after its start"
             )
-        require_whole_or_null("trace.seed", self.seed, 0)
+        require_whole_or_null("trace.seed", self.seed, 0, MAX_SEED)
         if self.transforms:
             from testbed.traces.transforms import check_steps  # not at the top: most traces have none
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from experiments.configuration.overrides import refuse_repeated
 from experiments.console.arguments import Parser, refuse_existing
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.leftovers import refuse_inside, remove_runs
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     options.command = shlex.join(["testbed", "fidelity", *arguments])
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
     overrides = [item for item in options.inputs if "=" in item and not Path(item).exists()]
+    refuse_repeated(overrides)
     _check(options, inputs, overrides)
     folders = [path for path in inputs if path.is_dir()]
     read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format)

@@ -152,7 +152,7 @@ def _run(
     name, num, digest = (manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
     later = "known at the end"  # of a stream
     log.info("%s: requests: %s, fingerprint: %s", name, later if num is None else num, digest or later)
-    for note in trace.notes:
+    for note in manifest["trace"]["notes"]:
         log.info("trace: %s", note)
     records = engines.RunRecords(config.record, folder, len(schedulers))
     tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))

@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from pkgutil import resolve_name
 
-from experiments.configuration.config import RunConfig
+from experiments.configuration.config import CLASSES, RunConfig
 from experiments.configuration.policies import GROUPS, missing_name
 from testbed.errors import TestbedError
 
@@ -21,7 +21,7 @@ class PolicyError(TestbedError):
 def own_classes(config: RunConfig) -> list[str]:
     """`key={_target_: module.Class}` of every class in the configuration that this repository does not have."""
     places = {key: config.raw[key.split(".")[0]].get(key.split(".")[1]) for key in GROUPS}
-    places |= {group: config.raw[group] for group in ("cost", "trace")}
+    places |= {group: config.raw[group] for group in CLASSES}
     targets = {
         key: value["_target_"] for key, value in places.items() if isinstance(value, dict) and "_target_" in value
     }

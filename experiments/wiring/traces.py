@@ -25,6 +25,7 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
+from testbed.traces.batches import batches_of
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
@@ -74,7 +75,8 @@ def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
     """What a manifest says of a trace; of a streamed one that was not read to its end, number and fingerprint are null
     where they are not known."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
-    notes = list(trace.notes)
+    batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
+    notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
     return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
 
 

@@ -36,6 +36,7 @@ class Preempting:
     def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
         """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows.
         grower: who finds none without them."""
+        assert seq.state is SequenceState.RUNNING, f"the victim is not among the running sequences: {seq}"
         blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
         wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))

@@ -12,6 +12,7 @@ from typing import final
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrange import arrange, too_late
+from testbed.traces.batches import Batches
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
 
@@ -109,6 +110,7 @@ class CountedTrace:
         self._fingerprint = Fingerprint()
         self._is_done = False
         self.num_read = 0
+        self.batches = Batches()  # of the rows that were read
 
     @property
     def name(self) -> str:
@@ -133,10 +135,11 @@ class CountedTrace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         assert self.num_read == 0, "gone through once"
-        update, check = self._fingerprint.update, self._check
+        update, add, check = self._fingerprint.update, self.batches.add, self._check
         for row in self._source:
             self.num_read += 1
             update(row)
+            add(row)
             if check is not None:
                 check(row)
             yield row

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from testbed.traces.batches import Batches
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.parts import cut_part, join_parts
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
@@ -45,6 +46,7 @@ class TraceSummary:
     turns: dict[int, int]
     tenants: dict[str, int]
     num_cancelled: int
+    batches: Batches
 
     @property
     def duration_s(self) -> float:
@@ -53,12 +55,6 @@ class TraceSummary:
     @property
     def gaps_s(self) -> _FloatArray:
         return np.diff(self.arrivals_s)
-
-    @property
-    def equal_share(self) -> float:
-        """The share of arrivals at the very instant of the one before."""
-        gaps = self.gaps_s
-        return float((gaps == 0).mean()) if len(gaps) else 0.0
 
     @property
     def rate(self) -> float | None:
@@ -177,13 +173,14 @@ def _pieces(parts: Iterable[Part]) -> list[_Piece]:
 
 def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
     """Goes through the rows once."""
-    digest, share = Fingerprint(), PrefixShare()
+    digest, share, batches = Fingerprint(), PrefixShare(), Batches()
     arrivals_ns, prompts, outputs, hits = array("q"), array("q"), array("q"), array("q")
     turns_of: dict[str, int] = {}
     tenants: dict[str, int] = {}
     num_free = num_cancelled = 0
     for row in rows:
         digest.update(row)
+        batches.add(row)
         if row.think_ns is None:
             arrivals_ns.append(row.arrival_ns)
         prompts.append(row.num_prompt_tokens)
@@ -209,4 +206,5 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
         turns=dict(sorted(turns.items())),
         tenants=tenants,
         num_cancelled=num_cancelled,
+        batches=batches,
     )

@@ -14,7 +14,8 @@ from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 
 from analysis.explain.decisions import absences
-from analysis.plots import run_plots, style
+from analysis.load import load
+from analysis.plots import latency_cdf, pareto, run_plots, style, throughput_latency, timeline
 from analysis.plots.curves import MAX_POINTS, Level
 from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
 from experiments import simulate
@@ -79,6 +80,25 @@ def test_every_kind_of_run_is_drawn_in_both_formats(runs, tmp_path):
     saved(batch_composition({name: runs[name] for name in ("short", "fleet", "no steps")}), tmp_path / "several")
 
 
+def test_what_a_plot_does_not_take_is_refused_by_its_type(runs):
+    run = runs["three"]
+    sweep = load([run.path])
+    several = r"a Run \(of a Sweep: one of its runs\) or a Sweep or a list of Runs or a dict of them by label$"
+    for plot, source, kind, takes in (
+        (gantt, sweep, "Sweep", r"a Run \(of a Sweep: one of its runs\) or one of their frames$"),
+        (preemption_scatter, [run], "list", r"a Run .* or a Sweep or one of their frames$"),
+        (latency_cdf, sweep.requests, "DataFrame", several),
+        (timeline, "runs/a", "str", several),
+        (batch_composition, None, "NoneType", several),
+        (batch_composition, [3], "int", r"a Run \(of a Sweep: one of its runs\)$"),
+        (throughput_latency, run, "Run", "a Sweep or a dict of them by label$"),
+        (pareto, [run], "list", r"a Run .* or a Sweep or one of their frames$"),
+    ):
+        with pytest.raises(ConfigError, match=f"^a plot is given a {kind}; this one takes {takes}"):
+            plot(source)
+    preemption_scatter(sweep)
+
+
 # --- batch composition ---
 
 
@@ -98,8 +118,8 @@ def test_the_stack_has_every_token_of_the_steps(runs):
     run = runs["three"]
     axes = batch_composition(run)
     decode, prefill = (collection.get_paths()[0].get_extents().ymax for collection in axes.collections)
-    assert decode == run.steps["num_decode_tokens"].max()
-    assert prefill == (run.steps["num_decode_tokens"] + run.steps["num_prefill_tokens"]).max()
+    assert decode == pytest.approx(run.steps["num_decode_tokens"].max())
+    assert prefill == pytest.approx((run.steps["num_decode_tokens"] + run.steps["num_prefill_tokens"]).max())
     assert legend_of(axes) == ["decode", "prefill"]
     assert axes.get_ylabel() == "tokens per step"
 
@@ -121,8 +141,9 @@ def test_several_runs_stand_above_each_other_on_one_scale(runs):
     assert panels[0].get_xlim() == panels[1].get_xlim()
     assert panels[0].get_ylim() == panels[1].get_ylim()
     assert "all replicas" in panels[1].get_ylabel().replace("\n", " ")
-    with pytest.raises(ConfigError, match="too many"):
-        batch_composition(dict.fromkeys("abcdefg", runs["short"]))
+    for plot in (batch_composition, timeline):
+        with pytest.raises(ConfigError, match="7 runs are too many for one picture; choose at most 6 of them"):
+            plot(dict.fromkeys("abcdefg", runs["short"]))
     with pytest.raises(ConfigError, match="at most 1"):
         batch_composition({"a": runs["short"], "b": runs["three"]}, ax=panels[0])
 

@@ -106,9 +106,19 @@ class Said:
         return self.lines[0].removeprefix("error: ")
 
 
+def latest(*arguments: str) -> list[str]:
+    """The arguments of a command; a key's last one alone, where a test changes what it shares with others."""
+    last = {item.partition("=")[0]: place for place, item in enumerate(arguments) if "=" in item}
+    return [
+        item
+        for place, item in enumerate(arguments)
+        if item.startswith("-") or last.get(item.partition("=")[0], place) == place
+    ]
+
+
 def say(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
     """`testbed <arguments>` in this process."""
     capsys.readouterr()
-    status = main(list(arguments))
+    status = main(latest(*arguments))
     captured = capsys.readouterr()
     return Said(status, captured.out, captured.err)

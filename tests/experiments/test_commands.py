@@ -17,7 +17,23 @@ from experiments.configuration.options import options
 from experiments.demo import real_half as demo_real
 from experiments.runs.environment import describe_versions
 from testbed import compiled
-from tests.experiments.kit import SHORT, TINY, say, write_rows
+from tests.experiments.kit import SHORT, TINY, manifest_of, say, write_rows
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_arrivals_in_batches_are_told_of_in_the_run_and_its_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stream: str
+) -> None:
+    moon = [{"timestamp": at, "input_length": 5, "output_length": 2, "hash_ids": [at]} for at in (0, 0, 0, 3000, 3000)]
+    file = write_rows(tmp_path / "m.jsonl", moon)
+    read = ("trace=mooncake", f"trace.path={file}", f"trace.stream={stream}")
+    said = say(capsys, "run", *TINY, *read, f"hydra.run.dir={tmp_path / 'run'}")
+    (note,) = manifest_of(tmp_path / "run")["trace"]["notes"]
+    assert note.startswith("75% of arrivals at the instant of the one before; trace.transforms=[{name: spread}] spread")
+    assert note in said.out
+    spread = ("trace.transforms=[{name: spread}]", f"hydra.run.dir={tmp_path / 'spread'}")
+    assert say(capsys, "run", *TINY, *read, *spread).status == 0
+    assert "75%" not in str(manifest_of(tmp_path / "spread")["trace"]["notes"])
 
 
 def test_list_has_a_line_on_each_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,6 +273,8 @@ RANGES = [
     "sampling.temperature=-1",
     "sampling.max_tokens=0",
     "seed=-1",
+    "seed=9223372036854775808",
+    "trace.seed=9223372036854775808",
 ]
 
 

@@ -17,7 +17,7 @@ from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
-from tests.experiments.kit import REAL, SHORT, TINY
+from tests.experiments.kit import REAL, SHORT, TINY, latest
 
 SMALL = [f"model.{name}={getattr(MODEL, name)}" for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
 FEW = ["trace.num_requests=30", "trace.prompt={kind: uniform, min_tokens: 20, max_tokens: 400}",
@@ -25,7 +25,7 @@ FEW = ["trace.num_requests=30", "trace.prompt={kind: uniform, min_tokens: 20, ma
 
 
 def run(folder: Path, *overrides: str) -> tuple[int, Path]:
-    return main(["run", *overrides, f"hydra.run.dir={folder}"]), folder
+    return main(["run", *latest(*overrides, f"hydra.run.dir={folder}")]), folder
 
 
 def own(folder: Path, name: str) -> list[str]:

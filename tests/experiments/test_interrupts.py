@@ -15,7 +15,7 @@ import pytest
 
 from analysis.load import load_run
 from experiments.runs.interrupt import undisturbed, was_pressed
-from tests.experiments.kit import REAL, TINY, manifest_of, say
+from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
 
 LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 BACKENDS = [
@@ -29,7 +29,7 @@ def interrupted(
     folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
 ) -> tuple[int, list[str]]:
     """Exit status and lines of standard error of a run that gets these signals, a moment apart, once it steps."""
-    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *arguments]
+    command = [sys.executable, "-m", "experiments", "run", *latest(*TINY, *LONG, *arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not _has_stepped(folder):
@@ -118,10 +118,11 @@ class Loops:
 
 def test_a_policy_that_loops_is_told_of_after_the_first_ctrl_c_and_ended_by_the_second(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOOPS)
-    command = [
-        sys.executable, "-m", "experiments", "run", *TINY, "trace.num_requests=20", "trace.arrival=all_at_once",
-        "cache.num_gpu_blocks=60", "scheduler.victim={_target_: mine.Loops}", "hydra.run.dir=run",
-    ]  # fmt: skip
+    given = latest(
+        *TINY, "trace.num_requests=20", "trace.arrival=all_at_once", "cache.num_gpu_blocks=60",
+        "scheduler.victim={_target_: mine.Loops}", "hydra.run.dir=run",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "experiments", "run", *given]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

@@ -17,7 +17,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.sweeps.points import board_in, say_killed
-from tests.experiments.kit import SHORT, TINY
+from tests.experiments.kit import SHORT, TINY, latest
 from tests.experiments.test_sweeps import POINTS, sweep
 from tests.source_tree import ROOT
 
@@ -40,7 +40,8 @@ def first_come(seq):
 
 def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A sweep in a process of its own, in this folder."""
-    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments]
+    given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
+    command = [sys.executable, "-m", "experiments", "run", "-m", *given]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 

@@ -102,6 +102,19 @@ class NoMode:
         return None
 
 
+class PreemptsTheSame:
+    first = None
+
+    def choose(self, running):
+        self.first = self.first or next(iter(running.values()))
+        return self.first
+
+
+class ChoosesANumber:
+    def choose(self, running):
+        return max(running)
+
+
 class Counting(LRU):
     calls = {"add": 0, "hit": 0}
 
@@ -140,6 +153,16 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("queue_order", "BindRaises", ("misbehaving.py:18", "KeyError")),
         ("queue_order", "Exits", ("misbehaving.py:23", "SystemExit")),
         ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
+        (
+            "victim",
+            "PreemptsTheSame",
+            ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame"),
+        ),
+        (
+            "victim",
+            "ChoosesANumber",
+            ("int", "because scheduler.victim=misbehaving.ChoosesANumber returned what it may"),
+        ),
         ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
     ],
 )

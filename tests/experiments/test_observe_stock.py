@@ -22,6 +22,7 @@ from experiments.sweeps.points import holds_another
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
+from tests.experiments.kit import latest
 from tests.experiments.test_observe import lines_of
 
 NUM_REQUESTS = 6
@@ -104,7 +105,7 @@ def settings(folder: Path) -> list[str]:
 def run(folder: Path, *more: str) -> int:
     """The exit status."""
     (folder.parent / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
-    return main(["run", *settings(folder), f"hydra.run.dir={folder}", *more])
+    return main(["run", *latest(*settings(folder), f"hydra.run.dir={folder}", *more)])
 
 
 def dies(number: int, at: int = 6) -> None:

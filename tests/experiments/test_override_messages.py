@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.cli import main
 from experiments.configuration.compose import compose_config, compose_from
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
@@ -92,7 +93,8 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["+hydra/nope=x"], "hydra/nope is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"),
         (["--config-dir="], "--config-dir is ''; name a folder of your own options, as --config-dir=my_conf"),
         (["--config-name=x"], "--config-name=x: a run has one configuration; options of your own, "),
-        (["experiment=watermark", "experiment=demo"], "experiment is given 2 times, and only the last would count; "),
+        (["cache.prefix_caching=2"], "cache.prefix_caching is '2'; it must be true or false"),
+        (["cache.prefix_caching=-1"], "cache.prefix_caching is '-1'; it must be true or false"),
         (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
         (
             ["experiment=watermark", "cache.watermrak=1"],
@@ -106,6 +108,30 @@ def test_what_hydra_does_not_say_well_is_said_before_it_composes(
     said = say(capsys, "run", *overrides, f"hydra.run.dir={tmp_path / 'run'}")
     assert said.error().startswith(expected)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "trace.rate=1", "+trace.rate=2"], "trace.rate is given 2 times, and only the last would count; give "),
+        (["run", "-m", "seed=0,1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+        (["run", "from=a", "from=b"], "from is given 2 times, and only the last would count; give it once"),
+        (
+            ["run", "experiment=watermark", "experiment=demo"],
+            "experiment is given 2 times, and only the last would count; lay several over one another as "
+            "experiment=[watermark,demo]",
+        ),
+        (["capacity", "seed=0,1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+        (["trace", "freeze", "a.parquet", "trace.rate=1", "rate=2"], "trace.rate is given 2 times, and only the last "),
+        (["calibrate", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+        (["fidelity", "a", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.startswith(f"error: {expected}")
 
 
 def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:
@@ -174,8 +200,6 @@ def test_a_value_may_be_taken_from_what_is_given_whole() -> None:
 
 
 def test_an_own_option_of_another_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from experiments.cli import main
-
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "mine.yaml").write_text("defaults: [default]\nprefix_caching: maybe\n")
     run = ["run", "--config-dir", str(tmp_path), "cache=mine", f"hydra.run.dir={tmp_path / 'run'}"]

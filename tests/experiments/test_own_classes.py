@@ -15,11 +15,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from experiments import simulate
 from experiments.configuration.options import options
 from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
+from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of, write_rows
 
 MINE = '''
@@ -166,6 +168,21 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
     error = say(capsys, "run", *arguments, "cost.base_us=-1", "overwrite=true").error()
     assert "mine.Slow" in error
     assert "base_us is negative" in error
+
+
+def test_a_cost_model_and_a_trace_from_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.append(str(home))  # as Python has the folder where it was started
+    trace, cost = {"_target_": "mine.my_trace", "num": 4}, {"_target_": "mine.Slow", "base_us": 7}
+    run = simulate(trace, cost=cost, folder="run")
+    assert (run.config["trace"], run.config["cost"]) == (trace, cost)
+    assert (run.steps["end_ns"] - run.steps["start_ns"] >= 7000).all()
+    assert run.manifest["given"]["cost"] == "{_target_:mine.Slow,base_us:7}"
+    assert say(capsys, "run", "from=run", "hydra.run.dir=again").status == 0
+    assert manifest_of(home / "again")["digest"] == run.manifest["digest"]
+    with pytest.raises(ConfigError, match="base_us is negative"):
+        simulate(trace, cost=cost | {"base_us": -1})
+    with pytest.raises(ConfigError, match="A class of your own goes by its name"):
+        simulate(trace, cost=cost | {"base_us": object()})
 
 
 @pytest.mark.parametrize(

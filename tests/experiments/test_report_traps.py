@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from analysis.plots import study_plots as plots
 from analysis.reports.cautions import _change_by_warm_up, cautions
 from analysis.reports.first_screen import Compared, answer
 from analysis.reports.report import report_from_folders
-from testbed.errors import ConfigError, RunFolderError, TestbedError
+from testbed.errors import RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say
 from tests.experiments.test_report_conclusions import TIGHT, ran, report
 
@@ -220,12 +219,6 @@ def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: P
     assert next(len(line.get_xdata()) for line in axes.lines if line.get_marker() != "None") == 2
     said = report(tmp_path)
     assert "window(start_s=0, end_s=4)" in said
-
-
-@pytest.mark.parametrize("runs", [None, "runs/a", 3])
-def test_a_plot_of_what_is_no_run_is_refused(runs: Any) -> None:
-    with pytest.raises(ConfigError, match=r"runs is .*; give a Run, a Sweep, or several Runs"):
-        plots.latency_cdf(runs)
 
 
 def test_attainments_that_noise_explains_are_told_so(tmp_path: Path) -> None:

@@ -27,12 +27,6 @@ def test_the_later_override_holds_whether_it_is_added_or_not() -> None:
         compose_config(["seed=2", "+seed=1"])
 
 
-def test_also_in_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", "cache.block_size=16", "++cache.block_size=8", "seed=0,1")
-    assert said.status == 0, said.err
-    assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8}
-
-
 def test_options_are_swept_by_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "scheduler" / "orca_of_mine.yaml").write_text("defaults: [orca, _self_]\nname: orca_of_mine\n")

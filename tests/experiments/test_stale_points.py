@@ -13,7 +13,7 @@ import pytest
 from analysis.load import load_sweep
 from experiments.runs import identity
 from experiments.runs.identity import identity_of
-from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
+from tests.experiments.kit import SHORT, TINY, config_of, latest, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
 from tests.source_tree import ROOT
 
@@ -28,7 +28,8 @@ def of_file(file: Path) -> tuple[str, ...]:
 
 def in_folder(folder: Path, *arguments: str) -> str:
     """What a sweep in a process of its own says: modules are imported anew."""
-    command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments]
+    given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
+    command = [sys.executable, "-m", "experiments", "run", "-m", *given]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

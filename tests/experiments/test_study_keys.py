@@ -69,6 +69,11 @@ def test_a_wrong_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said in say(capsys, "run", *TINY, *SHORT, override, f"hydra.run.dir={tmp_path / 'r'}").error()
 
 
-@pytest.mark.parametrize("slo", ["ttft=1", "ttft_s", "ttft_s=fast", ""])
+@pytest.mark.parametrize("slo", ["ttft_s", "ttft_s=fast", ""])
 def test_a_wrong_slo_of_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str], slo: str) -> None:
     assert "expected limits in seconds, as ttft_s=0.5,tpot_s=0.05" in say(capsys, "report", ".", "--slo", slo).error()
+
+
+def test_a_limit_that_there_is_not_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    error = say(capsys, "report", ".", "--slo", "tfft_s=1").error()
+    assert error.startswith("a limit of --slo is 'tfft_s'; did you mean 'ttft_s'? choose one of ttft_s, tpot_s, ")

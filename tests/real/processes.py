@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.load import load_run
-from tests.experiments.kit import REAL, TINY, manifest_of
+from tests.experiments.kit import REAL, TINY, latest, manifest_of
 
 LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 
 
 def stepping(folder: Path, files: Sequence[str], *options: str) -> subprocess.Popen[str]:
     """A long run in a session of its own, as a terminal starts it, once it steps: these files of its folder grow."""
-    command = [sys.executable, "-m", "experiments", "run", *TINY, *LONG, *REAL, *options, f"hydra.run.dir={folder}"]
+    given = latest(*TINY, *LONG, *REAL, *options, f"hydra.run.dir={folder}")
+    command = [sys.executable, "-m", "experiments", "run", *given]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )  # fmt: skip

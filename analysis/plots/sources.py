@@ -1,0 +1,38 @@
+"""What plots are given: what is none of it is refused by its type, as a frame's contents would fill a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from analysis.comparison.arms import Runs, named
+from analysis.load import Run, Sweep
+from testbed.errors import ConfigError
+
+MAX_RUNS = 6  # beside each other
+_WORDS = {
+    Run: "a Run (of a Sweep: one of its runs)",
+    Sweep: "a Sweep",
+    pd.DataFrame: "one of their frames",
+    Sequence: "a list of Runs",
+    Mapping: "a dict of them by label",
+}
+
+
+def require(source: object, *wanted: type) -> None:
+    """Raises ConfigError for what is of none of these types."""
+    if not isinstance(source, wanted) or isinstance(source, str):
+        choices = [_WORDS[kind] for kind in wanted]
+        raise ConfigError(f"a plot is given a {type(source).__name__}; this one takes {' or '.join(choices)}")
+
+
+def runs_of(runs: Runs, most: int | None = None) -> dict[str, Run]:
+    """Label -> run. Raises ConfigError for what is no runs, and for more than `most`."""
+    require(runs, Run, Sweep, Sequence, Mapping)
+    for run in runs.values() if isinstance(runs, Mapping) else runs if isinstance(runs, Sequence) else ():
+        require(run, Run)
+    each = named(runs)
+    if most is not None and len(each) > most:
+        raise ConfigError(f"{len(each)} runs are too many for one picture; choose at most {most} of them")
+    return each

@@ -34,8 +34,7 @@ class Preempting:
         self._policies, self._holds = policies, holds
 
     def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
-        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows.
-        grower: who finds none without them."""
+        """Takes a running sequence's blocks away, as the policy wishes and memory allows. grower: for whom."""
         assert seq.state is SequenceState.RUNNING, f"the victim is not among the running sequences: {seq}"
         blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)

@@ -13,7 +13,7 @@ from analysis.comparison.compare import Comparison
 from analysis.load import Run, relative
 from analysis.measures.metrics import SLO
 from analysis.plots import style
-from analysis.reports.first_screen import Compared
+from analysis.reports.compared import Compared
 
 DEFAULT_MARGIN = 0.02
 _MAX_SVG_BYTES = 400_000

@@ -39,8 +39,9 @@ from analysis.measures.summary import summary_value
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
+from analysis.reports.compared import Compared
 from analysis.reports.fidelity_section import fidelity_section
-from analysis.reports.first_screen import Compared, answer
+from analysis.reports.first_screen import answer
 from analysis.reports.keeping_up import judged
 from analysis.reports.parts import (
     DEFAULT_MARGIN,

@@ -14,8 +14,8 @@ from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.reports.cautions import num_ignored
+from analysis.reports.compared import Compared
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
-from analysis.reports.first_screen import Compared
 from analysis.reports.keeping_up import State, judged, who
 from analysis.reports.replicates import Level, drawn_by, shared
 

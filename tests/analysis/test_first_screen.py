@@ -15,7 +15,8 @@ from analysis.comparison.fidelity import error_table
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.first_screen import MAX_SENTENCES, Compared, answer
+from analysis.reports.compared import Compared
+from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.reproduce import sweep_commands
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run

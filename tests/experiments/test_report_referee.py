@@ -17,9 +17,10 @@ from analysis.load import load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.cautions import cautions, changed_sources, lost
+from analysis.reports.compared import Compared
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
-from analysis.reports.first_screen import Compared, answer
+from analysis.reports.first_screen import answer
 from analysis.reports.keeping_up import Judged, who
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report

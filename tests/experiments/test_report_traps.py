@@ -16,7 +16,8 @@ from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.plots import study_plots as plots
 from analysis.reports.cautions import _change_by_warm_up, cautions
-from analysis.reports.first_screen import Compared, answer
+from analysis.reports.compared import Compared
+from analysis.reports.first_screen import answer
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.naming import DECIDES, is_seed, labels_of, level_names, naming_keys, naming_rank
-from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import shown
+from testbed.errors import RunFolderError
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -81,10 +80,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
 
 def named(runs: Runs) -> dict[str, Run]:
-    """Label -> run: as given, or by the fewest swept keys that tell the runs apart, or by its folder's name. Raises
-    ConfigError for what holds no runs."""
-    if not isinstance(runs, Run | Sweep | Mapping | Sequence) or isinstance(runs, str):
-        raise ConfigError(f"runs is {shown(runs)}; give a Run, a Sweep, or several Runs (analysis.load)")
+    """Label -> run: as given, or by the fewest swept keys that tell the runs apart, or by its folder's name."""
     if isinstance(runs, Mapping):
         return dict(runs)
     members = [runs] if isinstance(runs, Run) else list(runs.runs if isinstance(runs, Sweep) else runs)

@@ -61,7 +61,7 @@ class Observer:
         for item in finished:
             request = item.request
             self._ends_ns[request.session_id or "", request.turn or 0] = now_ns
-            self.outputs[request.request_id] = [list(output) for output in item.outputs]
+            self.outputs[request.request_id] = [list(one.token_ids) for one in item.completions]
 
 
 class WatchedQueue:

@@ -120,7 +120,7 @@ def test_a_preset_serves_groups_to_their_end(name: str) -> None:
         for item in finished:
             assert item.reason in (FinishReason.LENGTH, FinishReason.STOP), (item, seed)
             if item.request.sampling.num_seqs > 1:
-                assert len(item.outputs) == item.request.sampling.num_seqs
+                assert len(item.completions) == item.request.sampling.num_seqs
         assert scheduler.blocks.num_free_blocks == 40
         assert scheduler.blocks.num_free_cpu_blocks == 40
 

@@ -48,12 +48,8 @@ class Compared:
     noise: dict[str, float]
     steps: StepErrors | None
     notes: tuple[str, ...]
+    pair: tuple[Run, ...]  # the simulation and what it is compared with: the measured run and its repeats
     second: tuple[pd.DataFrame, pd.DataFrame] | None = None
-
-    @property
-    def pair(self) -> tuple[Run, ...]:
-        """The simulation and what it is compared with: the measured run and its repeats, whose mean counts."""
-        return tuple([_named(run, self.load.key) for run in (self.sim, *_measured((self.load, *self.again)))])
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,12 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     config = load.config(overrides)
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = match_requests(sim, load.measured)
-    reals = [_named(run, load.key) for run in _measured(group)]
+    pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     notes = (*_of_device(load, config), *_of_prices(group, config))
     return Compared(
-        load, tuple(group[1:]), sim, described(config), error_table(_named(sim, load.key), *reals),
-        request_errors(matched), matched, real_noise([reals]), step_errors(sim, load.measured), notes,
+        load, tuple(group[1:]), sim, described(config), error_table(*pair), request_errors(matched), matched,
+        real_noise([pair[1:]]), step_errors(sim, load.measured), notes, pair,
     )  # fmt: skip
-
-
-def _measured(loads: Sequence[Load]) -> list[Run]:
-    return [one.measured for one in loads]
 
 
 def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:

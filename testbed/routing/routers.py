@@ -187,8 +187,8 @@ class PrefixAffinity:
     As the cache-aware router of SGLang, with the defaults of its command line: if the replicas' unfinished requests
     differ by more than `balance_abs_threshold` and the most are more than `balance_rel_threshold` times the least, the
     fewest; else the longest cached prefix if it is more than `cache_threshold` of the prompt; else the fewest again.
-    SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so
-    what was evicted does not count. Where nothing is cached enough, SGLang takes the worker with the smallest tree.
+    SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so what was evicted
+    does not count. Where nothing is cached enough, SGLang takes the worker with the smallest tree.
     """
 
     def __init__(

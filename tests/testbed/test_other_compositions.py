@@ -59,38 +59,33 @@ def test_split_cuts_only_the_first_prompt_of_a_batch() -> None:
     assert seen[4][0] == [("z", 1), ("a", 1), ("b", 1), ("c", 1)]
 
 
-def test_split_caps_each_batch_and_lets_more_run() -> None:
-    scheduler = make_scheduler("prefill_decode_split", limits=make_limits(seqs=2))
-    add(scheduler, make_request("a", 3, 3), make_request("b", 3, 3), make_request("c", 3, 2))
+FULL = BlockedBy.MAX_NUM_SEQS
+OF_A_BATCH = [  # what each step computes, by what the queue is blocked, how many run after it
+    (["a", "b"], FULL, 2),
+    (["c"], None, 3),  # a batch of its own: three run
+    (["a", "b"], None, 3),  # two decode, the surplus waits
+    (["a", "b"], None, 1),
+    (["c"], None, 0),
+]
+OF_WHAT_RUNS = [
+    (["a", "b"], FULL, 2),
+    (["a", "b"], FULL, 1),
+    (["c"], None, 2),
+    (["a", "c"], None, 0),
+]
+
+
+@pytest.mark.parametrize(("caps_running", "of_b", "expected"), [(False, 3, OF_A_BATCH), (True, 2, OF_WHAT_RUNS)])
+def test_split_caps_each_batch_and_lets_more_run_or_caps_what_runs_as_sglang_does(
+    caps_running: bool, of_b: int, expected: list[tuple[list[str], BlockedBy | None, int]]
+) -> None:
+    scheduler = make_scheduler(PrefillDecodeSplit(caps_running=caps_running), limits=make_limits(seqs=2))
+    add(scheduler, make_request("a", 3, 3), make_request("b", 3, of_b), make_request("c", 3, 2))
     seen = []
     while scheduler.has_work:
         plan, _ = step(scheduler)
         seen.append((list(scheduled(plan)), plan.blocked_by, scheduler.num_running))
-    full = BlockedBy.MAX_NUM_SEQS
-    assert seen == [
-        (["a", "b"], full, 2),
-        (["c"], None, 3),  # a batch of its own: three run
-        (["a", "b"], None, 3),  # two decode, the surplus waits
-        (["a", "b"], None, 1),
-        (["c"], None, 0),
-    ]
-
-
-def test_split_may_cap_what_runs_as_sglang_does() -> None:
-    composition = PrefillDecodeSplit(caps_running=True)
-    scheduler = make_scheduler(composition, limits=make_limits(seqs=2))
-    add(scheduler, make_request("a", 3, 3), make_request("b", 3, 2), make_request("c", 3, 2))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((list(scheduled(plan)), plan.blocked_by, scheduler.num_running))
-    full = BlockedBy.MAX_NUM_SEQS
-    assert seen == [
-        (["a", "b"], full, 2),
-        (["a", "b"], full, 1),
-        (["c"], None, 2),
-        (["a", "c"], None, 0),
-    ]
+    assert seen == expected
 
 
 def test_split_preempts_the_last_and_takes_it_back_first() -> None:

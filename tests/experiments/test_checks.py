@@ -53,7 +53,7 @@ def test_a_run_under_pressure_passes_every_check_exactly(backend: tuple[str, ...
     )
     work = checks["work_conserved"]
     assert work["num_needed_tokens_least"] == work["num_needed_tokens_most"] == work["num_computed_tokens"]
-    assert not result.notes
+    assert not [note for note in result.notes if not note.startswith("BUSY MACHINE")]  # which is no check of ours
 
 
 def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(

@@ -246,8 +246,18 @@ def _subjects(group: Compared) -> list[_Subject]:
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
         both = [base, *(arm for arm in group.arms if arm.name == name)]
         keys = [key for factor in level_groups(both) for key in factor]
-        found.append(_Subject(f"{name} against {base.name}", mine, preempting=preempting(both, keys)))
+        found.append(_Subject(_against(name, base.name), mine, preempting=preempting(both, keys)))
     return found
+
+
+def _against(name: str, base: str) -> str:
+    """ "decode_first against prefill_first (both watermark 0, prefix caching on)": what two arms share is said once."""
+    pairs = list(zip(name.split(", "), base.split(", "), strict=False))
+    both = [one for one, other in pairs if one == other]
+    if not both or name.count(", ") != base.count(", "):
+        return f"{name} against {base}"
+    mine, theirs = zip(*((one, other) for one, other in pairs if one != other), strict=True)
+    return f"{', '.join(mine)} against {', '.join(theirs)} (both {', '.join(both)})"
 
 
 def _told(claims: Sequence[Comparison]) -> str:

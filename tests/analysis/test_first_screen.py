@@ -64,6 +64,19 @@ def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None
     assert not any("turns" in text for text in said[1:])
 
 
+def test_what_two_arms_share_is_said_once() -> None:
+    names = {
+        "srpt, caching on, watermark 0.1": "srpt, watermark 0.1 against fcfs, watermark 0 (both caching on)",
+        "fcfs, caching on, watermark 0.1": "watermark 0.1 against watermark 0 (both fcfs, caching on)",
+        "srpt, watermark 0": "srpt, watermark 0 against fcfs, caching on, watermark 0",
+        "srpt, caching off, watermark 1": "srpt, caching off, watermark 1 against fcfs, caching on, watermark 0",
+    }
+    base = [Arm("fcfs, caching on, watermark 0", {}, ())]
+    for name, said in names.items():
+        (text,) = answer([Compared("", base, [row(name, 0, -0.1)], ())], None)
+        assert text.partition(":")[0] == said
+
+
 def test_an_average_that_hides_two_signs_is_told_by_cells() -> None:
     ends = (row("b 0", 0, -0.2, claimed=False), row("b 1", 0, 0.01, claimed=False))
     interaction = Interaction(ends, Estimate(0.2, 0.1, 0.3, 5, "paired t", "log_ratio"))

@@ -12,8 +12,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from experiments.console.arguments import Parser, folder_named, refuse_existing, words
-from experiments.console.streams import go_on_unheard, take_any_character
+from experiments.console import Parser, folder_named, go_on_unheard, refuse_existing, take_any_character, words
 from experiments.runs.collector import THRESHOLD
 from testbed.errors import ConfigError, TestbedError
 

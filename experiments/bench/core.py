@@ -10,7 +10,7 @@ import time
 from tqdm import tqdm
 
 from experiments.configuration.compose import compose_config
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from experiments.runs.collector import fewer_collections
 from experiments.wiring import build
 from testbed.checks import require_whole

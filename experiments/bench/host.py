@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.bench.offline import AllAtOnce
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from testbed.checks import require_whole
 from testbed.core.outcome import Spans
 from testbed.core.request import GREEDY, Request, SamplingParams

@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.bench.offline import VLLM_VARIABLES
 from experiments.bench.vllm import MODEL
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from testbed.checks import require_whole
 from testbed.errors import ConfigError
 

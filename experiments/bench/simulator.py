@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from sim.cost.base import CostModel
 from testbed.checks import require_whole
 from testbed.core.plan import BatchShape, PrefillChunk

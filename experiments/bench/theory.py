@@ -22,7 +22,7 @@ from analysis.measures.queueing import Service, cobham_waits, lindley_waits, pol
 from analysis.measures.statistics import Estimate, mean_t
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.wiring import build
 from sim.driver import run as drive

@@ -26,7 +26,7 @@ from analysis.load import Run, load_run
 from analysis.measures.summary import summary_value
 from analysis.reports.fidelity_findings import probe_of
 from experiments.bench.offline import VLLM_VARIABLES
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from testbed.errors import ConfigError, TestbedError
 
 METRICS = tuple(f"{name}.{of}" for name in ("ttft_s", "tpot_s", "e2e_s") for of in ("mean", "p50", "p99"))

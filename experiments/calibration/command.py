@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.console.arguments import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.capacity.study import Capacity, find_capacity
 from experiments.capacity.words import policy_table, setup_lines, summary_frame, warnings, without_capacity
 from experiments.configuration.overrides import refuse_repeated
-from experiments.console.arguments import Parser, folder_named
+from experiments.console import Parser, folder_named
 from experiments.runs.environment import describe_versions
 from experiments.runs.run_folder import write_json
 from testbed.errors import TestbedError

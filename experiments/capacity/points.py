@@ -1,10 +1,11 @@
-"""One rate of one policy under one seed: its run, and the file that keeps what came out."""
+"""One rate of one policy under one seed: its run, which ends once its SLO is lost, and the file of what came out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +13,105 @@ from typing import Any
 from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
-from experiments.capacity.watch import SloWatch
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
+from testbed.core.commands import StepView
+from testbed.core.outcome import Finished
+from testbed.core.request import Request
+from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
+from testbed.records.recorders import NoRecords
+from testbed.records.schema import COMPLETED
+
+
+class LostError(TestbedError):
+    """The attainment cannot be reached any more."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended, in ns; -1: not yet."""
+
+    arrival: int
+    first: int = -1
+    last: int = -1
+    largest_gap: int = 0
+    has_failed: bool = False
+
+
+class SloWatch(NoRecords):
+    """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
+
+    A request has failed when that is certain: its first token is overdue, or it ended beyond a limit. The arithmetic is
+    that of `analysis.measures.metrics`, so what has failed here has failed there; of a group of sequences TPOT is left
+    to that. Tokens are looked at one by one only where a limit on gaps wants it, as they are many.
+    """
+
+    def __init__(self, slo: SLO, max_failed: int) -> None:
+        self.over: dict[str, int] = {}
+        self.num_failed = 0
+        self.is_lost = False
+        self._slo, self._max_failed = slo, max_failed
+        self._open: dict[str, _Open] = {}
+        self._without_token: dict[str, _Open] = {}
+        self._due: deque[_Open] = deque()  # in order of arrival; some may have got a token
+        self._end_ns = 0  # of the last step
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        one = _Open(request.arrival_ns)
+        self._open[request.request_id] = self._without_token[request.request_id] = one
+        if self._slo.ttft_s is not None:
+            self._due.append(one)
+
+    def committed(self, step: StepView) -> None:
+        self._end_ns = now = step.end_ns
+        if self._without_token:
+            for seq in step.emitters:
+                if (one := self._without_token.pop(seq.request_id, None)) is not None:
+                    one.first = now
+        if self._slo.itl_max_s is not None:
+            self._measure_gaps(step.emitters, now)
+        due, limit = self._due, self._slo.ttft_s
+        while due and limit is not None and (due[0].first >= 0 or (now - due[0].arrival) / 1e9 > limit):
+            one = due.popleft()
+            if ((one.first if one.first >= 0 else now) - one.arrival) / 1e9 > limit:
+                self._fail(one, "ttft_s")
+        self._raise_if_lost()
+
+    def _measure_gaps(self, emitters: list[Sequence], now: int) -> None:
+        for seq in emitters:
+            one = self._open[seq.request_id]
+            if one.last >= 0:
+                one.largest_gap = max(one.largest_gap, now - one.last)
+            one.last = now
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        slo = self._slo
+        for item in finished:
+            one = self._open.pop(item.request.request_id)
+            self._without_token.pop(item.request.request_id, None)
+            if item.reason.value not in COMPLETED:
+                self._fail(one, "unfinished")
+                continue
+            num = item.num_output_tokens if item.request.sampling.num_seqs == 1 else 0
+            if slo.tpot_s is not None and num > 1 and (self._end_ns - one.first) / (num - 1) / 1e9 > slo.tpot_s:
+                self._fail(one, "tpot_s")
+            if slo.itl_max_s is not None and one.largest_gap / 1e9 > slo.itl_max_s:
+                self._fail(one, "itl_max_s")
+            if slo.e2e_s is not None and (now_ns - one.arrival) / 1e9 > slo.e2e_s:
+                self._fail(one, "e2e_s")
+        self._raise_if_lost()
+
+    def _fail(self, one: _Open, limit: str) -> None:
+        self.over[limit] = self.over.get(limit, 0) + 1
+        self.num_failed += not one.has_failed
+        one.has_failed = True
+
+    def _raise_if_lost(self) -> None:
+        if self.num_failed > self._max_failed:
+            self.is_lost = True
+            raise LostError(f"{self.num_failed} requests have failed the SLO, and {self._max_failed} may")
 
 
 def run_point(

@@ -10,7 +10,7 @@ from analysis.measures.capacity import LIMITS, Load
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found
 from experiments.configuration.config import RunConfig
-from experiments.console.markdown import table
+from experiments.console import table
 
 SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
 QUEUE = "the queue grows"

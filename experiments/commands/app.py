@@ -20,7 +20,7 @@ from experiments.configuration.compose import checked, compose_from, in_one_line
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable, refuse_repeated
 from experiments.configuration.saved import read_config
-from experiments.console.arguments import UsageError
+from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.run import INTERRUPTED, RunResult, execute

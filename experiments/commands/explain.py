@@ -18,7 +18,7 @@ from analysis.explain.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, num_replicas
 from experiments.commands.app import config_from
 from experiments.configuration.settings import RecordConfig
-from experiments.console.arguments import Parser, folder_named
+from experiments.console import Parser, folder_named
 from experiments.runs.parity import check_parity, num_tapes
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from experiments.configuration.config import GROUPS
-from experiments.console.arguments import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
 from real.text.generate import generate, sampling_of

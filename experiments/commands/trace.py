@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.console.arguments import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing
 from experiments.runs.run_folder import is_same_file
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configuration.forcing import FORCED
 from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
@@ -40,7 +39,7 @@ class TraceConfig:
     forced: str = "tokens"  # what a replay forces of recorded outputs: tokens, lengths, nothing
 
     def __post_init__(self) -> None:
-        choose("trace.forced", self.forced, FORCED)
+        choose("trace.forced", self.forced, ("tokens", "lengths", "nothing"))
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
             require_whole_or_null(f"trace.{name}", getattr(self, name), 1)
         require("trace.rate_scale", self.rate_scale, self.rate_scale > 0, "a finite number above 0")

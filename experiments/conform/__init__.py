@@ -1,7 +1,6 @@
 """Conformance: decision logs of real schedulers, fed to our presets and compared step by step.
 
     cases      reads and checks a file of cases
-    overrides  a case's configuration as overrides of a preset
     systems    what each system means by each field, read off our plans
     replay     feeds one case to a scheduler and finds the first step that differs
     report     prints what came out

@@ -1,1 +1,1 @@
-"""`make demo`: an ablation in the simulator (`command`), its trace on the real engine (`real_half`), one report."""
+"""`make demo`: an ablation in the simulator, its trace on the real engine, one report."""

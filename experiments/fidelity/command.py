@@ -9,13 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from experiments.configuration.overrides import refuse_repeated
-from experiments.console.arguments import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing
+from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
-from experiments.fidelity.leftovers import refuse_inside, remove_runs
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
-from experiments.fidelity.page import check_page, write_page
-from experiments.fidelity.scalars import parse_names
+from experiments.fidelity.outputs import check_page, refuse_inside, remove_runs, write_page
 from experiments.fidelity.simulating import check_overrides, variant
 from experiments.runs.run_folder import write_json
 from testbed.errors import ConfigError, TraceError
@@ -146,8 +145,16 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     from analysis.plots.fidelity_plots import study_figure
     from experiments.fidelity.study import WHOLE
     from experiments.fidelity.study_fitting import Fitted, fit_study, fits_json
-    from experiments.fidelity.study_report import as_json, beside, check_study, scores, simulate_study
-    from experiments.fidelity.study_text import NAMES, page_lines, study_lines
+    from experiments.fidelity.study_report import (
+        NAMES,
+        as_json,
+        beside,
+        check_study,
+        page_lines,
+        scores,
+        simulate_study,
+        study_lines,
+    )
 
     check_study(runs, overrides, options.beside)
     fits: list[Fitted] = []

@@ -25,9 +25,8 @@ from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
-from experiments.fidelity.fitting import Fit, fit, halves
+from experiments.fidelity.fitting import Fit, fit, halves, overrides_of
 from experiments.fidelity.loads import Load
-from experiments.fidelity.scalars import overrides_of
 from experiments.fidelity.simulating import described, replaced, simulate
 from sim.cost.calibration_file import load_calibration
 

@@ -20,9 +20,8 @@ from analysis.load import Run, load_run, num_replicas
 from analysis.reading.files import read_json
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
-from experiments.configuration.names import device_of_run
+from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
-from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
 from experiments.fidelity.simulating import composed, replaced
 from experiments.runs.run_folder import as_yaml, check_priced, write_json

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.configuration.names import choice
 from experiments.fidelity.fields import (
     count,
     csv_columns,
@@ -23,7 +24,6 @@ from experiments.fidelity.fields import (
     request_id,
     required,
 )
-from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.configuration.names import choice
 from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
-from experiments.fidelity.library import choice
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import name_text, refuse

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from experiments.fidelity.scalars import Found, Scalars, check_config, minimize, overrides_of
+from experiments.fidelity.fitting import Found, Scalars, check_config, minimize, overrides_of
 from experiments.fidelity.simulating import composed, replaced, simulate, variant
 from experiments.fidelity.study import OURS, Parts, StudyRun, trace_of
 from experiments.fidelity.study_report import RECORDED, means

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from experiments.console.markdown import milliseconds, percent, table
+from experiments.console import milliseconds, percent, table
 from experiments.fidelity.comparing import Compared, Comparison
-from experiments.fidelity.fitting import Fit
-from experiments.fidelity.scalars import KEYS
+from experiments.fidelity.fitting import KEYS, Fit
 
 _WORDS = {
     "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.configuration.names import choice
 from experiments.fidelity.fields import duration_s, instant_s, json_value, listed, mapping
-from experiments.fidelity.library import choice
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import token_count

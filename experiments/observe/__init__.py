@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from experiments.console.arguments import Parser
+from experiments.console import Parser
 from testbed.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from analysis.load import Run
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
-from experiments.conform.overrides import composition_of
+from experiments.conform.replay import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log

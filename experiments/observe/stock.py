@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
-from experiments.conform.overrides import composition_of
+from experiments.conform.replay import composition_of
 from experiments.observe.importing import Replayed, import_log
 from experiments.observe.log import Sender
 from experiments.runs.run_folder import describe_failure, set_aside

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
-from experiments.runs.replay_log import warnings_of
+from experiments.runs.prepare import warnings_of
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
 from testbed.core.plan import BlockedBy

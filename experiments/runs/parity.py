@@ -10,10 +10,10 @@ from typing import Any
 
 from analysis.reading.files import read_said
 from experiments.configuration.config import RunConfig
-from experiments.configuration.forcing import forcing
 from experiments.configuration.saved import read_config
 from experiments.wiring import build
 from experiments.wiring.foreign import policy_failure
+from experiments.wiring.traces import forcing
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
 from testbed.core.commands import Execute, Resume, StepView

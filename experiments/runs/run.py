@@ -22,15 +22,24 @@ from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.identity import identity_of
 from experiments.runs.interrupt import interruptible, undisturbed
 from experiments.runs.origin import UNKNOWN, Origin
-from experiments.runs.prepare import Prepared, TraceLike, prepare_engine, prepare_sim, trace_inbox
+from experiments.runs.prepare import (
+    NO_REPLAY,
+    Prepared,
+    TraceLike,
+    at_speed,
+    check_profile,
+    prepare_engine,
+    prepare_sim,
+    trace_inbox,
+    warnings_of,
+)
 from experiments.runs.progress import Progress
-from experiments.runs.replay_log import NO_REPLAY, at_speed, check_profile, warnings_of
 from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
+from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace
-from experiments.wiring.watches import batch_limits, status_lines
 from real.vllm.config import VllmConfig
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.tables import TablesCost

@@ -22,8 +22,8 @@ from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
 from experiments.runs.in_vllm import USUAL, device_of, with_model
 from experiments.serving.served_folder import ServedFolder
 from experiments.wiring.build import Pools, build_scheduler
+from experiments.wiring.engines import batch_limits
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.watches import batch_limits
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering

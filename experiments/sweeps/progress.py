@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from experiments.console.streams import go_on_unheard
+from experiments.console import go_on_unheard
 from experiments.sweeps.points import Board, Outcome
 
 _EVERY_S = 0.2

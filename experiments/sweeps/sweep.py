@@ -29,7 +29,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.runs.identity import identity_of
-from experiments.runs.origin import Origin, end_of_others
+from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweeps.points import (
     Known,
@@ -44,7 +44,6 @@ from experiments.sweeps.points import (
     say_not_begun,
 )
 from experiments.sweeps.progress import Followed
-from experiments.sweeps.restate import restate
 from experiments.wiring.build import check_makeable
 from experiments.wiring.foreign import check_importable
 from experiments.wiring.traces import check_trace

@@ -7,7 +7,7 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.console.arguments import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables

@@ -12,8 +12,7 @@ from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.configuration.settings import RecordedConfig, SimConfig
 from experiments.configuration.structured import freeze
-from experiments.wiring.costs import block_bytes, build_cost, unread_settings
-from experiments.wiring.estimator import CostEstimator
+from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace

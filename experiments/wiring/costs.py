@@ -24,7 +24,7 @@ from sim.cost.linear import LinearCost
 from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchShape
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
 from testbed.policies.config import resolve_limits
@@ -255,3 +255,20 @@ def profile_at(file: Path) -> Profile:
     if why:
         raise ProfileError(f"no profile at {file}: the run there left none ({why})")
     return read_profile(file)
+
+
+class CostEstimator:
+    """`testbed.core.interfaces.Estimator` over a cost model, each question priced as a step of its own."""
+
+    def __init__(self, name: str, cost: CostModel) -> None:
+        self.name = name
+        self._cost = cost
+
+    def recompute_ns(self, start: int, num_tokens: int) -> int:
+        if num_tokens <= 0:
+            return 0
+        return self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)).total_ns
+
+    def swap_ns(self, num_blocks: int) -> int:
+        """One way, out of the GPU: the part of the price that the link takes."""
+        return self._cost.price(BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.forcing import check_simulated_output
 from experiments.configuration.policies import instantiate
 from experiments.configuration.settings import (
     AgenticTraceConfig,
@@ -21,6 +20,7 @@ from experiments.configuration.settings import (
     TraceConfig,
 )
 from experiments.configuration.structured import freeze
+from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces import transforms
@@ -219,3 +219,30 @@ def vocab_size(config: RunConfig) -> int:
             f"trace.vocab_size is {size}, but model {config.model.name} has {config.model.vocab_size} tokens; lower it"
         )
     return size
+
+
+# --- trace.forced: what of the outputs a replay forces ---
+
+
+def forcing(request: Request, forced: str) -> Request:
+    """The request of a trace's row as this mode wants it; one without a recorded output stays as it is.
+
+    tokens: the recorded ones are fed back. lengths: the model's own are, and no EOS, stop token or stop string ends it
+    before as many as were recorded are out. nothing: the model's own, up to sampling.max_tokens.
+    """
+    output = request.forced_output
+    if forced == "tokens" or output is None:
+        return request
+    sampling = request.sampling
+    if forced == "lengths":
+        sampling = replace(sampling, max_tokens=len(output), ignore_eos=True, stop_token_ids=(), stop=())
+    return replace(request, forced_output=None, sampling=sampling)
+
+
+def check_simulated_output(forced: str) -> None:
+    """Raises ConfigError where a simulation cannot know how long outputs are."""
+    if forced == "nothing":
+        raise ConfigError(
+            "trace.forced=nothing lets the model end its outputs, and the simulator has no model; choose tokens or "
+            "lengths (the same to a simulator), or backend=real"
+        )

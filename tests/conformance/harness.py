@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.configuration.forcing import forcing
+from experiments.wiring.traces import forcing
 from sim.backend import SimBackend
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from sim.cost.constant import ConstantCost

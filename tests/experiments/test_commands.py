@@ -14,7 +14,7 @@ import pytest
 from experiments.bench import simulator
 from experiments.cli import main
 from experiments.configuration.options import options
-from experiments.demo import real_half as demo_real
+from experiments.demo import command as demo_real
 from experiments.runs.environment import describe_versions
 from testbed import compiled
 from tests.experiments.kit import SHORT, TINY, manifest_of, say, write_rows
@@ -267,11 +267,11 @@ def test_the_demo_makes_its_report(
         "experiments.demo.command.run_point": lambda point, folder: run_point(
             [*point, "trace.num_requests=40"], folder
         ),
-        "experiments.demo.real_half.RATE_SCALES": (4.0,),
-        "experiments.demo.real_half.profile": lambda config, extent: profile(
+        "experiments.demo.command.RATE_SCALES": (4.0,),
+        "experiments.demo.command.profile": lambda config, extent: profile(
             config, replace(extent, repeats=1, num_requests=2, max_s=3.0)
         ),
-        "experiments.demo.real_half._real_overrides": lambda model, quick: [
+        "experiments.demo.command._real_overrides": lambda model, quick: [
             *overrides(model, quick=quick),
             "trace.limit=6",
             "trace.max_output_tokens=16",

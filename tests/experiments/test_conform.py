@@ -17,7 +17,7 @@ import pytest
 
 from experiments.conform import replay
 from experiments.conform.cases import Case, read_cases
-from experiments.conform.overrides import case_config
+from experiments.conform.replay import case_config
 from experiments.conform.systems import SYSTEMS, DecisionReader, System
 from testbed.core.plan import BatchPlan
 from tests.experiments.kit import Said, say, write_rows

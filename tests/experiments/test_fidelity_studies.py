@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.fidelity.page import BEGIN, END
+from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed
 from experiments.fidelity.study import OURS, read_study
-from experiments.fidelity.study_report import Score
-from experiments.fidelity.study_text import lowest_lines
+from experiments.fidelity.study_report import Score, lowest_lines
 from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
 from tests.experiments.measured_files import study
 

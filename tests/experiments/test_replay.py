@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.configuration.forcing import FORCED, forcing
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
 from experiments.wiring.build import build_trace
+from experiments.wiring.traces import FORCED, forcing
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.traces.fingerprint import fingerprint

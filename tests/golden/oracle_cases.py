@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.conform.cases import Case, read_cases
-from experiments.conform.overrides import case_config
-from experiments.conform.replay import Feed
+from experiments.conform.replay import Feed, case_config
 from experiments.conform.systems import SYSTEMS
 from experiments.wiring.build import build_scheduler, simulated_pools
 

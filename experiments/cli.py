@@ -244,7 +244,7 @@ def _costs(arguments: list[str]) -> int:
     return 0
 
 
-# each command's function, or the module that has it, as `main`
+# each command's function, or the module that has it, as `main`: returns the exit status, raises TestbedError
 COMMANDS: dict[str, Callable[[list[str]], int] | str] = {
     "run": _run,
     "list": _list,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from experiments.runs.environment import describe_machine, describe_versions
 from testbed import compiled
@@ -28,12 +30,26 @@ def main(arguments: list[str]) -> int:
     if name is not None and name not in mains:
         raise ConfigError(unknown(f"there is no benchmark {name!r}", name, BENCHES))
     if not {"-h", "--help"} & set(arguments):
-        machine, versions = describe_machine(), describe_versions()
-        where = f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}"
-        print(f"{where}, {time.strftime('%Y-%m-%d')}; {compiled.describe()}\n", flush=True)
+        print(f"{machine_line()}; {compiled.describe()}\n", flush=True)
     if name is not None:
         return mains[name](arguments[1:])
     for each in [one for one in BENCHES if one not in IN_VLLM]:
         mains[each]([])
         print()
     return 0
+
+
+def machine_line() -> str:
+    """On what and when it was measured."""
+    machine, versions = describe_machine(), describe_versions()
+    date = time.strftime("%Y-%m-%d")
+    return f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {date}"
+
+
+@contextmanager
+def with_engine() -> Iterator[None]:
+    """Within, the packages of the real engine are imported. Raises ConfigError for one that is not here."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this benchmark needs the package {error.name!r}: pip install '.[real]'") from None

@@ -65,10 +65,7 @@ def _bench_scheduler(repeats: int) -> None:
 
 def _step_ns(name: str, caching: bool, repeat: int, *, draws: bool, with_rows: bool) -> float:
     """ns a step of plan + commit; with_rows: and of making the plan's rows."""
-    scheduler = _scheduler(
-        [f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}", "scheduler.max_num_batched_tokens=32768"],
-        20_000,
-    )
+    scheduler = _scheduler([f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}"], 20_000)
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for index in range(NUM_SEQS):
         prompt = synthesize(Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS), VOCAB)
@@ -113,8 +110,8 @@ def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
         partial = ["scheduler.max_num_partial_prefills=3", "scheduler.long_prefill_token_threshold=32"]
     else:
         partial = [f"scheduler.queue_order={order}"]
-    options = [*partial, "scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=32768"]
-    scheduler = _scheduler(["scheduler=decode_first", "scheduler.oracle=perfect", *options], 20_000)
+    options = ["scheduler=decode_first", "scheduler.oracle=perfect", *partial, "scheduler.max_num_seqs=64"]
+    scheduler = _scheduler(options, 20_000)
     for index in range(num_waiting + num_steps + 64):
         prompt = synthesize(Span(content_key("bench", 0, index % 512), 0, PROMPT_TOKENS), VOCAB)
         scheduler.add(
@@ -135,8 +132,8 @@ def _bench_pools(repeats: int) -> None:
 
 
 def _pool_us(num_blocks: int, caching: bool, num_steps: int = 400) -> float:
-    options = ["scheduler.max_num_seqs=64", f"cache.prefix_caching={str(caching).lower()}"]
-    scheduler = _scheduler(["scheduler=decode_first", *options, "scheduler.max_num_batched_tokens=32768"], num_blocks)
+    options = ["scheduler=decode_first", "scheduler.max_num_seqs=64", f"cache.prefix_caching={str(caching).lower()}"]
+    scheduler = _scheduler(options, num_blocks)
     for index in range(64 + num_steps):
         prompt = synthesize(Span(content_key("bench", 1, index), 0, PROMPT_TOKENS), VOCAB)
         scheduler.add(Request(str(index), prompt, forced_output=prompt))
@@ -144,7 +141,8 @@ def _pool_us(num_blocks: int, caching: bool, num_steps: int = 400) -> float:
 
 
 def _scheduler(options: list[str], num_blocks: int) -> Scheduler:
-    return build.build_scheduler(compose_config(options), build.Pools(num_blocks, 0))
+    config = compose_config([*options, "scheduler.max_num_batched_tokens=32768"])
+    return build.build_scheduler(config, build.Pools(num_blocks, 0))
 
 
 def _us_per_step(scheduler: Scheduler, num_steps: int) -> float:

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.bench import offline
+from experiments.bench import offline, with_engine
 from experiments.console import Parser
 from experiments.tables.devices import model_spec
 from testbed.checks import choose, require_whole
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY
-from testbed.errors import ConfigError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
@@ -183,12 +182,10 @@ def main(arguments: list[str]) -> int:
     for part in parts:
         choose("--parts", part, ("decode", "prefill", "offline"))
     require_whole("--repeats", options.repeats, 1)
-    try:
+    with with_engine():
         import torch
 
         from real.device import describe_device, resolve_device
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"this benchmark needs the package {error.name!r}: pip install '.[real]'") from None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)

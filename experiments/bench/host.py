@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from experiments.bench import with_engine
 from experiments.bench.offline import AllAtOnce
 from experiments.console import Parser
 from testbed.checks import require_whole
 from testbed.core.outcome import Spans
 from testbed.core.request import GREEDY, Request, SamplingParams
-from testbed.errors import ConfigError
 from testbed.specs.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -63,10 +63,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--filter", default="", help="only batches in whose name this is found")
     options = parser.parse_args(arguments)
     require_whole("--steps", options.steps, 1)
-    try:
+    with with_engine():
         import torch
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"this benchmark needs the package {error.name!r}: pip install '.[real]'") from None
     torch.set_num_threads(1)
     print(f"host: µs a step, median of {options.steps}; schedule: commit, records and plan\n")
     print(f"  {'step':<52}" + "".join(f"{part:>10}" for part in (*PARTS, "all")), flush=True)
@@ -119,10 +117,13 @@ def measure(load: Load, num_steps: int) -> list[float]:
     ]  # fmt: skip
     scheduler = build.build_scheduler(compose_config(overrides), build.Pools(num_blocks, 0))
     log = _Log(load)
+    forced = [1] * num_tokens if load.sampling == "replay" else None
+    params = replace(SAMPLINGS.get(load.sampling, GREEDY), max_tokens=num_tokens, ignore_eos=True)
+    requests = [Request(str(i), p, sampling=params, forced_output=forced) for i, p in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as folder:
         recorder = RunRecorder(Path(folder))
         drive = Drive(
-            serve(_requests(prompts, load.sampling, num_tokens), scheduler, recorder), _Watched(backend, log),
+            serve(AllAtOnce(requests), scheduler, recorder), _Watched(backend, log),
             SkippingClock(), log,
         )  # fmt: skip
         while len(log.steps) < num_wanted:
@@ -204,13 +205,6 @@ class _Log:
         if is_whole and self.shape.num_prefill_tokens == (CHUNK if self.load.is_mixed else 0):
             parts = (spans.schedule_ns, spans.prepare_ns, spans.forward_ns, spans.sample_ns)
             self.steps.append((*parts, length_ns - sum(parts)))
-
-
-def _requests(prompts: list[list[int]], sampling: str, num_tokens: int) -> AllAtOnce:
-    """They outlast the measurement."""
-    forced = [1] * num_tokens if sampling == "replay" else None
-    params = replace(SAMPLINGS.get(sampling, GREEDY), max_tokens=num_tokens, ignore_eos=True)
-    return AllAtOnce([Request(str(i), p, sampling=params, forced_output=forced) for i, p in enumerate(prompts)])
 
 
 # --- operators ---

@@ -197,12 +197,9 @@ class Ours:
         from testbed.records.recorders import NoRecords
 
         scheduler = build_scheduler(self._config, Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks))
-        inbox = AllAtOnce(
-            [
-                Request(str(i), prompt, sampling=SamplingParams(max_tokens=length, ignore_eos=True))
-                for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-            ]
-        )
+        sampling = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+        asked = zip(prompts, sampling, strict=True)
+        inbox = AllAtOnce([Request(str(i), prompt, sampling=params) for i, (prompt, params) in enumerate(asked)])
         host = HostTimes()
         run(serve(inbox, scheduler, NoRecords()), self._backend, RealTimeClock(), log=host)
         self.host_share = host.describe()["exposed_share"]

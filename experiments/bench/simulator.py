@@ -76,22 +76,21 @@ def main(arguments: list[str]) -> int:
     source = "Azure 2023" if options.trace is not None else "Azure-like"
     print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
     print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")
-    _show("start-up: 1 request", _best(["trace.num_requests=1"], options.repeats))
-    compiled = _best(short, options.repeats)
-    _show(f"{source}, {num_rows:,}", compiled)
-    _show(f"{source}, {num_rows:,}, requests alone", _best([*short, "record.steps=false"], options.repeats))
-    _show(f"{source}, {num_rows:,}, Qwen3-0.6B", _best([*short, "model=qwen3_0.6b"], options.repeats))
+    case = f"{source}, {num_rows:,}"
+    _bench("start-up: 1 request", ["trace.num_requests=1"], options.repeats)
+    compiled = _bench(case, short, options.repeats)
+    _bench(f"{case}, requests alone", [*short, "record.steps=false"], options.repeats)
+    _bench(f"{case}, Qwen3-0.6B", [*short, "model=qwen3_0.6b"], options.repeats)
     if find_spec("aiconfigurator_core") is not None:
-        _show(f"{source}, {num_rows:,}, cost=tables", _best([*short, "cost=tables"], options.repeats))
-    interpreted = _best(short, 1, {"TESTBED_COMPILED": "0"})
-    _show(f"{source}, {num_rows:,}, interpreted", interpreted)
+        _bench(f"{case}, cost=tables", [*short, "cost=tables"], options.repeats)
+    interpreted = _bench(f"{case}, interpreted", short, 1, {"TESTBED_COMPILED": "0"})
     if interpreted.digest != compiled.digest or interpreted.num_steps != compiled.num_steps:
         raise TestbedError(
             f"the compiled core decided otherwise: digests {compiled.digest} and {interpreted.digest}; please report it"
         )
     if options.requests > 0:
         long = [*LOOK_ALIKE, f"trace.num_requests={options.requests}", "record.token_times=false"]
-        _show(f"generated, {options.requests:,}", _best(long, 1))
+        _bench(f"generated, {options.requests:,}", long, 1)
     _bench_points(options.repeats)
     _bench_prices(options.repeats)
     return 0
@@ -159,10 +158,16 @@ def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
     return (time.process_time() - began) / len(shapes)
 
 
-def _best(overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
-    """variables: of the environment, beside those of this process."""
-    every = [_measure(overrides, variables or {}) for _ in range(repeats)]
-    return min(every, key=lambda one: one.wall_s)
+def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
+    """The best of the repeats, shown: requests/s and steps/s over the wall clock of the whole process. variables: of
+    the environment, beside those of this process."""
+    one = min((_measure(overrides, variables or {}) for _ in range(repeats)), key=lambda one: one.wall_s)
+    print(
+        f"  {case:<38}{one.num_requests / one.wall_s:>11,.0f}{one.num_steps / one.wall_s:>11,.0f}{one.num_steps:>12,}"
+        f"{one.loop_s:>8.2f}{one.wall_s:>8.2f}{one.peak_mib:>10,.0f}",
+        flush=True,
+    )
+    return one
 
 
 def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
@@ -187,13 +192,4 @@ def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
     peak_mib = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return Measured(
         manifest["num_sent"], wall_s, manifest["wall_s"], manifest["num_steps"], peak_mib, manifest["digest"]
-    )
-
-
-def _show(case: str, one: Measured) -> None:
-    """requests/s and steps/s over the wall clock of the whole process."""
-    print(
-        f"  {case:<38}{one.num_requests / one.wall_s:>11,.0f}{one.num_steps / one.wall_s:>11,.0f}{one.num_steps:>12,}"
-        f"{one.loop_s:>8.2f}{one.wall_s:>8.2f}{one.peak_mib:>10,.0f}",
-        flush=True,
     )

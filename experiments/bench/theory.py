@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +19,10 @@ from tqdm import tqdm
 
 from analysis.measures.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
 from analysis.measures.statistics import Estimate, mean_t
+from experiments.bench import machine_line
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
 from experiments.console import Parser
-from experiments.runs.environment import describe_machine, describe_versions
 from experiments.wiring import build
 from sim.driver import run as drive
 from testbed.core.commands import StepView
@@ -83,8 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if min(options.replications, options.recursions) < 2 or options.requests < 20:
         parser.error("an interval needs at least 2 replications, and a mean at least 20 requests")
-    machine, versions = describe_machine(), describe_versions()
-    print(f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {time.strftime('%Y-%m-%d')}")
+    print(machine_line())
     print(
         f"{options.replications} replications of {options.requests} requests, the first tenth cut; "
         f"a step takes {STEP_NS / 1e6:g} ms\n"

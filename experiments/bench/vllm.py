@@ -245,16 +245,16 @@ def _is_told(lower: Sequence[Run], higher: Sequence[Run], path: str) -> bool:
 
 
 def _values(runs: Sequence[Run], path: str) -> list[float]:
-    return [_value(run, path) for run in runs]
-
-
-def _value(run: Run, path: str) -> float:
-    value = summary_value(run.summary, path)
-    if value is None:
-        raise TestbedError(
-            f"{run.path} has no {path}: its requests did not all get that far; remove the folder, and it is run again"
-        )
-    return value
+    values = []
+    for run in runs:
+        value = summary_value(run.summary, path)
+        if value is None:
+            raise TestbedError(
+                f"{run.path} has no {path}: its requests did not all get that far; remove the folder, and it is run "
+                "again"
+            )
+        values.append(value)
+    return values
 
 
 def _mean(runs: Sequence[Run], path: str) -> float:

@@ -22,7 +22,6 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
     options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
     if command != "all":

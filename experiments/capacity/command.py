@@ -26,7 +26,6 @@ class NoCapacityError(TestbedError):
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     options = _parser().parse_intermixed_args(arguments)
     refuse_repeated(options.overrides)
     folder: Path = options.out or Path("capacity", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
@@ -40,7 +39,8 @@ def main(arguments: list[str]) -> int:
         words = [word for word in arguments if word != str(options.out) and not word.startswith("--out")]
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
-    lines = _lines(found)
+    said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
+    lines = [*setup_lines(found), "", policy_table(found), *(["", *said] if said else [])]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
@@ -70,12 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=folder_named, help="folder; one of the same search goes on (capacity/<date>/<time>)"
     )
     return parser
-
-
-def _lines(found: Capacity) -> list[str]:
-    lines = [*setup_lines(found), "", policy_table(found)]
-    said = [sentence for one in found.found for sentence in warnings(one)]
-    return [*lines, *(["", *(f"note: {sentence}" for sentence in said)] if said else [])]
 
 
 def _write(found: Capacity, lines: list[str], command: str) -> None:

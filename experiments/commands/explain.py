@@ -29,7 +29,6 @@ from testbed.records.recorders import NoRecords
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     parser = Parser("testbed explain", description="Why did this request wait?")
     parser.add_argument("run", type=folder_named, help="a run folder")
     parser.add_argument("request", nargs="?", help="a request's id; without: all requests in sum")

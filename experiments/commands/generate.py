@@ -44,7 +44,6 @@ _FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", 
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     options = _parser().parse_intermixed_args(arguments)
     overrides = dict(_override(item) for item in options.items if _is_override(item))
     prompts = [item for item in options.items if not _is_override(item)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,10 @@ def print_listing(only: str | None) -> None:
     groups: dict[str, Iterable[tuple[str, str]]] = {
         "backend": DESCRIPTIONS["backend"].items(),
         "scheduler": _described("scheduler", options("scheduler")),
-        **{group: _documented(named) for group, named in policies.GROUPS.items()},
+        **{
+            group: [(name, _first_line(maker)) for name, maker in named.items()]
+            for group, named in policies.GROUPS.items()
+        },
         "trace": DESCRIPTIONS["trace"].items(),
         "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],
         "model": _described("model", options("model")),
@@ -82,13 +85,8 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
     return described
 
 
-def _documented(made_by: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Options that are classes or functions, with the first line of the docstring in their source: compiled ones have
-    none."""
-    return [(name, _first_line(maker)) for name, maker in made_by.items()]
-
-
 def _first_line(maker: Any) -> str:
+    """Of the docstring of a class or function, in its source: compiled ones have none."""
     source = Path(__file__).parents[2] / f"{maker.__module__.replace('.', '/')}.py"
     nodes = ast.parse(source.read_text(encoding="utf-8")).body
     defined = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,14 +38,16 @@ _FORMATS = (*READERS, "auto")
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE + ", ".join(_FORMATS))
         return 0
     name, rest = arguments[0], arguments[1:]
     if name in _FORMATS:
         name, rest = "inspect", arguments
-    commands = {"inspect": _inspect, "convert": _convert, "synthesise": _synthesise, "freeze": _freeze}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "inspect": _inspect, "convert": _convert, "synthesise": partial(_from_overrides, "synthesise"),
+        "freeze": partial(_from_overrides, "freeze"),
+    }  # fmt: skip
     if name not in commands and Path(name).is_file():
         raise ConfigError(f"{name} is a file; say of what format: testbed trace inspect auto {shlex.join([name])}")
     if name not in commands:
@@ -81,30 +84,23 @@ def _convert(arguments: list[str]) -> int:
     return 0
 
 
-def _synthesise(arguments: list[str]) -> int:
-    return _from_overrides("synthesise", "Write a generated trace.", arguments, ["trace=synthetic"])
-
-
-def _freeze(arguments: list[str]) -> int:
-    says = "Write any trace, drawn and transformed, as one Parquet file that both backends read (trace=parquet)."
-    return _from_overrides("freeze", says, arguments, [])
-
-
-def _from_overrides(name: str, says: str, arguments: list[str], defaults: list[str]) -> int:
+def _from_overrides(name: str, arguments: list[str]) -> int:
     from experiments.configuration.compose import compose_config
     from experiments.configuration.overrides import refuse_repeated
     from experiments.wiring.traces import build_source
 
-    parser = _parser(name, says)
+    is_frozen = name == "freeze"
+    says = "Write any trace, drawn and transformed, as one Parquet file that both backends read (trace=parquet)."
+    parser = _parser(name, says if is_frozen else "Write a generated trace.")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `testbed run`; trace. may be left out")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_intermixed_args(arguments)
-    if name == "freeze" and options.out.suffix != ".parquet":
+    if is_frozen and options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
     overrides = [_in_trace_group(item) for item in options.overrides]
     refuse_repeated(overrides)
-    config = compose_config([*defaults, *overrides])
+    config = compose_config(overrides if is_frozen else ["trace=synthetic", *overrides])
     others = [step["path"] for step in config.trace.transforms if "path" in step]
     _check_out(options.out, options.overwrite, [path for path in (config.trace.path, *others) if path])
     _write(build_source(config), options.out)

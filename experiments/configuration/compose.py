@@ -57,16 +57,12 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
         return list(overrides)
     given = {item.partition("=")[0] for item in overrides}
     searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
-    swept = _swept_by([*searched, named[-1]])
-    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
-
-
-def _swept_by(overlay: list[str]) -> dict[str, str]:
-    """What an overlay sweeps: {key: values with commas between them}. Raises ConfigError in one line."""
+    overlay = [*searched, named[-1]]
     check(overlay)
     with in_one_line(overlay), _hydra():
         node = compose("config", overrides=overlay, return_hydra_config=True)
-        return {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
+        swept = {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
+    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
 
 
 @contextmanager

@@ -39,7 +39,8 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
         raise DeviceError(f"{path}: expected fields of a device, one a line, as memory_bytes: 80e9")
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        place, name = f"{path}, line {key_node.start_mark.line + 1}", _text(key_node)
+        place = f"{path}, line {key_node.start_mark.line + 1}"
+        name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "not a name"
         if name == "defaults":
             continue  # as the library's own files have it
         if name not in DEVICE_FIELDS:
@@ -48,7 +49,9 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
             raise DeviceError(f"{place}: {name} stands twice")
         value = _value(value_node)
         if not DEVICE_FIELDS[name].holds(value):
-            raise DeviceError(f"{place}: {name} is {_shown(value_node)}; it must be {DEVICE_FIELDS[name].text}")
+            is_one = isinstance(value_node, yaml.ScalarNode)
+            said = shown(value_node.value) if is_one else "not a single value"
+            raise DeviceError(f"{place}: {name} is {said}; it must be {DEVICE_FIELDS[name].text}")
         found[name] = value
     return found
 
@@ -67,12 +70,3 @@ def _value(node: yaml.Node) -> Any:
     if isinstance(value, str) and node.style is None and _NUMBER.fullmatch(value):
         value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _text(key: yaml.Node) -> str:
-    """The name of a field."""
-    return str(key.value) if isinstance(key, yaml.ScalarNode) else "not a name"
-
-
-def _shown(node: yaml.Node) -> str:
-    return shown(node.value) if isinstance(node, yaml.ScalarNode) else "not a single value"

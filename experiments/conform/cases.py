@@ -156,10 +156,6 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str) and value.isascii() and value.isdigit()
 
 
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
 _MOST = 2**31 - 1
 _NAME: Kind = (_is_text, "a name")
 _OBJECT: Kind = (_of(dict), "an object")
@@ -186,7 +182,7 @@ CONFIG_FIELDS: dict[str, Kind] = {
     "queue_order": _NAME,
     "long_prefill_token_threshold": _COUNT,
     "max_num_partial_prefills": _POSITIVE,
-    "watermark": (_is_share, "a share in [0, 1)"),
+    "watermark": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a share in [0, 1)"),
     "async_scheduling": _FLAG,
 }
 STEP_FIELDS: dict[str, Kind] = {

@@ -236,13 +236,9 @@ class _Comparison:
 
 def differing_fields(recorded: Decision, decided: Decision) -> list[str]:
     """Fields that both sides have and that differ. What was scheduled is compared in order."""
-    return [key for key, value in recorded.items() if key in decided and _differs(key, value, decided[key])]
-
-
-def _differs(key: str, recorded: Any, decided: Any) -> bool:
-    if key == "scheduled":
-        return list(recorded.items()) != list(decided.items())
-    return bool(recorded != decided)
+    both = [key for key in recorded if key in decided]
+    is_other_order = list(recorded.get("scheduled", ())) != list(decided.get("scheduled", ()))
+    return [key for key in both if recorded[key] != decided[key] or (key == "scheduled" and is_other_order)]
 
 
 def _describe(error: Exception) -> str:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from experiments.configuration.options import options
 from experiments.conform.cases import Case, read_cases
-from experiments.conform.replay import LiveRequest, Mismatch, differing_fields, replay_case
+from experiments.conform.replay import Mismatch, differing_fields, replay_case
 from experiments.conform.systems import SYSTEMS
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import unknown
@@ -104,12 +104,9 @@ def _live_table(mismatch: Mismatch) -> list[str]:
     if not shown:
         return []
     lines = [f"  {'request':>9} {'state':<9} {'computed':>8} {'known':>8} {'prompt':>8}   (tokens, ours, now)"]
-    lines += map(_live_row, shown)
+    for item in shown:
+        counts = (item.num_computed_tokens, item.num_tokens, item.num_prompt_tokens)
+        lines.append(f"  {item.request_id:>9} {item.state:<9} " + " ".join(f"{count:>8}" for count in counts))
     if num_hidden:
         lines.append(f"  and {num_hidden} more that wait")
     return lines
-
-
-def _live_row(item: LiveRequest) -> str:
-    counts = (item.num_computed_tokens, item.num_tokens, item.num_prompt_tokens)
-    return f"  {item.request_id:>9} {item.state:<9} " + " ".join(f"{count:>8}" for count in counts)

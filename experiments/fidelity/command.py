@@ -28,7 +28,6 @@ RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     options = _parser().parse_intermixed_args(arguments)
     options.arguments = arguments
     options.command = shlex.join(["testbed", "fidelity", *arguments])

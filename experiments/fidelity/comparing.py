@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,15 +112,11 @@ def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
     if config.raw["cost"].get("name") == "calibrated":
         fitted = load_calibration(Path(config.raw["cost"]["path"])).manifest
         clocks.add(fitted.probe_ns)
-        notes = _of_fit(fitted.device_description, group[0].measured.manifest)
+        manifest, fitted_on = group[0].measured.manifest, fitted.device_description
+        measured_on = manifest.get("device")
+        if manifest.get("backend") != "sim" and fitted_on and measured_on not in (None, fitted_on):
+            notes = (f"measured on {measured_on!r}, and priced by what was fitted on {fitted_on!r}",)
     return *notes, *unlike_clocks(clocks)
-
-
-def _of_fit(fitted_on: str, manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    measured_on = manifest.get("device")
-    if manifest.get("backend") == "sim" or not fitted_on or measured_on in (None, fitted_on):
-        return ()
-    return (f"measured on {measured_on!r}, and priced by what was fitted on {fitted_on!r}",)
 
 
 def _second_half(

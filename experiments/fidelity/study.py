@@ -27,6 +27,10 @@ MAX_REQUESTS = 2_000_000  # of a run: a simulation keeps them all
 WHOLE = "all"  # of a run, beside its stages
 _ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
 _MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, if twice max_num_seqs are not fewer
+_COUNTS = (  # whose fields are called as keys are
+    "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
+    "cache.num_gpu_blocks",
+)  # fmt: skip
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
 
@@ -134,24 +138,18 @@ def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[st
     model = str(required(values, "model", place, "a Hugging Face name"))
     device = str(required(values, "device", place, "the device's name"))
     settings = choice("model", model, place, given) + choice("device", device, place, given)
-    settings.append(f"scheduler={_preset(engine)}")
+    version = re.search(r"(\d+)\.(\d+)", engine)
+    is_async = version is not None and (int(version[1]), int(version[2])) >= _ASYNC_SINCE
+    settings.append(f"scheduler={'vllm_v1_async' if is_async else 'vllm_v1'}")
     if values.get("dtype") is not None:
         settings.append(f"model.dtype={values['dtype']}")
-    for key, field in (
-        ("device.tensor_parallel_size", "tensor_parallel_size"), ("scheduler.max_num_seqs", "max_num_seqs"),
-        ("scheduler.max_num_batched_tokens", "max_num_batched_tokens"), ("cache.block_size", "block_size"),
-        ("cache.num_gpu_blocks", "num_gpu_blocks"),
-    ):  # fmt: skip
+    for key in _COUNTS:
+        field = key.partition(".")[2]
         if values.get(field) is not None:
             settings.append(f"{key}={count(values, field, place)}")
     max_num_seqs = values.get("max_num_seqs")
     captured = _MAX_CAPTURED if max_num_seqs is None else min(_MAX_CAPTURED, 2 * max_num_seqs)
     return [*settings, f"cost.max_captured_tokens={captured}"]
-
-
-def _preset(engine: str) -> str:
-    found = re.search(r"(\d+)\.(\d+)", engine)
-    return "vllm_v1_async" if found and (int(found[1]), int(found[2])) >= _ASYNC_SINCE else "vllm_v1"
 
 
 def _stages(work: Mapping[str, Any], place: str) -> tuple[Stage, ...]:

@@ -157,7 +157,8 @@ def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]
     lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
     lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
     lines += _summed_up(found, fits)
-    notes = [*merged(found), *_edges(fits)]
+    notes = merged(found)
+    notes += [f"{name}: {note}" for one in fits for name, fitted in one.found.items() for note in fitted.notes]
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
 
@@ -188,10 +189,6 @@ def _fitted(fits: Sequence[Fitted]) -> str:
 
 def _value(name: str, value: float) -> str:
     return f"{value / 1e3:,.0f} us" if name == "host" else f"{value:.3g}"
-
-
-def _edges(fits: Sequence[Fitted]) -> list[str]:
-    return [f"{name}: {note}" for one in fits for name, found in one.found.items() for note in found.notes]
 
 
 def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:

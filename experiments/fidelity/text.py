@@ -49,7 +49,8 @@ def _load(one: Compared) -> list[str]:
         path = str(row["metric"])
         cells = [_value(path, row["real"]), _value(path, row["sim"]), percent(row["error"])]
         spread = [percent(one.noise.get(path), signed=False)] if one.again else []
-        rows.append([metric_name(path) + _unit(path), *cells, *spread])
+        unit = "" if path.startswith("throughput") else ", ms"
+        rows.append([metric_name(path) + unit, *cells, *spread])
     whose = f", of {one.load.name}" if one.again else ""
     lines += ["", table(headers, rows), "", f"Single requests{whose}:", "", _requests(one.requests)]
     if one.steps is not None:
@@ -58,10 +59,6 @@ def _load(one: Compared) -> list[str]:
             _steps(one.steps.by_region, "region"), "", _steps(one.steps.by_decodes, "decode steps of up to"),
         ]  # fmt: skip
     return lines
-
-
-def _unit(path: str) -> str:
-    return "" if path.startswith("throughput") else ", ms"
 
 
 def _value(path: str, value: float) -> str:

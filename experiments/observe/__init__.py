@@ -10,7 +10,6 @@ from testbed.errors import ConfigError
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     from experiments.observe.importing import import_log
 
     parser = Parser(

@@ -88,7 +88,10 @@ def import_log(
         lines.append(_write_profile(log, folder, config, measured, command, probe_ns))
     manifest = _manifest(log, config, trace, recorder, command, unpriced) | {"no_profile": no_profile or None}
     if replayed is not None:
-        manifest |= _ran_here(replayed)
+        manifest |= {  # what is not known of a log of somebody's; its identity is that of what was asked for
+            "replay": replayed.replay, "identity": identity_of(replayed.config).describe(),
+            "machine": describe_machine(), "started_in": os.getcwd(),
+        }  # fmt: skip
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:
@@ -235,12 +238,4 @@ def _manifest(
         "num_sent": recorder.num_sent,
         "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # none of a log's own trace: it is what came
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
-    }  # fmt: skip
-
-
-def _ran_here(replayed: Replayed) -> dict[str, Any]:
-    """What is known of a run of ours, and not of a log of somebody's. Its identity is that of what was asked for."""
-    return {
-        "replay": replayed.replay, "identity": identity_of(replayed.config).describe(), "machine": describe_machine(),
-        "started_in": os.getcwd(),
     }  # fmt: skip

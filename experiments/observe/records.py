@@ -75,9 +75,10 @@ class _Told:
 
     def committed(self, step: ObservedStep) -> None:
         plan = self._plans.popleft()
+        last_ns = self._log.steps[self._num_steps - 1].taken_ns if self._num_steps else 0
         spans = Spans(
             schedule_ns=step.planned_ns - step.began_ns,
-            forward_ns=max(0, step.taken_ns - max(step.planned_ns, self._last_taken_ns())),
+            forward_ns=max(0, step.taken_ns - max(step.planned_ns, last_ns)),
             sample_ns=step.end_ns - step.taken_ns,
         )
         emitters = [self._seqs[name] for name, tokens in step.emitted.items() if name in self._seqs for _ in tokens]
@@ -91,9 +92,6 @@ class _Told:
         self.measured.append(Measured(plan.shape, spans, self._period_ns(step)))
         self._num_steps += 1
         self._end([(name, REASONS.get(reason, FinishReason.STOP)) for name, reason in step.ended.items()], step.end_ns)
-
-    def _last_taken_ns(self) -> int:
-        return self._log.steps[self._num_steps - 1].taken_ns if self._num_steps else 0
 
     def _period_ns(self, step: ObservedStep) -> int:
         """From plan to plan while there is work; of the last step before a pause to its end."""

@@ -67,11 +67,8 @@ def source_hash() -> str:
 @cache
 def describe_machine() -> dict[str, Any]:
     """{platform, cpu, num_cores, gpu}. The GPU is asked of the driver, without torch."""
-    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": _num_cores(), "gpu": _ask_driver(_GPU)}
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": num_cores, "gpu": _ask_driver(_GPU)}
 
 
 def _cpu() -> str:

@@ -57,7 +57,8 @@ class Identity:
         if not isinstance(kept, dict):
             return "it does not say what it was made from"
         said = [f"the file {name} changed" for name in _differing(kept.get("files"), self.files)]
-        said += [f"the class file {_file_name(name)} changed" for name in _differing(kept.get("classes"), self.classes)]
+        modules = _differing(kept.get("classes"), self.classes)
+        said += [f"the class file {name.replace('.', '/')}.py changed" for name in modules]
         if kept.get("code") != self.code:
             before = kept.get("version")
             said.append("the testbed's code changed" + (f" ({before} → {self.version})" * (before != self.version)))
@@ -77,10 +78,6 @@ def identity_of(config: RunConfig) -> Identity:
 def _differing(kept: Any, now: dict[str, str]) -> list[str]:
     before = kept if isinstance(kept, dict) else {}
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-
-
-def _file_name(module: str) -> str:
-    return module.replace(".", "/") + ".py"
 
 
 def _of_tree(tree: Any) -> str:
@@ -149,7 +146,8 @@ def _is_foreign(name: str) -> bool:
 
 
 def _class_files(target: str) -> dict[str, str]:
-    """{module: hash} of the module that has the class, and of those beside it that it imports, directly or not."""
+    """{module: hash} of the module that has the class, and of those beside it that it imports, directly or not: the
+    user's own, below its folder, and no installed package there."""
     found = dict(_modules(target))
     if not found:
         return {target: ""}
@@ -159,15 +157,11 @@ def _class_files(target: str) -> dict[str, str]:
     while todo:
         for name in _imported(*todo.pop()):
             for module, source in _modules(name):
-                if module not in found and _lies_beside(root, source):
+                is_beside = source.is_relative_to(root) and "site-packages" not in source.relative_to(root).parts
+                if module not in found and is_beside:
                     found[module] = source
                     todo.append((module, source))
     return {name: _of_path(found[name]) for name in sorted(found)}
-
-
-def _lies_beside(root: Path, source: Path) -> bool:
-    """Whether it is the user's own: below the folder of the class, and no installed package there."""
-    return source.is_relative_to(root) and "site-packages" not in source.relative_to(root).parts
 
 
 def _modules(dotted: str) -> Iterator[tuple[str, Path]]:

@@ -65,12 +65,14 @@ def print_divergence(report: ParityReport) -> None:
 
 
 class _DivergedError(TestbedError):
-    def __init__(self, divergence: Divergence) -> None:
+    def __init__(
+        self, step: int, recorded: dict[str, Any] | None, replayed: dict[str, Any] | None, reason: str
+    ) -> None:  # fmt: skip
         super().__init__(
-            f"the replay diverges from the recorded run at step {divergence.step}: {divergence.reason}; "
+            f"the replay diverges from the recorded run at step {step}: {reason}; "
             "cost=recorded needs that run's own scheduler, cache and trace"
         )
-        self.divergence = divergence
+        self.divergence = Divergence(step, recorded, replayed, reason)
 
 
 class _TapeEndedError(TestbedError):
@@ -131,8 +133,7 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
             f"{folder} is a simulated run; parity replays the tape of a run with backend=real or backend=vllm"
         )
     inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
-    scheduler = build.build_scheduler(config, inputs.pools)
-    checker = inputs.checker
+    scheduler, checker = build.build_scheduler(config, inputs.pools), inputs.checker
     divergence: Divergence | None = None
     is_cut = False
     failure: TestbedError | None = None
@@ -178,15 +179,11 @@ class _Checker(NoRecords):
 
     def _check(self, plan: BatchPlan) -> None:
         if plan.step >= len(self._tape.steps):
-            if not self._is_whole:
-                raise self._tape_ended()
-            raise _DivergedError(
-                Divergence(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
-            )
-        recorded = self._tape.steps[plan.step].decision
-        replayed = _plan_part(plan)
+            self._refuse_cut()
+            raise _DivergedError(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
+        recorded, replayed = self._tape.steps[plan.step].decision, _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
-            raise _DivergedError(Divergence(plan.step, recorded, replayed, "another batch was decided"))
+            raise _DivergedError(plan.step, recorded, replayed, "another batch was decided")
 
     def committed(self, step: StepView) -> None:
         recorded, decided = self._tape.steps[step.plan.step], decision(step)
@@ -197,28 +194,25 @@ class _Checker(NoRecords):
             ("the decision digests differ", step.digest, recorded.digest),
         ):
             if ours != theirs:
-                raise _DivergedError(Divergence(step.plan.step, recorded.decision, decided, reason))
+                raise _DivergedError(step.plan.step, recorded.decision, decided, reason)
         self.num_steps += 1
 
     def finish(self) -> None:
         """After the replay: nothing of the tape may be left. Raises if so, and for a run that was interrupted."""
         if self.num_steps != len(self._tape.steps):
             recorded = self._tape.steps[self.num_steps]
-            raise _DivergedError(
-                Divergence(self.num_steps, recorded.decision, None, "the replay ended before the tape")
-            )
-        if not self._is_whole:
-            raise self._tape_ended()
+            raise _DivergedError(self.num_steps, recorded.decision, None, "the replay ended before the tape")
+        self._refuse_cut()
 
     @property
     def has_ended(self) -> bool:
         """Whether every step of an interrupted run was replayed."""
         return not self._is_whole and self.num_steps == len(self._tape.steps)
 
-    def _tape_ended(self) -> _TapeEndedError:
-        return _TapeEndedError(
-            f"the recorded run was interrupted, and its tape ends after {len(self._tape.steps)} steps"
-        )
+    def _refuse_cut(self) -> None:
+        if not self._is_whole:
+            num = len(self._tape.steps)
+            raise _TapeEndedError(f"the recorded run was interrupted, and its tape ends after {num} steps")
 
 
 def _plan_part(plan: BatchPlan) -> dict[str, Any]:

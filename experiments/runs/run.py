@@ -164,7 +164,9 @@ def _run(
     for note in manifest["trace"]["notes"]:
         log.info("trace: %s", note)
     records = engines.RunRecords(config.record, folder, len(schedulers))
-    tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
+    is_fleet = len(schedulers) > 1  # the loop of a replica is asked from outside, by the router's driver
+    tape_files = [] if config.is_simulated else [folder / file for file in tape_names(len(schedulers))]
+    tapes = [TapeWriter(file, decision, is_live=is_fleet) for file in tape_files]
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])
@@ -224,12 +226,6 @@ def _recorders(
         for recorder, one, lines in zip(records.recorders, own, status, strict=True)
     ]
     return [late.of(one) for late, one in zip(prepared.late, recorders, strict=True)] if prepared.late else recorders
-
-
-def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:
-    """One for each engine. The loop of a replica is asked from outside, by the router's driver."""
-    names = tape_names(num_engines)
-    return [TapeWriter(folder / name, decision, is_live=num_engines > 1) for name in names]
 
 
 class _Closable(Protocol):

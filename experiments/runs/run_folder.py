@@ -129,14 +129,10 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            _remove_unused(folder)
-
-
-def _remove_unused(folder: Path) -> None:
-    with suppress(OSError):
-        if os.listdir(folder) == [LOG_FILE] and not (folder / LOG_FILE).stat().st_size:
-            (folder / LOG_FILE).unlink()
-            folder.rmdir()
+            with suppress(OSError):
+                if os.listdir(folder) == [LOG_FILE] and not (folder / LOG_FILE).stat().st_size:
+                    (folder / LOG_FILE).unlink()
+                    folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

@@ -26,7 +26,6 @@ _NOT_OPERATORS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status. Raises TestbedError in one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

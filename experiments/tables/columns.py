@@ -86,35 +86,35 @@ class CsvTable:
         """Floats, NaN for what is empty where it may be."""
         column = self._table[name]
         if column.null_count and not may_be_empty:
-            raise self.refused(name, pc.index(column.is_null(), True).as_py(), "a number")
+            raise self._refused(name, pc.index(column.is_null(), True).as_py(), "a number")
         try:
             values = column.cast(pa.float64())
         except pa.ArrowException:
-            raise self.refused(name, _first_not_a_number(column.to_pylist()), "a number") from None
+            raise self._refused(name, _first_not_a_number(column.to_pylist()), "a number") from None
         array: np.ndarray[Any, Any] = values.fill_null(float("nan")).to_numpy()
-        infinite = np.flatnonzero(np.isinf(array))
-        if len(infinite):
-            raise self.refused(name, int(infinite[0]), "a finite number")
+        self.refuse_where(np.isinf(array), name, "a finite number")
         return array
 
     def counts(self, name: str, least: int = 1) -> np.ndarray[Any, Any]:
         """Whole numbers."""
         values = self.numbers(name)
-        bad = np.flatnonzero((values != np.floor(values)) | (values < least) | (values > 2**53))
-        if len(bad):
-            raise self.refused(name, int(bad[0]), f"a whole number, at least {least}")
+        is_bad = (values != np.floor(values)) | (values < least) | (values > 2**53)
+        self.refuse_where(is_bad, name, f"a whole number, at least {least}")
         return values.astype(np.int64)
 
     def times(self, name: str, unit: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
         """Times in ns, NaN for what is empty where it may be."""
         values: np.ndarray[Any, Any] = self.numbers(name, may_be_empty=may_be_empty) * _UNIT_NS[unit]
         with np.errstate(invalid="ignore"):
-            bad = np.flatnonzero((values < LEAST_NS) | (values > MOST_NS))
-        if len(bad):
-            raise self.refused(name, int(bad[0]), _span(unit))
+            self.refuse_where((values < LEAST_NS) | (values > MOST_NS), name, _span(unit))
         return values
 
-    def refused(self, name: str, row: int, expected: str) -> ProfileError:
+    def refuse_where(self, is_bad: np.ndarray[Any, Any], name: str, expected: str) -> None:
+        """Raises ProfileError for the first of the rows where the column has what it may not."""
+        if is_bad.any():
+            raise self._refused(name, int(is_bad.argmax()), expected)
+
+    def _refused(self, name: str, row: int, expected: str) -> ProfileError:
         """What to raise for a value. row: from 0; the file's line is two further, behind its header."""
         value = self._table[name][row].as_py()
         text = "empty" if value is None else shown(value)

@@ -147,12 +147,9 @@ def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, An
         some = rows
         for key in keys:
             some = some.filter(pc.equal(some[key], group[key]))
-        label = ", ".join(_words(key, group[key]) for key in keys)
+        named = [(_SHORT.get(key, key), group[key]) for key in keys]
+        label = ", ".join(value if isinstance(value, str) else f"{name} {value:,}" for name, value in named)
         yield label, some.sort_by(axis).combine_chunks()
-
-
-def _words(key: str, value: Any) -> str:
-    return str(value) if isinstance(value, str) else f"{_SHORT.get(key, key)} {value:,}"
 
 
 def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:

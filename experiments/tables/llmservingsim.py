@@ -60,17 +60,14 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
             tables += _of_ranks(ranks, meta, spec, without=_STABLE if is_copy else ())
             if (ranks / "skew_fit.csv").is_file():
                 notes.setdefault(_SKEW, []).append(f"{spec.name} {ranks.name}")
-        notes.setdefault(_how_often(meta), []).append(spec.name)
+        engine = "an eager engine" if _engine(meta).get("enforce_eager") else "an engine"
+        often = f"each time is the mean of {meta.get('measurement_iterations', 'some')} runs of {engine}"
+        notes.setdefault(often, []).append(spec.name)
     if not tables:
         raise ProfileError(f"{folder} holds no tp<n>/dense.csv; see docs/tables.md")
     [(name, gpu)] = described.items()
     doubts = (f"{', '.join(of)}: {note}" for note, of in notes.items())
     return OperatorTables(name, gpu, pa.concat_tables(tables).combine_chunks(), (*others, _ALONE, *doubts))
-
-
-def _how_often(meta: dict[str, Any]) -> str:
-    kind = "an eager engine" if _engine(meta).get("enforce_eager") else "an engine"
-    return f"each time is the mean of {meta.get('measurement_iterations', 'some')} runs of {kind}"
 
 
 def _engine(meta: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +156,7 @@ def _layers(
     """column: the number of rows that a layer computes."""
     csv = CsvTable(file, ("layer", column, "time_us"))
     names = csv.texts("layer")
-    strange = np.flatnonzero(~np.isin(names, list(widths)))
-    if len(strange):
-        raise csv.refused("layer", int(strange[0]), f"one of {', '.join(widths)}")
+    csv.refuse_where(~np.isin(names, list(widths)), "layer", f"one of {', '.join(widths)}")
     found, index = np.unique(names, return_inverse=True)
     operators = pa.array([widths[name][0] for name in found]).take(pa.array(index))
     inner = pa.array([widths[name][2] for name in found], pa.int64()).take(pa.array(index))
@@ -176,9 +171,7 @@ def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]
     """Decodes alone, a chunk alone, and both in one call; a decode attends to its own token too."""
     csv = CsvTable(file, (*_ATTENTION, "time_us"))
     chunk, before, decodes, context = (csv.counts(name, 0) for name in _ATTENTION)
-    empty = np.flatnonzero((chunk == 0) & (decodes == 0))
-    if len(empty):
-        raise csv.refused("prefill_chunk", int(empty[0]), "a chunk or decodes")
+    csv.refuse_where((chunk == 0) & (decodes == 0), "prefill_chunk", "a chunk or decodes")
     time_ns = csv.times("time_us", "us")
     shared: dict[str, Any] = {
         "kernel": "attention", "num_heads": spec.num_attention_heads // size,

@@ -34,7 +34,8 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
         m, n, k = sizes["m"], sizes["n"], sizes["k"]
-        flops, num_bytes = 2 * m * n * k, width * k * n + _activation(width) * m * n + width * m * k
+        written = max(2, width)  # bytes of an element: those of narrow types are wider than what they read
+        flops, num_bytes = 2 * m * n * k, width * k * n + written * m * n + width * m * k
     elif operator == "elementwise":
         flops, num_bytes = 0 * sizes["m"], width * sizes["m"] * sizes["n"]
     else:
@@ -69,11 +70,6 @@ def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: in
         seen = batch * np.minimum(_numbers(rows, "decode_context"), window)
         flops, num_bytes = flops + 4 * q_size * seen, num_bytes + kv_size * seen + 2 * width * q_size * batch
     return flops, num_bytes
-
-
-def _activation(width: int) -> int:
-    """Bytes of an element that a product writes: those of narrow types are wider than what they read."""
-    return max(2, width)
 
 
 def _numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:

@@ -98,9 +98,7 @@ def _attention(file: Path, label: Any) -> list[Any]:
         ("attention_decode", _time("attn_decode"), ~is_prefill),
     ):
         time_ns = csv.times(column, "ms", may_be_empty=True)
-        empty = np.flatnonzero(some & np.isnan(time_ns))
-        if len(empty):
-            raise csv.refused(column, int(empty[0]), "a time: is_prefill says so")
+        csv.refuse_where(some & np.isnan(time_ns), column, "a time: is_prefill says so")
         sizes = {"new_tokens": chunk[some], "context": before[some]}
         if operator == "attention_decode":
             sizes = {"context": before[some] + 1}
@@ -117,10 +115,7 @@ def _collective(file: Path, operator: str, label: Any) -> tuple[Any, int]:
     """Those within a node, as rank 0 timed them; and how many others there are."""
     csv = CsvTable(file, (*_COLLECTIVE, _time(operator)))
     ranks, num_bytes = csv.counts("num_workers"), csv.counts("size")
-    kinds = csv.texts("collective").astype(str)
-    strange = np.flatnonzero(kinds != operator)
-    if len(strange):
-        raise csv.refused("collective", int(strange[0]), operator)
+    csv.refuse_where(csv.texts("collective").astype(str) != operator, "collective", operator)
     some = (csv.counts("rank", 0) == 0) & (csv.counts("devices_per_node") == ranks) & (ranks > 1)
     time_ns = csv.times(_time(operator), "ms")
     whole = num_bytes * ranks if operator == "all_gather" else num_bytes

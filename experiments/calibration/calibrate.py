@@ -269,42 +269,31 @@ _COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first
 
 def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
     """Ordinary loads, each under each way to batch them."""
+    from real.driver import run as drive
     from real.profiler.measure import Unit
 
     if not extent.num_requests:
         return []
-    pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
+    pools, own = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks), config.scheduler
     longest = max(
         16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
     )
-    a_load = partial(_load_steps, config, backend, clock, pools)
+
+    def steps_of(composition: str, budget: int | None, trace: Trace) -> list[tuple[BatchShape, Spans, int]]:
+        """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
+        changed = replace(own, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
+        scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
+        collector = _Collector()
+        with _recorded(config, scratch, collector) as (recorder, catch_up):
+            loop = serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder)
+            drive(loop, backend, clock, catch_up=catch_up)
+        return collector.steps
+
     return [
-        Unit(partial(a_load, composition, budget, trace, scratch), is_repeated=False)
+        Unit(partial(steps_of, composition, budget, trace), is_repeated=False)
         for composition, budget in _COMPOSITIONS
         for trace in _traces(extent.num_requests, longest)
     ]
-
-
-def _load_steps(
-    config: RunConfig,
-    backend: Any,
-    clock: Clock,
-    pools: build.Pools,
-    composition: str,
-    budget: int | None,
-    trace: Trace,
-    scratch: Path,
-) -> list[tuple[BatchShape, Spans, int]]:
-    """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
-    from real.driver import run as drive
-
-    changed = replace(config.scheduler, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
-    scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
-    collector = _Collector()
-    with _recorded(config, scratch, collector) as (recorder, catch_up):
-        loop = serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder)
-        drive(loop, backend, clock, catch_up=catch_up)
-    return collector.steps
 
 
 class _Collector(NoRecords):

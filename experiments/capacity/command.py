@@ -1,4 +1,4 @@
-"""The command line of `testbed capacity`: what is printed and written."""
+"""The command line of `testbed capacity`: what is printed and written, the words for what a search found."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from experiments.capacity.study import Capacity, find_capacity
-from experiments.capacity.words import policy_table, setup_lines, summary_frame, warnings, without_capacity
+import pandas as pd
+
+from analysis.measures.capacity import LIMITS, Load
+from experiments.capacity.search import MAX_DOUBLINGS
+from experiments.capacity.study import Capacity, Found, find_capacity
+from experiments.configuration.config import RunConfig
 from experiments.configuration.overrides import refuse_repeated
-from experiments.console import Parser, folder_named
+from experiments.console import Parser, folder_named, table
 from experiments.runs.environment import describe_versions
 from experiments.runs.run_folder import write_json
 from testbed.errors import TestbedError
@@ -97,3 +102,135 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     }
     capacities = {one.arm.name: one.capacity for one in found.found}
     save(rate_curves(curves, capacities, {one.arm.share for one in found.found}, units), out / FIGURE)
+
+
+SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
+QUEUE = "the queue grows"
+_HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
+
+
+def summary_frame(capacity: Capacity) -> pd.DataFrame:
+    """One row a policy: capacity and the next rate that fails, attainment there with its interval, what fails above.
+
+    told_apart: whether the attainment at the rate that fails lies below the interval of the one that is kept.
+    """
+    return pd.DataFrame([_row(found) for found in capacity.found])
+
+
+def _row(found: Found) -> dict[str, Any]:
+    at, above = found.at_kept, found.at_failed
+    low, high = (None, None) if at is None else at.interval
+    is_known = at is not None and above is not None and above.is_whole
+    return {
+        "policy": found.arm.name,
+        "capacity": found.capacity,
+        "unit": found.arm.unit,
+        "failed_at": found.rate(found.bracket.failed),
+        "attainment": None if at is None else at.attainment,
+        "ci95_low": low,
+        "ci95_high": high,
+        "told_apart": above.attainment < low if is_known and above is not None and low is not None else None,
+        "fails_first": None if above is None else above.first_failed,
+        "goodput_per_s": None if at is None else at.goodput_per_s,
+        "num_requests": None if at is None else at.num_requests,
+        "highest_kept": found.extreme(kept=True),
+        "lowest_failed": found.extreme(kept=False),
+        "reason": without_capacity(found),
+        "warnings": warnings(found),
+    }
+
+
+def policy_table(capacity: Capacity) -> str:
+    """Of Markdown, a row a policy."""
+    return table(_HEADERS, [_cells(found) for found in capacity.found], numbers=False)
+
+
+def _cells(found: Found) -> tuple[str, ...]:
+    row, at = _row(found), found.at_kept
+    is_open = row["failed_at"] is None
+    told = ("–", "–") if at is None else (f"{at.attainment:.2%}", f"{at.interval[0]:.2%} to {at.interval[1]:.2%}")
+    return (
+        found.arm.name,
+        f"{'≥ ' * is_open}{found.capacity:.4g} {found.arm.unit}",
+        "–" if is_open else f"{row['failed_at']:.4g}",
+        *told,
+        {True: "yes", False: "no", None: "–"}[row["told_apart"]],
+        _fails_first(found.at_failed),
+        "–" if row["goodput_per_s"] is None else f"{row['goodput_per_s']:.4g} req/s",
+    )
+
+
+def _fails_first(above: Load | None) -> str:
+    """The limit that most requests fail, with the share of them where that is known."""
+    if above is None or above.first_failed is None:
+        return "–"
+    if above.first_failed == "queue":
+        return QUEUE
+    share = f" ({above.over[above.first_failed] / above.num_requests:.2%})" if above.is_whole else ""
+    return LIMITS[above.first_failed] + share
+
+
+def without_capacity(found: Found) -> str:
+    """Why there is none, in one line; empty where there is."""
+    arm, at = found.arm, found.at_failed
+    if at is None:
+        return (
+            f"{arm.name} keeps its SLO at every rate up to {found.capacity:.4g} {arm.unit} ({2**MAX_DOUBLINGS} times "
+            f"{arm.rate_key}): the trace is too short to overload it, or the limits too wide; raise "
+            "trace.num_requests (or trace.limit), or tighten slo.*"
+        )
+    if found.bracket.kept is not None:
+        return ""
+    name, num = at.first_failed, at.num_requests
+    if name in (None, "queue"):
+        reason = QUEUE
+    elif name == "unfinished":
+        reason = f"{at.over[name]} of {num} requests do not finish: they can never fit, or were cancelled"
+    else:
+        mean = "" if at.mean_s is None or at.mean_s[name] is None else f", with a mean of {at.mean_s[name]:.4g} s"
+        who = f"{at.over[name]} of {num}" if at.is_whole else "too many"
+        reason = f"{who} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
+    lowest = found.rate(found.bracket.failed)
+    remedy = "widen the limit, or take a faster device or shorter requests"
+    if name == "unfinished":
+        remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
+    return f"{arm.name} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
+
+
+def warnings(found: Found) -> list[str]:
+    """What makes the number doubtful."""
+    arm, at, said = found.arm, found.at_kept, []
+    kept, failed = found.extreme(kept=True), found.extreme(kept=False)
+    if kept is not None and failed is not None and kept > failed:
+        said.append(
+            f"{kept:.4g} {arm.unit} is kept although {failed:.4g} is not: attainment does not fall with the rate here; "
+            "give more requests or seeds"
+        )
+    if at is not None:
+        num, e2e_s = at.num_requests, (at.mean_s or {}).get("e2e_s")
+        arriving_s = at.arriving_s / len(arm.num_requests)
+        if e2e_s is not None and arriving_s < SHORT * e2e_s:
+            said.append(
+                f"the run is short: at capacity the requests arrive within {arriving_s:.3g} s, and one lasts "
+                f"{e2e_s:.3g} s; overload hardly shows, and a longer run may have another capacity; give at least "
+                f"{SHORT * e2e_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
+                "trace.limit)"
+            )
+        if num * (1 - arm.share) < 5:
+            said.append(f"{num * (1 - arm.share):.2g} of {num} requests may fail: a few requests decide; give more")
+        if at.over.get("unfinished"):
+            said.append(f"{at.over['unfinished']} of {num} requests do not finish, and count as failed")
+    return [f"{arm.name}: {sentence}" for sentence in (*said, *found.notes)]
+
+
+def setup_lines(capacity: Capacity) -> list[str]:
+    """What was searched: a line for each set of terms."""
+    return list(dict.fromkeys(_terms(found) for found in capacity.found))
+
+
+def _terms(found: Found) -> str:
+    arm, config = found.arm, RunConfig.from_container(found.arm.raw)
+    limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
+    num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
+    names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
+    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {config.trace.name} ({num})"

@@ -11,6 +11,7 @@ from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
+FORCED = ("tokens", "lengths", "nothing")  # what a replay forces of recorded outputs
 MAX_SEED = 2**63 - 1  # as tables hold it
 GONE = {  # keys that there were, and why they are not needed any more; in older folders they are passed over
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
@@ -39,7 +40,7 @@ class TraceConfig:
     forced: str = "tokens"  # what a replay forces of recorded outputs: tokens, lengths, nothing
 
     def __post_init__(self) -> None:
-        choose("trace.forced", self.forced, ("tokens", "lengths", "nothing"))
+        choose("trace.forced", self.forced, FORCED)
         for name in ("limit", "max_prompt_tokens", "max_output_tokens", "vocab_size"):
             require_whole_or_null(f"trace.{name}", getattr(self, name), 1)
         require("trace.rate_scale", self.rate_scale, self.rate_scale > 0, "a finite number above 0")

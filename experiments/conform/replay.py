@@ -204,26 +204,19 @@ class _Comparison:
         return None
 
     def mismatch(self, reason: str, recorded: Decision | None, decided: Decision | None) -> Mismatch:
-        scheduler = self._feed.scheduler
         live = [
-            LiveRequest(
-                seq.request.request_id,
-                seq.state.name.lower(),
-                seq.num_computed_tokens,
-                seq.num_tokens,
-                seq.num_prompt_tokens,
-            )
-            for seq in scheduler.unfinished()
-        ]
+            LiveRequest(seq.request.request_id, seq.state.name.lower(), seq.num_computed_tokens, seq.num_tokens,
+                        seq.num_prompt_tokens)
+            for seq in self._feed.scheduler.unfinished()
+        ]  # fmt: skip
         return Mismatch(reason, self._num_agreeing, self._feed.second, recorded, decided, self._context(), live)
 
     def _context(self) -> dict[str, Any]:
         """What our plan says beside the compared fields."""
-        plan = self._plan
+        arrived, plan = {"arrived": self._feed.arrived}, self._plan
         if plan is None:
-            return {"arrived": self._feed.arrived}
-        return {
-            "arrived": self._feed.arrived,
+            return arrived
+        return arrived | {
             "admitted": {
                 item.request_id: {"cached": item.num_cached_tokens, "resumed": item.is_resumed}
                 for item in plan.admitted

@@ -98,8 +98,7 @@ def _loads(
     scratch: Path,
 ) -> int:  # fmt: skip
     from analysis.plots.fidelity_plots import fidelity_figure
-    from experiments.fidelity.comparing import as_json, compare
-    from experiments.fidelity.text import comparison_lines, metric_name
+    from experiments.fidelity.comparing import as_json, compare, comparison_lines, metric_name
 
     if options.beside:
         raise ConfigError("--beside goes with a study; compare measured requests once with each configuration")
@@ -142,8 +141,8 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
     from analysis.plots.fidelity_plots import study_figure
+    from experiments.fidelity.fitting import Fitted, fit_study, fits_json
     from experiments.fidelity.study import WHOLE
-    from experiments.fidelity.study_fitting import Fitted, fit_study, fits_json
     from experiments.fidelity.study_report import (
         NAMES,
         as_json,

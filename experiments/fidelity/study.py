@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from analysis.load import Run
+from analysis.reading.frames import numbers
 from experiments.configuration.names import choice
 from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
 from testbed.errors import TraceError
@@ -31,6 +35,7 @@ _COUNTS = (  # whose fields are called as keys are
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
     "cache.num_gpu_blocks",
 )  # fmt: skip
+RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
 
@@ -97,6 +102,26 @@ def trace_of(run: StudyRun) -> Trace:
             arrival_ns = round((stage.start_s + i / stage.rate) * 1e9)
             rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, (prompt,), output))
     return arrange(run.name, rows)
+
+
+def means(simulated: Run, run: StudyRun) -> Parts:
+    """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together, so as TPOT, as all
+    outputs are of one length; of one token there is neither."""
+    frame = simulated.requests
+    stage = frame["request_id"].str.partition("-")[0].to_numpy()
+    arrival, finish = numbers(frame, "arrival_ns"), numbers(frame, "finish_ns")
+    ttft, tpot, e2e = numbers(frame, "ttft_s"), numbers(frame, "tpot_s"), (finish - arrival) / 1e9
+    found: Parts = {}
+    for part in run.parts:
+        mine = np.ones(len(frame), dtype=bool) if part == WHOLE else stage == part
+        found[part] = {}
+        if run.num_output_tokens > 1:
+            found[part] = dict.fromkeys(("tpot_mean", "itl_mean"), 1e3 * float(tpot[mine].mean()))
+        for name, values in (("ttft", ttft[mine]), ("e2e", e2e[mine])):
+            found[part][f"{name}_mean"] = 1e3 * float(values.mean())
+            for level in (90, 99):
+                found[part][f"{name}_p{level}"] = 1e3 * float(np.quantile(values, level / 100))
+    return found
 
 
 def _run(value: Any, place: str, given: list[str]) -> StudyRun:

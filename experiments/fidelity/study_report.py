@@ -8,18 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
-from analysis.load import Run
-from analysis.reading.frames import numbers
 from experiments.console import percent, table
+from experiments.fidelity.fitting import Fitted
 from experiments.fidelity.simulating import composed, described, simulate, variant
-from experiments.fidelity.study import METRICS, OURS, WHOLE, Parts, StudyRun, trace_of
-from experiments.fidelity.study_fitting import Fitted
+from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
 
-RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
 
 
@@ -67,26 +63,6 @@ def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequenc
             replace(run, predicted_ms={f"{OURS}, {words}": one.ours_ms, **run.predicted_ms})
             for run, one in zip(found, simulated, strict=True)
         ]
-    return found
-
-
-def means(simulated: Run, run: StudyRun) -> Parts:
-    """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together, so as TPOT, as all
-    outputs are of one length; of one token there is neither."""
-    frame = simulated.requests
-    stage = frame["request_id"].str.partition("-")[0].to_numpy()
-    arrival, finish = numbers(frame, "arrival_ns"), numbers(frame, "finish_ns")
-    ttft, tpot, e2e = numbers(frame, "ttft_s"), numbers(frame, "tpot_s"), (finish - arrival) / 1e9
-    found: Parts = {}
-    for part in run.parts:
-        mine = np.ones(len(frame), dtype=bool) if part == WHOLE else stage == part
-        found[part] = {}
-        if run.num_output_tokens > 1:
-            found[part] = dict.fromkeys(("tpot_mean", "itl_mean"), 1e3 * float(tpot[mine].mean()))
-        for name, values in (("ttft", ttft[mine]), ("e2e", e2e[mine])):
-            found[part][f"{name}_mean"] = 1e3 * float(values.mean())
-            for level in (90, 99):
-                found[part][f"{name}_p{level}"] = 1e3 * float(np.quantile(values, level / 100))
     return found
 
 

@@ -18,10 +18,10 @@ from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
 from experiments import find_capacity
 from experiments.capacity import study
+from experiments.capacity.command import warnings, without_capacity
 from experiments.capacity.points import SloWatch
 from experiments.capacity.search import Ask, Bracket, search
 from experiments.capacity.study import Capacity, Found
-from experiments.capacity.words import warnings, without_capacity
 from experiments.configuration.config import RunConfig
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError

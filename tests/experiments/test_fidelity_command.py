@@ -15,8 +15,7 @@ import pytest
 from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
-from experiments.fidelity.comparing import Comparison
-from experiments.fidelity.text import comparison_lines
+from experiments.fidelity.comparing import Comparison, comparison_lines
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.fidelity_kit import ENGINE, FILE, GIVEN_NS, PLANTED_NS, TRACE, error_line, fidelity, ran, result
 from tests.experiments.measured_files import rows_of, study, write

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
 from experiments.wiring.build import build_trace
-from experiments.wiring.traces import FORCED, forcing
+from experiments.wiring.traces import forcing
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.traces.fingerprint import fingerprint

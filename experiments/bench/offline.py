@@ -61,13 +61,6 @@ def cpu_loads(vocab_size: int) -> list[Load]:
     return [even, mixed]
 
 
-def gpu_load(vocab_size: int) -> Load:
-    """As nano-vllm's benchmark has it."""
-    draw = random.Random(0)
-    prompts = _prompts(draw, vocab_size, [draw.randint(100, 1024) for _ in range(256)])
-    return Load("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
-
-
 def _prompts(draw: random.Random, vocab_size: int, sizes: list[int]) -> list[list[int]]:
     return [[draw.randrange(vocab_size) for _ in range(size)] for size in sizes]
 
@@ -334,7 +327,9 @@ def on_cpu(spec: ModelSpec, repeats: int, threads: int, dtypes: Sequence[str]) -
 
 def on_gpu(spec: ModelSpec, repeats: int) -> None:
     """The load of nano-vllm's benchmark, one contender after the other."""
-    load = gpu_load(spec.vocab_size)
+    draw = random.Random(0)
+    prompts = _prompts(draw, spec.vocab_size, [draw.randint(100, 1024) for _ in range(256)])
+    load = Load("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
     print(f"\n  {spec.name}, {spec.dtype}, {load.name}: {sum(load.lengths):,} tokens", flush=True)
     served = Load("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
     with _checkpoint(spec) as path:

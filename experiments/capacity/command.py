@@ -45,7 +45,9 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
-    lines = [*setup_lines(found), "", policy_table(found), *(["", *said] if said else [])]
+    terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each set of them
+    policies = table(_HEADERS, [_cells(one) for one in found.found], numbers=False)
+    lines = [*terms, "", policies, *(["", *said] if said else [])]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
@@ -81,7 +83,7 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     from analysis.plots.capacity_plots import rate_curves
     from analysis.plots.style import save
 
-    out, frame = found.folder, summary_frame(found)
+    out, frame = found.folder, pd.DataFrame([_row(one) for one in found.found])
     policies = json.loads(frame.to_json(orient="records"))
     result = {
         "tolerance": found.tolerance,
@@ -109,15 +111,11 @@ QUEUE = "the queue grows"
 _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
 
-def summary_frame(capacity: Capacity) -> pd.DataFrame:
-    """One row a policy: capacity and the next rate that fails, attainment there with its interval, what fails above.
+def _row(found: Found) -> dict[str, Any]:
+    """Of a policy: capacity and the next rate that fails, attainment there with its interval, what fails above.
 
     told_apart: whether the attainment at the rate that fails lies below the interval of the one that is kept.
     """
-    return pd.DataFrame([_row(found) for found in capacity.found])
-
-
-def _row(found: Found) -> dict[str, Any]:
     at, above = found.at_kept, found.at_failed
     low, high = (None, None) if at is None else at.interval
     is_known = at is not None and above is not None and above.is_whole
@@ -138,11 +136,6 @@ def _row(found: Found) -> dict[str, Any]:
         "reason": without_capacity(found),
         "warnings": warnings(found),
     }
-
-
-def policy_table(capacity: Capacity) -> str:
-    """Of Markdown, a row a policy."""
-    return table(_HEADERS, [_cells(found) for found in capacity.found], numbers=False)
 
 
 def _cells(found: Found) -> tuple[str, ...]:
@@ -223,12 +216,8 @@ def warnings(found: Found) -> list[str]:
     return [f"{arm.name}: {sentence}" for sentence in (*said, *found.notes)]
 
 
-def setup_lines(capacity: Capacity) -> list[str]:
-    """What was searched: a line for each set of terms."""
-    return list(dict.fromkeys(_terms(found) for found in capacity.found))
-
-
 def _terms(found: Found) -> str:
+    """What was searched, in a line."""
     arm, config = found.arm, RunConfig.from_container(found.arm.raw)
     limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))

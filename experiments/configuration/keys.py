@@ -188,18 +188,14 @@ class Keys:
     def _check_taken(self, key: str, value: Any) -> None:
         """Raises ConfigError if a value is to be taken from a key that there is not."""
         for taken in _TAKEN.findall(value) if isinstance(value, str) else ():
-            if not self._is_there(taken):
+            group = taken.partition(".")[0]
+            if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
+                continue  # a class of the user's, and a value that is given whole, know their own keys
+            if not _is_among(taken, self.all):
                 raise ConfigError(
                     f"{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
                     f"${{seed}}, or write \\${{{taken}}} for the text itself"
                 )
-
-    def _is_there(self, key: str) -> bool:
-        """Whether it may be: a class of the user's, and a value that is given whole, know their own keys."""
-        group = key.partition(".")[0]
-        if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
-            return True
-        return _is_among(key, self.all)
 
     def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
         """What to say of a key that is not there: where it is, or what is."""

@@ -196,13 +196,8 @@ def defaults() -> dict[str, str]:
 
 def library_of(overrides: Sequence[str]) -> Library:
     """What there is to choose from, in the folders too that hydra.searchpath names."""
-    return Library(tuple(_own_folders(overrides)))
-
-
-def _own_folders(overrides: Sequence[str]) -> Iterator[Path]:
-    for item in map(parsed, overrides):
-        if item.key_or_group == "hydra.searchpath" and isinstance(places := item.value(), list):
-            yield from map(_folder, map(str, places))
+    searched = [item.value() for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"]
+    return Library(tuple(_folder(str(place)) for places in searched if isinstance(places, list) for place in places))
 
 
 def _folder(place: str) -> Path:

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     arms = _ablation(out, seeds)
     print(f"simulated   {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} arms")
     policies = {
-        _name(name, caching): _policy(name, caching, shorter=SHORTER)
+        f"{name}, caching {'on' if caching else 'off'}": _policy(name, caching, shorter=SHORTER)
         for name, caching in itertools.product(SCHEDULERS, CACHING)
     }
     print(f"replaying   {len(policies)} policies on the real engine of this machine: a few minutes", flush=True)
@@ -71,10 +71,6 @@ def main(arguments: list[str]) -> int:
     )
     print(f"report      {report.absolute()}  ({time.monotonic() - began:.0f} s)")
     return 0
-
-
-def _name(scheduler: str, caching: bool) -> str:
-    return f"{scheduler}, caching {'on' if caching else 'off'}"
 
 
 def _policy(scheduler: str, caching: bool, *, shorter: int = 1) -> list[str]:

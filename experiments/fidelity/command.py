@@ -102,7 +102,10 @@ def _loads(
 
     if options.beside:
         raise ConfigError("--beside goes with a study; compare measured requests once with each configuration")
-    loads = [*file_loads(_unique(files), overrides, runs), *_folder_loads(folders, runs, options.format)]
+    names = [run.name for run in files]
+    if (doubled := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise ConfigError(f"two measured files are called {doubled!r}; give them different names")
+    loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, runs, options.format)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
     text = "\n".join(lines)
@@ -114,14 +117,6 @@ def _loads(
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}"
     print(text)
     return 0
-
-
-def _unique(files: list[MeasuredRun]) -> list[MeasuredRun]:
-    names = [run.name for run in files]
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled is not None:
-        raise ConfigError(f"two measured files are called {doubled!r}; give them different names")
-    return files
 
 
 def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:

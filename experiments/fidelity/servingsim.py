@@ -9,9 +9,9 @@ least waited not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.configuration.names import choice
 from experiments.fidelity.fields import (
@@ -76,54 +76,31 @@ def _gaps(text: str, place: str) -> list[Any]:
     return found
 
 
-class _Timed(NamedTuple):
-    """A request of requests.jsonl: instants of the engine's clock, and when the client sent it, of the wall's."""
-
-    values: Mapping[str, Any]
-    wall_s: float | None
-    queued_s: float
-    first_s: float
-    last_s: float
-    place: str
-
-
 def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     """requests.jsonl. Raises TestbedError in one line."""
-    timed: list[_Timed] = []
-    num_failed = 0
-    for values, place in json_lines(text, file):
-        if not values.get("output_toks") or values.get("first_token_ts") is None:
-            num_failed += 1
-        else:
-            timed.append(_timed(values, place))
-    offset_s = _offset_s(timed)
-    rows = [_bench_row(one, offset_s) for one in timed]
-    return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), num_failed)]
+    every = list(json_lines(text, file))
+    ended = [one for one in every if one[0].get("output_toks") and one[0].get("first_token_ts") is not None]
+    known = [_instant(*one, "queued_ts") - _instant(*one, "arrival_time") for one in ended if _has_wall(one[0])]
+    # what turns the wall's clock into the engine's: 0 where they are one
+    offset_s = min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
+    rows = [_bench_row(values, place, offset_s) for values, place in ended]
+    return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), len(every) - len(ended))]
 
 
-def _timed(values: Mapping[str, Any], place: str) -> _Timed:
-    queued_s, first_s, last_s = (
-        instant_s(required(values, field, place, "an instant in s"), place, field)
-        for field in ("queued_ts", "first_token_ts", "last_token_ts")
-    )
-    wall = values.get("arrival_time")
-    return _Timed(
-        values, None if wall is None else instant_s(wall, place, "arrival_time"), queued_s, first_s, last_s, place
-    )
+def _has_wall(values: Mapping[str, Any]) -> bool:
+    return values.get("arrival_time") is not None
 
 
-def _offset_s(timed: Sequence[_Timed]) -> float:
-    """What turns the wall's clock into the engine's: 0 where they are one."""
-    known = [one.queued_s - one.wall_s for one in timed if one.wall_s is not None]
-    return min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
+def _instant(values: Mapping[str, Any], place: str, field: str) -> float:
+    return instant_s(required(values, field, place, "an instant in s"), place, field)
 
 
-def _bench_row(one: _Timed, offset_s: float) -> MeasuredRequest:
-    values, place = one.values, one.place
-    arrival_s = one.queued_s if one.wall_s is None else one.wall_s + offset_s
+def _bench_row(values: Mapping[str, Any], place: str, offset_s: float) -> MeasuredRequest:
+    queued_s, first_s, last_s = (_instant(values, place, field) for field in BENCH_FIELDS[2:])
+    arrival_s = _instant(values, place, "arrival_time") + offset_s if _has_wall(values) else queued_s
     return MeasuredRequest(
         request_id(values, "request_id", place, place.rsplit(":", 1)[-1]), arrival_s,
         count(values, "input_toks", place), count(values, "output_toks", place),
-        duration_s(one.first_s - arrival_s, place, "first_token_ts - arrival"),
-        duration_s(one.last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
+        duration_s(first_s - arrival_s, place, "first_token_ts - arrival"),
+        duration_s(last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
     )  # fmt: skip

@@ -200,7 +200,8 @@ class _Reader:
             raise ValueError(f"it is step {fields['step']}, and {num_planned} are before it: a line is missing")
         plan = fields | {
             "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
-            "preempted": self._live(fields["preempted"]),
+            # of whom a reset preempted, vLLM also tells when an abort came before the next plan
+            "preempted": tuple([n for n in map(self._name, fields["preempted"]) if self._requests[n].reason is None]),
         }  # fmt: skip
         self._plans[num_planned] = plan
         self._contradiction = self._contradiction or self._contradicted(num_planned, plan)
@@ -218,11 +219,6 @@ class _Reader:
         if ran and ran <= {*plan["preempted"]} and not is_reset:
             return f"step {step} preempted all that ran, as only a reset of the prefix cache does: its line is missing"
         return ""
-
-    def _live(self, vllm_ids: list[str]) -> tuple[str, ...]:
-        """Of whom a reset preempted, vLLM also tells when an abort came before the next plan."""
-        names = [self._name(vllm_id) for vllm_id in vllm_ids]
-        return tuple([name for name in names if self._requests[name].reason is None])
 
     def _at(self, ns: Any) -> int:
         """An instant on the log's clock."""

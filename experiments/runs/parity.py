@@ -170,20 +170,19 @@ class _Checker(NoRecords):
         self._is_whole = is_whole
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
-        if command.plan is not None:
-            self._check(command.plan)
-        return self._device.execute(command, now_ns)
-
-    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
-        return self._device.resume(until_ns, now_ns)
-
-    def _check(self, plan: BatchPlan) -> None:
+        plan = command.plan
+        if plan is None:
+            return self._device.execute(command, now_ns)
         if plan.step >= len(self._tape.steps):
             self._refuse_cut()
             raise _DivergedError(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
         recorded, replayed = self._tape.steps[plan.step].decision, _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
             raise _DivergedError(plan.step, recorded, replayed, "another batch was decided")
+        return self._device.execute(command, now_ns)
+
+    def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
+        return self._device.resume(until_ns, now_ns)
 
     def committed(self, step: StepView) -> None:
         recorded, decided = self._tape.steps[step.plan.step], decision(step)

@@ -62,7 +62,8 @@ class Followed:
         self.outcomes += news
         for outcome in news:
             if outcome.status != "interrupted":
-                self._say(_line(outcome))
+                label = f"{outcome.label}: " if outcome.label else ""
+                self._say(f"{outcome.status:<12} {label}{outcome.message or outcome.folder}")
         if self._bar is not None:
             failed = sum(outcome.status == "failed" for outcome in self.outcomes)
             running = self._board.num_taken - len(self.outcomes)
@@ -77,8 +78,3 @@ class Followed:
             print(line, flush=self._bar is not None)
         except BrokenPipeError:  # `| head`: the points are run all the same
             go_on_unheard()
-
-
-def _line(outcome: Outcome) -> str:
-    label = f"{outcome.label}: " if outcome.label else ""
-    return f"{outcome.status:<12} {label}{outcome.message or outcome.folder}"

@@ -71,8 +71,8 @@ def load(
     gemm = folder / "gemm" / engine / chosen / "gemm_perf.parquet"
     attention = folder / "attention" / engine / chosen
     tables = [_gemm(gemm, own, kept)]
-    tables += [_prefill(attention / "context_attention_perf.parquet", own, kept)]
-    tables += [_decode(attention / "generation_attention_perf.parquet", own, kept)]
+    tables += [_attention(attention / "context_attention_perf.parquet", "attention_prefill", own, kept)]
+    tables += [_attention(attention / "generation_attention_perf.parquet", "attention_decode", own, kept)]
     doubts = []
     reduce = _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", chosen)
     if reduce is not None:
@@ -253,8 +253,7 @@ def _gemm(file: Path, label: Any, kept: Kept | None) -> Any:
     )  # fmt: skip
 
 
-def _attention(file: Path, operator: str, kept: Kept | None) -> tuple[Any, dict[str, Any]]:
-    """A table of attention, and the columns that prompts and decodes have in common."""
+def _attention(file: Path, operator: str, label: Any, kept: Kept | None) -> Any:
     table = _read(file, _ATTENTION, "window_size")
     table = table.filter(pc.equal(table["beam_width"], 1))
     if kept is not None:
@@ -263,22 +262,15 @@ def _attention(file: Path, operator: str, kept: Kept | None) -> tuple[Any, dict[
     if "window_size" in table.column_names:
         size = table["window_size"]
         windows = pc.if_else(pc.greater(size, 0), size, pa.scalar(None, pa.int64()))
-    return table, {
-        "operator": operator, "kernel": table["kernel_source"], "dtype": _dtypes(table["attn_dtype"]),
-        "kv_dtype": _dtypes(table["kv_cache_dtype"]), "num_heads": heads, "head_dim": table["head_dim"],
-        "num_kv_heads": pc.if_else(pc.equal(kv_heads, 0), heads, kv_heads),  # 0: as many as heads
-        "window": windows, "batch": table["batch_size"], "time_ns": table["time_ns"],
-    }  # fmt: skip
-
-
-def _prefill(file: Path, label: Any, kept: Kept | None) -> Any:
-    table, shared = _attention(file, "attention_prefill", kept)
-    return label(table.num_rows, **shared, new_tokens=table["isl"], context=table["step"])
-
-
-def _decode(file: Path, label: Any, kept: Kept | None) -> Any:
-    table, shared = _attention(file, "attention_decode", kept)
-    return label(table.num_rows, **shared, context=pc.add(table["isl"], table["step"]))
+    sizes = {"new_tokens": table["isl"], "context": table["step"]}
+    if operator == "attention_decode":
+        sizes = {"context": pc.add(table["isl"], table["step"])}
+    return label(
+        table.num_rows, operator=operator, kernel=table["kernel_source"], dtype=_dtypes(table["attn_dtype"]),
+        kv_dtype=_dtypes(table["kv_cache_dtype"]), num_heads=heads, head_dim=table["head_dim"],
+        num_kv_heads=pc.if_else(pc.equal(kv_heads, 0), heads, kv_heads),  # 0: as many as heads
+        window=windows, batch=table["batch_size"], time_ns=table["time_ns"], **sizes,
+    )  # fmt: skip
 
 
 def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:

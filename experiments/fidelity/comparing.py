@@ -11,15 +11,8 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from analysis.comparison import fidelity
 from analysis.comparison.arms import grouped
-from analysis.comparison.fidelity import (
-    error_table,
-    match_requests,
-    part_errors,
-    ranking_agreement,
-    real_noise,
-    request_errors,
-)
 from analysis.comparison.step_fidelity import StepErrors, step_errors
 from analysis.load import Run
 from analysis.reading.frames import json_safe
@@ -85,12 +78,12 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     load = group[0]
     config = load.config(overrides)
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
-    matched = match_requests(sim, load.measured)
+    matched = fidelity.match_requests(sim, load.measured)
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     notes = (*_of_device(load, config), *_of_prices(group, config))
     return Compared(
-        load, tuple(group[1:]), sim, described(config), error_table(*pair), request_errors(matched), matched,
-        real_noise([pair[1:]]), step_errors(sim, load.measured), notes, pair,
+        load, tuple(group[1:]), sim, described(config), fidelity.error_table(*pair), fidelity.request_errors(matched),
+        matched, fidelity.real_noise([pair[1:]]), step_errors(sim, load.measured), notes, pair,
     )  # fmt: skip
 
 
@@ -128,7 +121,7 @@ def _second_half(
     values = overrides_of(fitted.found.fitted)
     config = one.load.config(replaced(overrides, values))
     sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
-    return part_errors(one.sim, one.load.measured, ids), part_errors(sim, one.load.measured, ids)
+    return fidelity.part_errors(one.sim, one.load.measured, ids), fidelity.part_errors(sim, one.load.measured, ids)
 
 
 def _named(run: Run, key: str) -> Run:
@@ -144,7 +137,7 @@ def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
             noise: dict[str, float] = {}
             for one in members:
                 noise |= {path: max(value, noise.get(path, 0.0)) for path, value in one.noise.items()}
-            found.append((", ".join(pairs), ranking_agreement(pairs, noise=noise)))
+            found.append((", ".join(pairs), fidelity.ranking_agreement(pairs, noise=noise)))
     return found
 
 

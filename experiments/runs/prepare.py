@@ -11,15 +11,7 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 from experiments.configuration.settings import SimConfig
 from experiments.runs.environment import versions_in_vllm
-from experiments.wiring import build, engines
-from experiments.wiring.build_engine import (
-    build_real_backend,
-    build_replicas,
-    build_vllm_backend,
-    check_prompts,
-    check_token_ids,
-    computes_beside,
-)
+from experiments.wiring import build, build_engine, engines
 from experiments.wiring.traces import check_simulated_output, forcing
 from real.clocks import RealTimeClock
 from real.config import RealConfig
@@ -136,8 +128,13 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         engines.refuse_fleet(config)
         from experiments.runs.parity import num_tapes, recorded_inputs
 
-        engines.refuse_tapes(Path(recorded), num_tapes(Path(recorded)))
-        inputs = recorded_inputs(Path(recorded), config, whole(trace))
+        folder = Path(recorded)
+        if (num := num_tapes(folder)) > 1:
+            raise ConfigError(
+                f"{folder} is a run of {num} replicas, and cost=recorded replays one engine; `testbed parity` "
+                "replays each of them"
+            )
+        inputs = recorded_inputs(folder, config, whole(trace))
         return Prepared(
             inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
         )  # fmt: skip
@@ -156,12 +153,12 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
 
 def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
     """This testbed's engine, or several of them, or vLLM's."""
-    check_token_ids(config, trace)
+    build_engine.check_token_ids(config, trace)
     if engines.num_engines(config) > 1:
         return _prepare_replicas(config, trace)
     if config.is_vllm:
-        check_prompts(config, trace)
-    backend = build_vllm_backend(config) if config.is_vllm else build_real_backend(config)
+        build_engine.check_prompts(config, trace)
+    backend = build_engine.build_vllm_backend(config) if config.is_vllm else build_engine.build_real_backend(config)
     from real.clocks import make_clock
     from real.driver import run as drive
 
@@ -172,7 +169,7 @@ def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
     log = ReplayLog(options, clock=clock)
     driven, close = traced(config, backend, folder)
-    late = LateRecords() if computes_beside(config) else None
+    late = LateRecords() if build_engine.computes_beside(config) else None
     return Prepared(
         build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks),
         lambda loops, _: drive(loops[0], driven, clock, log=log.host, catch_up=late.catch_up if late else None),
@@ -190,7 +187,7 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
     assert isinstance(config.backend, RealConfig)
     options = config.backend
     router = engines.build_router(config, options)
-    backends, said = build_replicas(config)
+    backends, said = build_engine.build_replicas(config)
     inbox, clock = trace_inbox(config, at_speed(trace, options.speed)), make_clock(options)
     log = ReplayLog(options, len(backends), clock=clock)
     fleet = Fleet(inbox, router, backends, clock, log.host)

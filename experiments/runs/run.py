@@ -37,6 +37,7 @@ from experiments.runs.progress import Progress
 from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
+from experiments.wiring.costs import itemise
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace
@@ -172,7 +173,7 @@ def _run(
     progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
-    ledger = OperatorLedger(folder, engines.itemise_steps(config, prepared.cost)) if config.record.operators else None
+    ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
     more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
     more += [*batch_limits(config), progress]
     status = status_lines(config.record.status_s, schedulers)

@@ -94,7 +94,7 @@ def itemise(cost: CostModel | None) -> Itemise | None:
         if min(parts.values(), default=0) < 0:
             name, ns = min(parts.items(), key=lambda part: part[1])
             raise ConfigError(f"cost: {_class(cost)}.breakdown says {name}={ns} of {shape}; a part is 0 ns or more")
-        added = {"scheduler": spans.schedule_ns - priced.schedule_ns, "link": spans.swap_ns - priced.swap_ns}
+        added = {"link": spans.swap_ns - priced.swap_ns, "scheduler": spans.schedule_ns - priced.schedule_ns}
         return parts | {name: parts.get(name, 0) + ns for name, ns in added.items() if ns}
 
     return of_step

@@ -16,20 +16,16 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import make_policy
 from experiments.configuration.settings import RecordConfig, SimConfig
 from experiments.wiring import build
-from experiments.wiring.costs import itemise
 from experiments.wiring.foreign import PolicyError, own_classes
 from real.config import RealConfig
 from sim.backend import SimBackend
-from sim.cost.base import CostModel
 from sim.fleet import Fleet
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.limits import Limits
-from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape
+from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
-from testbed.records.operators import Itemise
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import NoRecords
 from testbed.routing.routers import Router, RouterContext
@@ -84,32 +80,6 @@ def refuse_fleet(config: RunConfig) -> None:
                 f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
                 f"did; leave it at {getattr(standard, name)}, or choose another cost model"
             )
-
-
-def refuse_tapes(folder: Path, num_replicas: int) -> None:
-    """Raises ConfigError for a real run of several replicas."""
-    if num_replicas > 1:
-        raise ConfigError(
-            f"{folder} is a run of {num_replicas} replicas, and cost=recorded replays one engine; `testbed parity` "
-            "replays each of them"
-        )
-
-
-def itemise_steps(config: RunConfig, cost: CostModel | None) -> Itemise | None:
-    """As `experiments.wiring.costs.itemise`; what the scheduler itself takes, by configuration, is `scheduler`."""
-    of_cost, settings = itemise(cost), config.backend
-    if of_cost is None or not isinstance(settings, SimConfig):
-        return of_cost
-    scheduler_time = settings.scheduler_time
-    if not any(getattr(scheduler_time, name) for name in scheduler_time.FIELDS):
-        return of_cost
-
-    def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
-        own_ns = scheduler_time.of(shape)
-        parts = of_cost(shape, spans.replace(schedule_ns=spans.schedule_ns - own_ns))
-        return parts | {"scheduler": parts.get("scheduler", 0) + own_ns}
-
-    return of_step
 
 
 class RunRecords:

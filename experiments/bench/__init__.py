@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from experiments.runs.environment import describe_machine, describe_versions
 from testbed import compiled
@@ -17,26 +18,24 @@ IN_VLLM = ("vllm", "observer")  # want vLLM's environment
 
 def main(arguments: list[str]) -> int:
     """`testbed bench [<name>] [options]`; without a name all that need no vLLM, with their defaults."""
-    from experiments.bench import core, engine, host, observer, simulator, vllm
-
-    mains = {
-        "core": core.main, "simulator": simulator.main, "engine": engine.main, "host": host.main, "vllm": vllm.main,
-        "observer": observer.main,
-    }  # fmt: skip
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
         print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")
         return 0
-    if name is not None and name not in mains:
+    if name is not None and name not in BENCHES:
         raise ConfigError(unknown(f"there is no benchmark {name!r}", name, BENCHES))
     if not {"-h", "--help"} & set(arguments):
         print(f"{machine_line()}; {compiled.describe()}\n", flush=True)
     if name is not None:
-        return mains[name](arguments[1:])
+        return _run(name, arguments[1:])
     for each in [one for one in BENCHES if one not in IN_VLLM]:
-        mains[each]([])
+        _run(each, [])
         print()
     return 0
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    return int(import_module(f"experiments.bench.{name}").main(arguments))
 
 
 def machine_line() -> str:

@@ -20,19 +20,15 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import TestbedError
 from testbed.policies.compositions.unified import Unified
 
-SCHEDULER_KEYS = (
-    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "preemption_mode", "queue_order",
-    "long_prefill_token_threshold", "max_num_partial_prefills", "async_scheduling",
-)  # fmt: skip
-CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")
+CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")  # the others: scheduler
 
 
 def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] | None = None) -> RunConfig:
     """The preset with what the case sets; null leaves the preset's value, and no host pool. options: of vLLM V1's
     composition. Raises ConfigError."""
     given = {key: value for key, value in config.items() if value is not None}
-    scheduler = {key.removesuffix("_mode"): given[key] for key in SCHEDULER_KEYS if key in given}
-    cache = {"num_cpu_blocks": 0} | {key: given[key] for key in CACHE_KEYS if key in given}
+    scheduler = {key.removesuffix("_mode"): value for key, value in given.items() if key not in CACHE_KEYS}
+    cache = {"num_cpu_blocks": 0} | {key: value for key, value in given.items() if key in CACHE_KEYS}
     budget, threshold = given.get("max_num_batched_tokens"), scheduler.get("long_prefill_token_threshold", 0)
     if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_async", "vllm_v1_0_8"):
         scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here

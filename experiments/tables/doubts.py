@@ -13,7 +13,7 @@ import numpy as np
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.errors import ProfileError
 from testbed.specs.device import DeviceSpec
-from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, OperatorTables
+from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, SIZES, OperatorTables
 
 MAX_DOUBTS = 10
 OFF = 1.5  # times the interpolation between neighbours
@@ -23,17 +23,7 @@ SLOW = 20.0  # times the data sheet's time: half of a table's products above tha
 _LEAST_SLOW_NS = 5_000.0  # of the data sheet's time: below, launches make even a right time so slow
 _LEAST_SHARE = 0.2  # of the data sheet's time that large points can take: caches help, but not so much
 _LEAST_LOAD_NS = 100_000.0  # of the data sheet's time: from here on, launches and latencies are small beside it
-_AXES: dict[str, tuple[str, ...]] = {
-    "gemm": ("m", "n", "k"),
-    "attention_prefill": ("batch", "new_tokens", "context"),
-    "attention_decode": ("batch", "context"),
-    "attention_mixed": ("batch", "new_tokens", "context", "decode_context"),
-    "all_reduce": ("num_bytes",),
-    "all_gather": ("num_bytes",),
-    "elementwise": ("m",),
-    "sampler": ("m",),
-    "host": (),
-}
+_APART = ("num_heads", "num_kv_heads", "head_dim", "num_ranks")  # sizes along which nothing is compared
 _KEYS = tuple(name for name in OPERATOR_COLUMNS if name not in ("operator", "time_ns", "licence"))
 
 
@@ -83,7 +73,8 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
         some = rows.filter(dtypes == dtype)
         label, num = f"{operator} {dtype}", some.num_rows
         points, off, falls = _Points(some), _Found(), _Found()
-        for axis in _AXES[operator]:
+        axes = [name for name in SIZES[operator] if name not in _APART and (name != "n" or operator == "gemm")]
+        for axis in axes:
             _off_neighbours(points, axis, off)
             _falling(points, axis, falls)
         parts, again = [], num - len(points.time_ns)

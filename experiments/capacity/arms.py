@@ -50,7 +50,6 @@ class Arm:
     is_simulated: bool
 
     def at(self, value: float, seed: int) -> dict[str, Any]:
-        """The configuration of one run."""
         return _at(self.raw, self.rate_key, value, seed)
 
 

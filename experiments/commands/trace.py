@@ -142,7 +142,6 @@ def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
 
 
 def print_summary(name: str, summary: TraceSummary, notes: Iterable[str], block_size: int) -> None:
-    """Prints the table of `testbed trace inspect`."""
     num, duration = summary.num_requests, summary.duration_s
     print(f"{name}: {num:,} requests in {duration:,.1f} s, fingerprint {summary.fingerprint}")
     for line in (*_arrival_lines(summary), *_length_lines(summary), *_sharing_lines(summary, block_size)):

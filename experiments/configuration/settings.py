@@ -116,8 +116,6 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    """The `record` group."""
-
     decisions: bool = False  # decisions.jsonl, one line a step
     explain: bool = False  # decisions.jsonl, and in it for whom each preemption was (docs/explain.md)
     token_times: bool = True  # every token's instant in requests.parquet

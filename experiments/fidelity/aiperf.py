@@ -20,7 +20,6 @@ UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
 
 def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """Raises TestbedError in one line."""
     rows: list[MeasuredRequest] = []
     num_failed = num_warmup = 0
     for values, place in json_lines(text, file):

@@ -148,7 +148,6 @@ def _policy_name(one: Compared, members: Sequence[Compared]) -> str:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """All of it, for fidelity.json."""
     loads = [
         {
             "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],

@@ -81,7 +81,6 @@ def check_config(names: Sequence[str], config: RunConfig, who: str) -> None:
 
 
 def overrides_of(values: Scalars) -> list[str]:
-    """The values as overrides."""
     return [f"device.{KEYS[name]}={round(value) if name == 'host' else value}" for name, value in values.items()]
 
 
@@ -152,8 +151,6 @@ _LATENCIES = ("tpot_s", "e2e_s")
 
 
 class Fit(NamedTuple):
-    """What was fitted, and to what."""
-
     found: Found
     num_scored: dict[str, int]  # of each load
     not_apart: tuple[str, ...]  # loads of which the second half was load
@@ -264,7 +261,6 @@ def fit_study(
 
 
 def fits_json(fits: Sequence[Fitted]) -> list[dict[str, Any]]:
-    """For fidelity.json."""
     return [{"who": one.who, "runs": {name: run._asdict() for name, run in one.found.items()}} for one in fits]
 
 

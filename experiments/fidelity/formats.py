@@ -14,7 +14,7 @@ from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
 
-Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]
+Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]  # every run of a file; raises TestbedError in one line
 STUDY, RUN_FOLDER = "study", "run-folder"
 READERS: dict[str, Reader] = {
     "vllm-bench": vllm_bench.read_vllm_bench,

@@ -26,7 +26,6 @@ from testbed.errors import TraceError
 
 
 def read_guidellm(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """Raises TestbedError in one line."""
     report = mapping(json_value(text, str(file)), str(file), "report")
     benchmarks = listed(report.get("benchmarks"), str(file), "benchmarks")
     if not benchmarks:

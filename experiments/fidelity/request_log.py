@@ -25,7 +25,6 @@ _NEAR_S = 1e-3  # of the first and last token's instants to TTFT and E2E
 
 
 def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """Raises TestbedError in one line."""
     rows: list[MeasuredRequest] = []
     num_failed = 0
     for values, place in _rows(text, file):

@@ -34,7 +34,6 @@ _OTHER_CLOCK_S = 100_000
 
 
 def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """The CSV. Raises TestbedError in one line."""
     columns = csv_columns(text)
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
@@ -77,7 +76,6 @@ def _gaps(text: str, place: str) -> list[Any]:
 
 
 def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """requests.jsonl. Raises TestbedError in one line."""
     every = list(json_lines(text, file))
     ended = [one for one in every if one[0].get("output_toks") and one[0].get("first_token_ts") is not None]
     known = [_instant(*one, "queued_ts") - _instant(*one, "arrival_time") for one in ended if _has_wall(one[0])]

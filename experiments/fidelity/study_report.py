@@ -20,8 +20,6 @@ MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between
 
 
 class Simulated(NamedTuple):
-    """A run of the study and what was simulated of it."""
-
     run: StudyRun
     used: str  # the configuration, in one line
     ours_ms: Parts
@@ -44,7 +42,6 @@ def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Se
 
 
 def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: str) -> list[Simulated]:
-    """Each run simulated."""
     configs = [composed(run.settings, [*RECORDED, *overrides]) for run in runs]
     found = []
     with TemporaryDirectory(prefix="testbed-") as scratch:

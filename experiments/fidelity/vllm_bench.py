@@ -22,7 +22,6 @@ AGGREGATES = ("mean_ttft_ms", "request_throughput")
 
 
 def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    """Every run in the file. Raises TestbedError in one line."""
     found = list(_documents(text, file))
     return [_one(values, place, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem, given)
             for i, (values, place) in enumerate(found)]  # fmt: skip

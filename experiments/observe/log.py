@@ -147,8 +147,6 @@ def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
 
 
 class _Reader:
-    """Puts the lines together."""
-
     def __init__(self, header: dict[str, Any], sender: Sender | None) -> None:
         self._header = header
         self._sender = sender

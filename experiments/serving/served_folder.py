@@ -18,6 +18,7 @@ from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
 from experiments.runs.environment import describe_machine
 from experiments.runs.in_vllm import manifest_in_vllm
 from experiments.runs.run_folder import claim, describe_failure, refuse_overwrite, write_json  # fmt: skip
+from experiments.wiring.engines import describe_engine
 from testbed import compiled
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request
@@ -171,7 +172,7 @@ class ServedFolder:
     def _finish(self) -> None:
         self._recorder.close()
         self._tape.close()
-        scheduler, prefixes = self._scheduler, self._scheduler.blocks.prefixes
+        scheduler = self._scheduler
         is_whole = not scheduler.has_work and "failure" not in self._manifest
         trace = self._trace.finish()
         self._manifest |= {
@@ -181,13 +182,7 @@ class ServedFolder:
                 "fingerprint": None if trace is None else fingerprint(trace),
                 "notes": [] if is_whole else [_BOUNDS],
             },
-            "num_steps": scheduler.num_steps,
-            "num_sent": self._recorder.num_sent,
-            "prefix_cache": {
-                "queried_tokens": prefixes.num_queried_tokens, "hit_tokens": prefixes.num_hit_tokens
-            },
-            "digest": f"{scheduler.digest:016x}",
-        }  # fmt: skip
+        } | describe_engine(scheduler, self._recorder.num_sent)  # fmt: skip
         write_json(self._folder / "manifest.json", self._manifest)
         if trace is not None:
             write_json(self._folder / "summary.json", Run(self._folder, self._config.raw, self._manifest).summarise())

@@ -96,7 +96,6 @@ class CsvTable:
         return array
 
     def counts(self, name: str, least: int = 1) -> np.ndarray[Any, Any]:
-        """Whole numbers."""
         values = self.numbers(name)
         is_bad = (values != np.floor(values)) | (values < least) | (values > 2**53)
         self.refuse_where(is_bad, name, f"a whole number, at least {least}")

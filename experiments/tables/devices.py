@@ -46,7 +46,6 @@ def device_spec(name: str) -> DeviceSpec | None:
 
 
 def model_spec(name: str) -> ModelSpec:
-    """A model of the library."""
     from experiments.configuration.compose import compose_config
 
     return compose_config([f"model={name}"]).model

@@ -51,7 +51,6 @@ def block_bytes(config: RunConfig) -> int:
 
 
 def build_cost(config: RunConfig) -> CostModel:
-    """The cost model of a simulated run."""
     values = config.raw["cost"]
     if "_target_" in values:
         model = instantiate("cost", values)

@@ -123,7 +123,9 @@ def describe_router(config: RunConfig) -> dict[str, Any]:
 
 def describe_engines(schedulers: Sequence[Scheduler], records: RunRecords) -> dict[str, Any]:
     """What the manifest says of the engines: their sums, and each by itself where there are several."""
-    each = [_describe(scheduler, one.num_sent) for scheduler, one in zip(schedulers, records.recorders, strict=True)]
+    each = [
+        describe_engine(scheduler, one.num_sent) for scheduler, one in zip(schedulers, records.recorders, strict=True)
+    ]
     caches = [one["prefix_cache"] for one in each]
     return {
         "num_steps": sum(one["num_steps"] for one in each),
@@ -134,7 +136,7 @@ def describe_engines(schedulers: Sequence[Scheduler], records: RunRecords) -> di
     }
 
 
-def _describe(scheduler: Scheduler, num_sent: int) -> dict[str, Any]:
+def describe_engine(scheduler: Scheduler, num_sent: int) -> dict[str, Any]:
     blocks = scheduler.blocks
     return {
         "num_steps": scheduler.num_steps,

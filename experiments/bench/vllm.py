@@ -55,6 +55,7 @@ POLICIES = {
     "prefill_first": ["scheduler=prefill_first", "scheduler.max_num_batched_tokens=1024"],
     "vllm_v1, sjf": ["scheduler=vllm_v1", "scheduler.max_num_batched_tokens=512", "scheduler.queue_order=sjf"],
 }
+ALL_AT_ONCE = [*POLICIES["vllm_v1"], ROOMY, "trace.seed=3", "trace.rate=1000"]
 BUDGETS = (512, 128, 1024)  # of the policies
 YARDSTICK_RUNS = 4  # of each backend
 
@@ -88,11 +89,10 @@ class Bench:
 
     def settle_probes(self) -> None:
         """Both backends by turns, each run by a probe as it is then; all later runs by their average."""
-        load = [*POLICIES["vllm_v1"], ROOMY, "trace.seed=3", "trace.rate=1000"]
         found: dict[str, list[int]] = {"vllm": [], "engine": []}
         for number in range(YARDSTICK_RUNS):
             for name, backend in (("vllm", VLLM), ("engine", ENGINE)):
-                run = self.run(f"yardstick-{name}-{number}", *backend, *load)
+                run = self.run(f"yardstick-{name}-{number}", *backend, *ALL_AT_ONCE)
                 found[name].append(probe_of(run.manifest) or 0)
         means = {name: round(geometric_mean(probes)) for name, probes in found.items()}
         self.vllm = [*VLLM, f"backend.probe_ns={means['vllm']}"]
@@ -173,10 +173,7 @@ def _slug(name: str) -> str:
 
 def _rates(bench: Bench) -> tuple[float, float]:
     """From a run in which everything comes at once."""
-    run = bench.run(
-        "capacity", *bench.vllm, "backend.decides=vllm", *POLICIES["vllm_v1"], ROOMY, "trace.seed=3",
-        "trace.rate=1000",
-    )  # fmt: skip
+    run = bench.run("capacity", *bench.vllm, "backend.decides=vllm", *ALL_AT_ONCE)
     capacity = float(run.summary["throughput"]["requests_per_s"])
     return round(0.6 * capacity, 1), round(0.9 * capacity, 1)
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from experiments.calibration.calibrate import Extent, Measurement
     from testbed.specs.profiles import Profile
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-
 
 def main(arguments: list[str]) -> int:
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
@@ -163,6 +161,7 @@ def _written(file: Path, profile: Profile) -> str:
 def _ending(measurement: Measurement) -> int:
     """Says by what clock it was measured, and if not all was; the exit status."""
     from experiments.commands.listing import clock_line
+    from experiments.runs.run import INTERRUPTED
 
     profiled = measurement.profiled
     if measurement.clock is not None:

@@ -20,14 +20,10 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.overrides import refuse_repeated
 from experiments.console import Parser, folder_named, table
 from experiments.runs.environment import describe_versions
+from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
-from testbed.errors import TestbedError
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
-
-
-class NoCapacityError(TestbedError):
-    """A policy's capacity is 0, or beyond what its trace can show."""
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +51,7 @@ def main(arguments: list[str]) -> int:
     print(f"\nwrote {folder / TEXT}, {FIGURE}.png, {TABLE}")
     missing = [reason for one in found.found if (reason := without_capacity(one))]
     if missing:
-        raise NoCapacityError(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+        raise FailedError(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
     return 0
 
 

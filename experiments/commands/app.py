@@ -23,15 +23,11 @@ from experiments.configuration.saved import read_config
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
-from experiments.runs.run import INTERRUPTED, RunResult, execute
+from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest
-
-
-class RunFailedError(TestbedError):
-    """A run ended partial, or with requests that could never fit; its folder says more."""
 
 
 def run_app(arguments: list[str]) -> int:
@@ -230,16 +226,14 @@ def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | N
 
 
 def _finish(result: RunResult) -> dict[str, Any]:
-    """Prints what came out; raises RunFailedError when the exit status must not be 0."""
+    """Prints what came out; raises FailedError when the exit status must not be 0."""
     from experiments.commands.listing import print_summary
 
     print_summary(result)
+    if result.exit_status == INTERRUPTED:
+        raise KeyboardInterrupt(result.message)
     if result.exit_status:
-        error = RunFailedError(result.message)
-        error.exit_status = result.exit_status
-        if result.exit_status == INTERRUPTED:
-            raise KeyboardInterrupt(result.message)
-        raise error
+        raise FailedError(result.message, result.exit_status)
     if result.message:
         print(f"note: {result.message}", file=sys.stderr)
     return result.summary

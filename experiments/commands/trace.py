@@ -56,7 +56,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _inspect(arguments: list[str]) -> int:
-    parser = _parser("inspect", "What is in a trace: counts, arrivals, lengths, sessions, shared prefixes.")
+    says = "What is in a trace: counts, arrivals, lengths, sessions, shared prefixes."
+    parser = Parser("testbed trace inspect", description=says)
     _add_source(parser)
     parser.add_argument("--block-size", type=int, default=16, help="of the engine, for shared prefixes (16)")
     parser.add_argument("--plots", type=Path, help="write figures (PNG and SVG) into this folder")
@@ -74,7 +75,8 @@ def _inspect(arguments: list[str]) -> int:
 
 
 def _convert(arguments: list[str]) -> int:
-    parser = _parser("convert", "Write a trace in our own schema; it is read back with the same fingerprint.")
+    says = "Write a trace in our own schema; it is read back with the same fingerprint."
+    parser = Parser("testbed trace convert", description=says)
     _add_source(parser)
     parser.add_argument("out", type=Path, help="a new .jsonl, .csv (.gz, .zst) or .parquet")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
@@ -91,7 +93,7 @@ def _from_overrides(name: str, arguments: list[str]) -> int:
 
     is_frozen = name == "freeze"
     says = "Write any trace, drawn and transformed, as one Parquet file that both backends read (trace=parquet)."
-    parser = _parser(name, says if is_frozen else "Write a generated trace.")
+    parser = Parser(f"testbed trace {name}", description=says if is_frozen else "Write a generated trace.")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `testbed run`; trace. may be left out")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
@@ -241,10 +243,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--limit", type=int, help="read at most this many rows")
     parser.add_argument("--tokenizer", help="sharegpt: a local folder with a tokenizer")
-
-
-def _parser(name: str, says: str) -> argparse.ArgumentParser:
-    return Parser(f"testbed trace {name}", description=says)
 
 
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:

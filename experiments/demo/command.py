@@ -18,7 +18,7 @@ from analysis.reports.report import write_report
 from experiments.calibration.calibrate import Extent, Fitted, fit_and_save, profile, together
 from experiments.configuration.compose import compose_config
 from experiments.console import Parser
-from experiments.runs.run import execute
+from experiments.runs.run import FailedError, execute
 from testbed.errors import RunFolderError, TestbedError
 
 # tokens of a step: whole prompts first, against chunks beside the decodes
@@ -142,9 +142,7 @@ def run_point(overrides: list[str], folder: Path) -> Run:
     command = shlex.join(["testbed", "run", *overrides])
     result = execute(compose_config(overrides), folder, command=command)
     if result.exit_status:
-        error = TestbedError(result.message)
-        error.exit_status = result.exit_status
-        raise error
+        raise FailedError(result.message, result.exit_status)
     return load_run(folder)
 
 

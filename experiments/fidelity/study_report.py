@@ -151,17 +151,13 @@ def page_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
 
 
 def _fitted(fits: Sequence[Fitted]) -> str:
-    rows = [
-        [f"{one.who}: {name}", *(f"{scalar} {_value(scalar, value[scalar])}" for value in (found.given, found.fitted))]
-        for one in fits
-        for name, found in one.found.items()
-        for scalar in found.fitted
-    ]
+    rows = []
+    for who, name, found in ((one.who, name, found) for one in fits for name, found in one.found.items()):
+        for scalar in found.fitted:
+            values = (found.given[scalar], found.fitted[scalar])
+            said = [f"{value / 1e3:,.0f} us" if scalar == "host" else f"{value:.3g}" for value in values]
+            rows.append([f"{who}: {name}", *(f"{scalar} {text}" for text in said)])
     return table(["run", "as given", "fitted"], rows)
-
-
-def _value(name: str, value: float) -> str:
-    return f"{value / 1e3:,.0f} us" if name == "host" else f"{value:.3g}"
 
 
 def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:

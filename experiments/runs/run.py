@@ -60,6 +60,15 @@ from testbed.traces.stream import CountedTrace, whole
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
+class FailedError(TestbedError):
+    """What was asked for did not end well: a run is partial or has requests that could never fit, points of a sweep
+    failed or are left, a policy has no capacity. What there is of it is kept."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """How a run ended. status: complete or partial. message: what the user should know, one line, or empty."""

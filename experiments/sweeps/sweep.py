@@ -30,6 +30,7 @@ from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
+from experiments.runs.run import FailedError
 from experiments.runs.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweeps.points import (
     Known,
@@ -52,10 +53,6 @@ from testbed.errors import ConfigError, TestbedError
 
 _EVERY_S = 0.2  # another process's point is looked after
 _FEW = 3  # points that are named one by one
-
-
-class SweepError(TestbedError):
-    """Some points failed, or were not run; the others are complete."""
 
 
 def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -> None:
@@ -128,7 +125,7 @@ def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, l
 
 
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
-    """Every point with its configuration. Raises SweepError, before any runs, if one's is refused."""
+    """Every point with its configuration. Raises FailedError, before any runs, if one's is refused."""
     points: list[tuple[Point, RunConfig]] = []
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
@@ -229,7 +226,7 @@ def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]],
 
 
 def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
-    """What came of the points, as far as anything did. Raises SweepError when the launcher fails."""
+    """What came of the points, as far as anything did. Raises FailedError when the launcher fails."""
     num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
     # the jobs' configuration is Hydra's alone: what the points are stands on the board
     overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
@@ -254,7 +251,10 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         raise _interrupted(todo, followed)
     if failure is not None:
         _say_not_begun(todo, followed, "the sweep ended without it")
-        raise SweepError(_of_launcher(sweep.master, failure, len(todo) - followed.num_complete, len(todo)))
+        name = str(sweep.master.hydra.launcher["_target_"]).rpartition(".")[2]
+        said = " ".join(str(failure).split(". ")[0].split()) or type(failure).__name__
+        left = f"{len(todo) - followed.num_complete} of {len(todo)} are left"
+        raise FailedError(f"{name}: {said}; finished points stay, {left}: the same command runs them")
     return list(_settled(followed.outcomes))
 
 
@@ -289,12 +289,6 @@ def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
     return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
 
 
-def _of_launcher(master: DictConfig, error: Exception, num_left: int, num_points: int) -> str:
-    name = str(master.hydra.launcher["_target_"]).rpartition(".")[2]
-    said = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
-    return f"{name}: {said}; finished points stay, {num_left} of {num_points} are left: the same command runs them"
-
-
 def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int, int | None]:
     """How many jobs the launcher gets, and how many points each may take."""
     if per_job is not None:
@@ -317,7 +311,7 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
 
 
 def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
-    """Says what is true of all points at once. Raises SweepError if any failed, or was never taken."""
+    """Says what is true of all points at once. Raises FailedError if any failed, or was never taken."""
     notes = Counter(note for outcome in outcomes for note in outcome.notes)
     for note, count in notes.items():
         print(f"note         {count} point{'s' * (count > 1)}: {note}")
@@ -326,13 +320,11 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     if bad:
         raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
     if num_left:
-        raise SweepError(f"{num_left} of {total} points were not run; the same command runs them")
+        raise FailedError(f"{num_left} of {total} points were not run; the same command runs them")
     print(f"complete     {total} point{'s' * (total > 1)}: {sweep.root}")
 
 
-def _failure(bad: list[Outcome], how_many: str) -> SweepError:
+def _failure(bad: list[Outcome], how_many: str) -> FailedError:
     """The first of them in one line."""
     label = f"{bad[0].label}: " * bool(bad[0].label)
-    failure = SweepError(f"{label}{bad[0].message} {how_many}".rstrip())
-    failure.exit_status = bad[0].exit_status or 1
-    return failure
+    return FailedError(f"{label}{bad[0].message} {how_many}".rstrip(), bad[0].exit_status or 1)

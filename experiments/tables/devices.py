@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.configuration.compose import compose_config
 from experiments.configuration.options import options
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -40,12 +41,8 @@ def found(group: str, entry: str | None, called: str) -> str:
 
 def device_spec(name: str) -> DeviceSpec | None:
     """The data sheet of a device of the library; None of another."""
-    from experiments.configuration.compose import compose_config
-
     return compose_config([f"device={name}"]).device if name in options("device") else None
 
 
 def model_spec(name: str) -> ModelSpec:
-    from experiments.configuration.compose import compose_config
-
     return compose_config([f"model={name}"]).model

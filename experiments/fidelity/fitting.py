@@ -85,18 +85,9 @@ def overrides_of(values: Scalars) -> list[str]:
 
 
 def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
-    """The scalars at which the loss is least, from those of the configuration on. Raises ConfigError in one line."""
+    """The scalars at which the loss is least, from those of the configuration on. Raises ConfigError in one line, also
+    where one changes nothing."""
     given = {name: float(getattr(config.device, KEYS[name])) for name in names}
-    _check_effect(loss, given, config)
-    fitted = _search(loss, given)
-    losses = loss(given), loss(fitted)
-    if losses[1] > losses[0]:  # the search stopped beside what was given
-        fitted, losses = dict(given), (losses[0], losses[0])
-    return Found(given, fitted, losses, tuple(_at_edge(fitted)))
-
-
-def _check_effect(loss: Loss, given: Scalars, config: RunConfig) -> None:
-    """Raises ConfigError where a scalar changes nothing."""
     base = loss(given)
     for changed in given:
         if loss({name: value * 4 + 1 if name == changed else value for name, value in given.items()}) == base:
@@ -104,6 +95,11 @@ def _check_effect(loss: Loss, given: Scalars, config: RunConfig) -> None:
                 f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
                 "or cost=tables"
             )
+    fitted = _search(loss, given)
+    losses = loss(given), loss(fitted)
+    if losses[1] > losses[0]:  # the search stopped beside what was given
+        fitted, losses = dict(given), (losses[0], losses[0])
+    return Found(given, fitted, losses, tuple(_at_edge(fitted)))
 
 
 def _search(loss: Loss, given: Scalars) -> Scalars:

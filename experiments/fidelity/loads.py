@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Path) -> list[Load]:
     """A load of each measured run. Raises TestbedError in one line."""
-    loads = []
+    loads: list[Load] = []
     for run in runs:
         settings = list(run.settings)
         for group in ("model", "device"):
@@ -93,22 +93,16 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
         trace = trace_of(run)
         target = folder / run.name / "measured"
         write_folder(run, trace, config.raw, target)
+        same = next((other.name for other in loads if _is_repeat(other.trace, trace)), run.name)
         loads.append(Load(
-            run.name, run.source, trace, load_run(target), tuple(settings), None, "", "as measured", run.notes
+            run.name, run.source, trace, load_run(target), tuple(settings), None, f"file {same}", "as measured",
+            run.notes,
         ))  # fmt: skip
-    return _keyed(loads)
-
-
-def _keyed(loads: list[Load]) -> list[Load]:
-    """With equal keys where the same requests were sent at the same instants."""
-    keyed: list[Load] = []
-    for load in loads:
-        same = next((other for other in keyed if _is_repeat(other.trace, load.trace)), load)
-        keyed.append(replace(load, key=f"file {same.name}"))
-    return keyed
+    return loads
 
 
 def _is_repeat(one: Trace, other: Trace) -> bool:
+    """Whether the same requests were sent at the same instants."""
     return len(one) == len(other) and all(
         (a.num_prompt_tokens, a.num_output_tokens) == (b.num_prompt_tokens, b.num_output_tokens)
         and abs(a.arrival_ns - b.arrival_ns) <= _SAME_S * 1e9

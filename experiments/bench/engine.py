@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 3
+SMALL = ModelSpec(
+    name="20m", hidden_size=512, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=64, vocab_size=16384, max_position_embeddings=4096, rope_theta=10_000.0,
+    dtype="float32",
+)  # fmt: skip
+SHAPES = ("qwen3_0.6b", "qwen3_8b")
+BATCHES, CONTEXT = (1, 8, 64, 256), 1024
+PROMPTS = (512, 2048, 8192)
 
 
 class Ceilings(NamedTuple):
@@ -153,14 +161,7 @@ def _time(backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: Batc
     return StepTime(statistics.median(totals[WARM_UP_STEPS:]), statistics.median(device[WARM_UP_STEPS:]))
 
 
-SMALL = ModelSpec(
-    name="20m", hidden_size=512, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=64, vocab_size=16384, max_position_embeddings=4096, rope_theta=10_000.0,
-    dtype="float32",
-)  # fmt: skip
-SHAPES = ("qwen3_0.6b", "qwen3_8b")
-BATCHES, CONTEXT = (1, 8, 64, 256), 1024
-PROMPTS = (512, 2048, 8192)
+# --- the command ---
 
 
 def main(arguments: list[str]) -> int:

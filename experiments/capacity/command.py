@@ -24,6 +24,9 @@ from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
+SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
+QUEUE = "the queue grows"
+_HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
 
 def main(arguments: list[str]) -> int:
@@ -102,9 +105,7 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     save(rate_curves(curves, capacities, {one.arm.share for one in found.found}, units), out / FIGURE)
 
 
-SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
-QUEUE = "the queue grows"
-_HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
+# --- in words ---
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -32,6 +32,11 @@ QUESTION = (
     f"decodes in steps of {SCHEDULERS['decode_first']} tokens; with or without a watermark, with or without prefix "
     "caching?"
 )
+SHORTER = 3  # prompts, outputs and chunks than the ablation's: as many more requests in the same time, so less noise
+RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # of the replay, the fastest first
+BUSY_SHARE = 0.75  # of the replay's time that the engine is busy at most: loaded, but not drowned
+MAX_REPLAY_S = 30  # of one of the eight: a slow machine replays fewer requests rather than for ten minutes
+LEAST_REQUESTS = 50
 
 
 def main(arguments: list[str]) -> int:
@@ -122,11 +127,7 @@ def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
     return [" ".join(everything), *sweeps, report]
 
 
-SHORTER = 3  # prompts, outputs and chunks than the ablation's: as many more requests in the same time, so less noise
-RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # of the replay, the fastest first
-BUSY_SHARE = 0.75  # of the replay's time that the engine is busy at most: loaded, but not drowned
-MAX_REPLAY_S = 30  # of one of the eight: a slow machine replays fewer requests rather than for ten minutes
-LEAST_REQUESTS = 50
+# --- the real half ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,11 @@ from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from sim.cost.calibration_file import load_calibration
 
+_WORDS = {
+    "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",
+    "p99": "P99", "requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -165,10 +170,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
     return safe
 
 
-_WORDS = {
-    "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",
-    "p99": "P99", "requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s",
-}  # fmt: skip
+# --- what it says ---
 
 
 def metric_name(path: str) -> str:

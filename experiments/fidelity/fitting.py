@@ -46,6 +46,10 @@ _NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at aro
 
 Scalars = dict[str, float]  # of each name its key's value: ns, or a factor
 Loss = Callable[[Scalars], float]
+MIN_REQUESTS = 4  # of a half
+MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
+_LATENCIES = ("tpot_s", "e2e_s")
+_METRICS = ("tpot_mean", "e2e_mean")
 
 
 class Found(NamedTuple):
@@ -141,9 +145,7 @@ def _at_edge(fitted: Scalars) -> list[str]:
     return said
 
 
-MIN_REQUESTS = 4  # of a half
-MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
-_LATENCIES = ("tpot_s", "e2e_s")
+# --- the loads ---
 
 
 class Fit(NamedTuple):
@@ -225,7 +227,7 @@ def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:
     return {name: float(np.nanmean(values)) for name, values in found.items() if (values > 0).any()}
 
 
-_METRICS = ("tpot_mean", "e2e_mean")
+# --- a study's stages ---
 
 
 class Fitted(NamedTuple):

@@ -15,6 +15,7 @@ from testbed.errors import ConfigError
 
 _SIMULATED = ("simulated", "fitted")
 _COMMAND = "testbed fidelity "
+BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->"
 
 
 def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
@@ -39,9 +40,6 @@ def _is_ours(folder: Path) -> bool:
     if folder.name not in _SIMULATED:
         return done.is_file() and done.read_text(errors="replace") == MEASURED
     return str(read_manifest(folder).get("command", "")).startswith(_COMMAND)
-
-
-BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->"
 
 
 def check_page(page: Path | None) -> None:

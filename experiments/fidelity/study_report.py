@@ -17,6 +17,10 @@ from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, St
 from experiments.wiring.costs import build_cost
 
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
+NAMES = {
+    "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
+    "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
+}  # fmt: skip
 
 
 class Simulated(NamedTuple):
@@ -118,10 +122,7 @@ def as_json(found: Sequence[Simulated]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-NAMES = {
-    "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
-    "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
-}  # fmt: skip
+# --- what it says ---
 
 
 def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:

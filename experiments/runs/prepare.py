@@ -1,4 +1,5 @@
-"""Before a run: engines made ready to be driven, simulated, real or vLLM's, with the inboxes that feed them."""
+"""Before a run: engines made ready to be driven, simulated, real or vLLM's, with the inboxes that feed them; and what a
+manifest says of a real run's clock and host."""
 
 from __future__ import annotations
 
@@ -29,6 +30,10 @@ from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.stream import CountedTrace, whole
 from testbed.traces.transforms import speed_up
+
+NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest of a simulated run has of it
+TraceLike = Trace | CountedTrace  # whole, or gone through once as the run goes on
+NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 def at_speed(trace: Trace, speed: float) -> Trace:
@@ -72,9 +77,6 @@ def traced(config: RunConfig, backend: Any, folder: Path) -> tuple[Any, Callable
     return trace, close
 
 
-NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest of a simulated run has of it
-
-
 class ReplayLog:
     """What is measured beside the records. lags: a `Recorder` of each engine; host: the driver's."""
 
@@ -99,8 +101,7 @@ def warnings_of(manifest: dict[str, Any]) -> list[str]:
     return [*manifest["cost_notes"], *(manifest["replay"] or {}).get("notes", [])]
 
 
-TraceLike = Trace | CountedTrace  # whole, or gone through once as the run goes on
-NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
+# --- engines and inboxes ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,13 @@ _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first l
 _NS, _COUNT, _ID = whole(0, MAX_NS), whole(0, 2**31 - 1), lambda value: isinstance(value, str)
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_COUNT, value))
-
-
 def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
 
 
 def _is_tokens(value: Any) -> bool:
     """Ids, or how many."""
-    return _COUNT(value) or _is_ids(value)
+    return _COUNT(value) or (isinstance(value, list) and all(map(_COUNT, value)))
 
 
 def _is_scheduled(value: Any) -> bool:

@@ -60,7 +60,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
     check_in_vllm(config, limits(config).max_model_len, is_ours=observe is None)
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
-    if num_cpu_blocks(config) and "num_cpu_blocks" in config.raw["cache"] and config.cache.num_cpu_blocks:
+    if config.cache.num_cpu_blocks:
         raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
     from real.vllm.backend import VllmBackend
 

@@ -192,3 +192,17 @@ def one_factor_away(arms: Sequence[Arm], baseline: Arm) -> set[str]:
 def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[Effect]]:
     """(factor, base level, level) -> its effects over metrics."""
     return grouped(effects, lambda effect: (effect.factor, repr(effect.base_level), repr(effect.level)))
+
+
+class Compared(NamedTuple):
+    """What is known at one load; the first arm is the baseline."""
+
+    load: str
+    arms: Sequence[Arm]
+    rows: Sequence[Comparison]
+    effects: Sequence[Effect]  # main effects, of a replicated full design
+
+    @property
+    def with_factors(self) -> list[Comparison]:
+        """Of arms, and of the main effects of factors."""
+        return [*self.rows, *(effect.comparison for effect in self.effects)]

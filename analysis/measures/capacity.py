@@ -125,17 +125,13 @@ def pooled(loads: Sequence[Load]) -> Load:
     whole = [load for load in loads if load.is_whole]
     queues = [load.waiting for load in whole if load.waiting]
     means = [load.mean_s for load in whole if load.mean_s]
+    added = ("num_requests", "num_failed", "arriving_s", "duration_s", "num_completed", "num_done")
     return Load(
         is_whole=len(whole) == len(loads),
-        num_requests=sum(load.num_requests for load in loads),
-        num_failed=sum(load.num_failed for load in loads),
         over={name: sum(load.over.get(name, 0) for load in loads) for name in names},
         waiting=tuple(float(sum(part)) for part in zip(*queues, strict=True)),
-        arriving_s=sum(load.arriving_s for load in loads),
-        duration_s=sum(load.duration_s for load in loads),
-        num_completed=sum(load.num_completed for load in loads),
-        num_done=sum(load.num_done or 0 for load in loads),
         mean_s={name: _mean([mean[name] for mean in means]) for name in means[0]} if means else None,
+        **{name: sum(getattr(load, name) or 0 for load in loads) for name in added},
     )
 
 

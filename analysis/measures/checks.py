@@ -24,7 +24,6 @@ through once, in batches (`analysis.measures.engine_check`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from analysis.measures.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
@@ -45,16 +44,11 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     """All checks of one run, by name; of a fleet, of each replica by itself. Records are as `summarise` takes them."""
     step_rows = as_rows(steps)
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
-    from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
     replicas = _replicas(seen, step_rows)
-    check = partial(
-        EngineCheck, from_arrival=from_arrival, is_ahead=bool(manifest.get("async_scheduling")),
-        has_front_end=manifest.get("backend") == "vllm", frontend_ns=int(manifest.get("frontend_ns") or 0),
-    )  # fmt: skip
     if len(replicas) < 2:
-        engines = {0: check(seen, is_one_engine=bool(replicas_of(step_rows)))}
+        engines = {0: EngineCheck(seen, manifest, is_one_engine=bool(replicas_of(step_rows)))}
     else:
-        engines = {number: check(seen.where(of_replica(number))) for number in replicas}
+        engines = {number: EngineCheck(seen.where(of_replica(number)), manifest) for number in replicas}
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
     each = {

@@ -6,7 +6,7 @@ looked up in windows (`analysis.reading.timeline.Instants`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ _IN_SYSTEM = ("num_running", "num_waiting", "num_swapped", "num_ignored")
 _NEVER = np.iinfo(np.int64).max
 
 Check = dict[str, Any]
+Judgement = tuple[bool | None, str | None]  # whether it holds, and why not or why that is not known
 
 
 def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
@@ -37,21 +38,19 @@ def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
 class EngineCheck:
     """Little's law, conservation of work and never being idle, of one engine's requests and steps.
 
-    requests: those that reached the scheduler. from_arrival: the engine may not be idle from a request's arrival on;
-    else from the step boundary that first saw it. is_one_engine: the records say whose each step is, so that steps that
+    requests: those that reached the scheduler. is_one_engine: the records say whose each step is, so that steps that
     overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
-    is_ahead: a step is planned while the one before it runs, and starts with that one's end. has_front_end: of another
-    system's, which takes time between steps, and before a request reaches its scheduler. frontend_ns: what a simulated
-    one takes, of each request.
     """
 
-    def __init__(
-        self, requests: Requests, from_arrival: bool, *, is_one_engine: bool = True, is_ahead: bool = False,
-        has_front_end: bool = False, frontend_ns: int = 0,
-    ) -> None:  # fmt: skip
-        self._requests, self._from_arrival = requests, from_arrival
-        self._is_one_engine, self._is_ahead, self._has_front_end = is_one_engine, is_ahead, has_front_end
-        self._frontend_ns = frontend_ns
+    def __init__(self, requests: Requests, manifest: Mapping[str, Any], *, is_one_engine: bool = True) -> None:
+        self._requests, self._is_one_engine = requests, is_one_engine
+        # may not be idle from a request's arrival on; else from the step boundary that first saw it
+        self._from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
+        # a step is planned while the one before it runs, and starts with that one's end
+        self._is_ahead = bool(manifest.get("async_scheduling"))
+        # another system's, which takes time between steps, and before a request reaches its scheduler
+        self._has_front_end = manifest.get("backend") == "vllm"
+        self._frontend_ns = int(manifest.get("frontend_ns") or 0)  # what a simulated one takes, of each request
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
@@ -174,35 +173,28 @@ class EngineCheck:
 
     def verdicts(self) -> tuple[Check, Check, Check]:
         """Little's law, conservation of work, never idle; after the last step."""
-        why = self._unfit()
+        holds, why = self._unfit()
         if why:
-            return verdict(None, why), verdict(None, why), verdict(None, why)
-        why = self._contradiction()
-        if why:
-            return verdict(False, why), verdict(False, why), verdict(False, why)
+            return verdict(holds, why), verdict(holds, why), verdict(holds, why)
         return self._littles_law(), self._work_conserved(), self._never_idle()
 
-    def _unfit(self) -> str:
-        """Why there is nothing to check; empty: there is something."""
+    def _unfit(self) -> Judgement:
+        """Why there is nothing to check, or why the steps cannot be those of one engine, of which no sum means
+        anything; no reason: there is something."""
         if not self._num_steps:
-            return "not applicable: no step was recorded"
+            return None, "not applicable: no step was recorded"
         if not len(self._requests):
-            return "not applicable: no request reached the scheduler"
+            return None, "not applicable: no request reached the scheduler"
         nulls = [name for name in STEP_COLUMNS if name in self._step_nulls] + self._nulls
         if nulls:
-            return f"not applicable: {', '.join(nulls)} not recorded"
-        if self._num_impossible and not self._is_one_engine:
-            return (
-                "not applicable: steps overlap or last no time, and no replica is recorded: whose they are is unknown"
-            )
-        return ""
-
-    def _contradiction(self) -> str:
-        """Why the steps cannot be those of one engine; empty: they can. No sum over such steps means anything."""
+            return None, f"not applicable: {', '.join(nulls)} not recorded"
         if not self._num_impossible:
-            return ""
+            return None, None
+        if not self._is_one_engine:
+            why = "steps overlap or last no time, and no replica is recorded: whose they are is unknown"
+            return None, f"not applicable: {why}"
         row, start_ns, end_ns = self._first_impossible
-        return (
+        return False, (
             f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "
             f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, "
             f"from {start_ns} ns to {end_ns} ns"
@@ -211,36 +203,36 @@ class EngineCheck:
     def _littles_law(self) -> Check:
         """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
         requests_ns = self._busy_at_finish_ns + self._num_open * self._busy_ns - self._busy_at_queued_ns
-        steps_ns = self._in_system_ns
-        numbers = {
+        numbers: dict[str, Any] = {
             "num_requests": len(self._requests),
             "num_steps": self._num_steps,
-            "ns_in_system_by_steps": steps_ns,
+            "ns_in_system_by_steps": self._in_system_ns,
             "ns_in_system_by_requests": requests_ns,
         }
+        return verdict(*self._counts_agree(self._in_system_ns, requests_ns), **numbers)
+
+    def _counts_agree(self, steps_ns: int, requests_ns: int) -> Judgement:
         if self._is_ahead:
-            why = "not applicable: asynchronous scheduling: a step's counts are of its plan, while the one before ran"
-            return verdict(None, why, **numbers)
+            why = "asynchronous scheduling: a step's counts are of its plan, while the one before ran"
+            return None, f"not applicable: {why}"
         if self._has_front_end:
-            why = "not applicable: vLLM's front end stands between a request's arrival and the scheduler"
-            return verdict(None, why, **numbers)
+            return None, "not applicable: vLLM's front end stands between a request's arrival and the scheduler"
         if self._num_late:
-            why = f"{self._num_late} requests entered before their arrival, or after a step that could have seen them"
-            return verdict(False, why, **numbers)
+            late = "requests entered before their arrival, or after a step that could have seen them"
+            return False, f"{self._num_late} {late}"
         if self._first_wrong is not None:
             row, start_ns, by_steps, by_requests = self._first_wrong
-            why = (
+            return False, (
                 f"{self._num_wrong} of {self._num_steps} steps count another number of requests than are in the "
                 f"system; the first is row {row} of steps.parquet, at {start_ns / 1e9:.6f} s: {by_steps} by the step, "
                 f"{by_requests} by the requests"
             )
-            return verdict(False, why, **numbers)
         if self._has_groups:
-            return verdict(None, "not applicable: steps count every sequence of a parallel or beam request", **numbers)
+            return None, "not applicable: steps count every sequence of a parallel or beam request"
         if steps_ns != requests_ns:
-            why = f"requests spent {requests_ns} ns in steps by their own instants, and {steps_ns} ns by steps' counts"
-            return verdict(False, why, **numbers)
-        return verdict(True, None, **numbers)
+            own = f"requests spent {requests_ns} ns in steps by their own instants"
+            return False, f"{own}, and {steps_ns} ns by steps' counts"
+        return True, None
 
     def _work_conserved(self) -> Check:
         """Tokens that steps computed and emitted against what the requests needed and got."""

@@ -131,23 +131,20 @@ class Occupancy:
         self._overlap_ns += int(np.maximum(-unexplained, 0).sum())
 
     @property
-    def knows_pool(self) -> bool:
-        return bool(self._num_gpu_blocks)
-
-    @property
     def num_computed_tokens(self) -> int | None:
         """Tokens that all steps computed; None where it was not recorded."""
         return None if self._with_nulls & self._tokens.keys() else sum(self._tokens.values())
 
-    def metrics(self) -> dict[str, Any]:
-        """The part of a summary that comes from steps."""
+    def metrics(self, *, is_recorded: bool) -> dict[str, Any]:
+        """The part of a summary that comes from steps. is_recorded: steps were kept, so an engine without one was idle
+        all the time; else nothing is known of it."""
         result: dict[str, Any] = {
             "num_steps": self.num_steps,
             "kv": {"utilisation_mean": None, "utilisation_peak": None},
             **dict.fromkeys((*(f"mean_{name}" for name in COUNTS), "busy_share", "time_s")),
         }
         duration_ns = self._end_ns - self._start_ns
-        if not self.num_steps or duration_ns <= 0:
+        if not is_recorded or duration_ns <= 0:
             return result
         if self._num_gpu_blocks and "free_gpu_blocks" not in self._with_nulls:
             peak = 0.0 if self._least_free is None else max(0.0, 1.0 - self._least_free / self._num_gpu_blocks)

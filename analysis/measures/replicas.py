@@ -44,24 +44,20 @@ def measure(
     return each
 
 
-def fleet_step_metrics(measured: list[Occupancy], duration_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The part of a summary that comes from steps: of the fleet, and of each replica."""
-    each = [one.metrics() for one in measured]
+    is_recorded = any(one.num_steps for one in measured)  # else steps were not kept, or nothing ran
+    each = [one.metrics(is_recorded=is_recorded) for one in measured]
     if len(each) == 1:
         return each[0], each
-    is_recorded = any(of.num_steps for of in measured)  # else steps were not kept, or nothing ran
-    for one, of in zip(each, measured, strict=True):
-        if is_recorded and not of.num_steps and duration_s > 0:
-            _be_idle(one, duration_s, knows_pool=of.knows_pool)
     fleet: dict[str, Any] = {name: _joined([one[name] for one in each], sum) for name in SUMS}
     fleet["busy_share"] = mean_of_all([one["busy_share"] for one in each])
     fleet["kv"] = {
         "utilisation_mean": mean_of_all([one["kv"]["utilisation_mean"] for one in each]),
         "utilisation_peak": _joined([one["kv"]["utilisation_peak"] for one in each], max),
     }
-    times = [one["time_s"] for one in each if one["time_s"] is not None]
-    names = dict.fromkeys(name for time in times for name in time)
-    fleet["time_s"] = {name: sum(time.get(name, 0.0) for time in times) for name in names} or None
+    times = [one["time_s"] for one in each]
+    fleet["time_s"] = None if None in times else {name: sum(time[name] for time in times) for name in times[0]}
     return fleet, each
 
 
@@ -117,14 +113,6 @@ def _replica(
         "ttft_mean_s": ttft_s / num_ttft if num_ttft else None,
         **{name: metrics[name] for name in ("num_steps", "mean_running", "mean_waiting", "busy_share", "kv")},
     }
-
-
-def _be_idle(metrics: dict[str, Any], length_s: float, *, knows_pool: bool) -> None:
-    """A replica that took no step was idle all the time."""
-    metrics |= {"mean_running": 0.0, "mean_waiting": 0.0, "mean_swapped": 0.0, "busy_share": 0.0}
-    metrics["time_s"] = {"idle": length_s}
-    if knows_pool:
-        metrics["kv"] = {"utilisation_mean": 0.0, "utilisation_peak": 0.0}
 
 
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:

@@ -15,11 +15,10 @@ import numpy as np
 from analysis.measures.checks import run_checks
 from analysis.measures.metrics import SLO, jain_index, last_token_ns, latency, meets_slo
 from analysis.measures.occupancy import run_end_ns
-from analysis.measures.pooled import Pool, Values, pooled_distributions
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.measures.statistics import wilson
 from analysis.measures.steadiness import steadiness
-from analysis.measures.survival import distribution
+from analysis.measures.survival import Pool, Values, distribution, pooled_distributions
 from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, Codes, FloatArray, as_rows
@@ -53,7 +52,7 @@ def summarise(
     duration_s = max(end_ns - start_ns, 0) / 1e9
     limits = SLO.parse(slo)
     measured = measure(split(everything, manifest), step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
-    of_steps, of_each = fleet_step_metrics(measured, duration_s)
+    of_steps, of_each = fleet_step_metrics(measured)
     computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
     result = {
         "summary_version": SUMMARY_VERSION,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, grouped, replicates
 from analysis.comparison.compare import SLO_METRICS, mean_over_replicates
+from analysis.comparison.effects import Compared
 from analysis.measures.metrics import SLO
-from analysis.reports.compared import Compared
 
 _MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
 

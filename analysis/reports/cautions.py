@@ -16,7 +16,7 @@ from analysis.load import Run, flatten, relative, swept_keys
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
-from analysis.reports.engine_noise import engine_noise_said
+from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.keeping_up import judged, state_of, who
 from analysis.reports.tables import replicate_name
 from testbed.errors import RunFolderError

@@ -10,14 +10,13 @@ import numpy as np
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, alike, comparable, grouped, level_groups, num_replicates, replicates
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
-from analysis.comparison.effects import Effect, by_factor
+from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
 from analysis.reports.attainment import as_sentence, kept
-from analysis.reports.compared import Compared
 from analysis.reports.keeping_up import judged, who
 from analysis.reports.replicates import shared
 

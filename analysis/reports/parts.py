@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from analysis.comparison.arms import Arm, Pair
 from analysis.comparison.compare import Comparison
+from analysis.comparison.effects import Compared
 from analysis.load import Run, relative
 from analysis.measures.metrics import SLO
 from analysis.plots import style
-from analysis.reports.compared import Compared
 
 DEFAULT_MARGIN = 0.02
 _MAX_SVG_BYTES = 400_000

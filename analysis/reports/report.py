@@ -30,16 +30,22 @@ from analysis.comparison.arms import (
     unsaid_keys,
 )
 from analysis.comparison.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
-from analysis.comparison.effects import Effect, by_factor, main_effects, one_factor_away
-from analysis.comparison.groups import differing, experiments, left_out, refuse_unused
-from analysis.comparison.study import check_warm_up, stated, stated_slo
+from analysis.comparison.effects import Compared, Effect, by_factor, main_effects, one_factor_away
+from analysis.comparison.groups import (
+    check_warm_up,
+    differing,
+    experiments,
+    left_out,
+    refuse_unused,
+    stated,
+    stated_slo,
+)
 from analysis.load import Run, align, load_sweep, num_replicas, relative
 from analysis.measures.metrics import SLO
 from analysis.measures.summary import summary_value
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
-from analysis.reports.compared import Compared
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.first_screen import answer
 from analysis.reports.keeping_up import judged

@@ -10,11 +10,11 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, grouped, num_replicates
 from analysis.comparison.compare import engine_noise, metric_of
+from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.reports.cautions import num_ignored
-from analysis.reports.compared import Compared
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, judged, who
 from analysis.reports.replicates import Level, drawn_by, shared

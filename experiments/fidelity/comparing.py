@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from analysis.comparison import fidelity
 from analysis.comparison.arms import grouped
-from analysis.comparison.step_fidelity import StepErrors, step_errors
+from analysis.comparison.fidelity import StepErrors, step_errors
 from analysis.load import Run
 from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import probe_of, unlike_clocks

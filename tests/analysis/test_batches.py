@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.measures.metrics import itl_pooled
-from analysis.measures.pooled import Pool, pooled_distributions
 from analysis.measures.summary import summarise
-from analysis.measures.survival import distribution, km_steps
+from analysis.measures.survival import Pool, distribution, km_steps, pooled_distributions
 from analysis.reading import request_columns, timeline
 from analysis.reading.request_columns import STRINGS, RequestColumns
 from analysis.reading.rows import FileRows, MemoryRows

@@ -13,10 +13,9 @@ import pytest
 
 from analysis.comparison.arms import Arm
 from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
-from analysis.comparison.effects import Effect, main_effects
+from analysis.comparison.effects import Compared, Effect, main_effects
 from analysis.load import Run
 from analysis.measures.metrics import SLO
-from analysis.reports.compared import Compared
 from analysis.reports.findings import effect_finding
 from analysis.reports.first_screen import answer
 

@@ -10,12 +10,11 @@ import pytest
 
 from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.comparison.effects import Effect, Interaction
+from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.compared import Compared
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.reproduce import sweep_commands
 from analysis.reports.trust import trust

@@ -12,12 +12,12 @@ import pytest
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.effects import Compared
 from analysis.comparison.triggered import never_triggered
 from analysis.load import load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.cautions import cautions, changed_sources, lost
-from analysis.reports.compared import Compared
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
 from analysis.reports.first_screen import answer

@@ -9,14 +9,13 @@ import pytest
 
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.comparison.effects import Effect
+from analysis.comparison.effects import Compared, Effect
 from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.plots import study_plots as plots
 from analysis.reports.cautions import _change_by_warm_up, cautions
-from analysis.reports.compared import Compared
 from analysis.reports.first_screen import answer
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError, TestbedError

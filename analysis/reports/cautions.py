@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,21 +28,14 @@ _MAX_KEYS = 6  # that are spelt out
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
-    said = [
-        *_doubted(arms),
-        *_copies(loads),
-        *engine_noise_said(loads),
-        *_unnamed(arms),
-        *_left_out_start(arms),
-        *_few_requests(arms),
-    ]
+    said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms)]
+    said += [*_left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
         at_load = f"At {load}: " if load else ""
-        found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin)]
-        found += never_triggered(group)
+        found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin), *never_triggered(group)]
         said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
     return said
 
@@ -53,9 +46,9 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
     for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
         runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
         first, reason = entries[0]
-        of = f" of {name}" if name else ""
-        said.append(f"{runs}{of} failed or did not end, and {'is' if len(entries) == 1 else 'are'} left out")
-        said[-1] += f" ({relative(first, start)}: {reason})."
+        runs += f" of {name} failed" if name else " failed"
+        are = "is" if len(entries) == 1 else "are"
+        said.append(f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason}).")
     said += _ignoring(arms)
     for arm in arms:
         if share := _aborted_share(arm):
@@ -102,7 +95,7 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])
 
 
-def _doubted(arms: Sequence[Arm]) -> list[str]:
+def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
     """What runs said of their own times: prices outside of a profile, or filled in; a machine that did not keep up."""
     found: dict[tuple[str, str], list[str]] = {}
     for arm in arms:
@@ -111,39 +104,35 @@ def _doubted(arms: Sequence[Arm]) -> list[str]:
             for what, notes in (("Prices", run.manifest.get("cost_notes")), ("Measured", replay.get("notes"))):
                 for note in notes or ():
                     found.setdefault((what, re.sub(r"[\d.,]*\d", "…", note)), []).append(f"{arm.name}: {note}")
-    said = []
     for (what, _), (first, *more) in found.items():
         runs = "1 more run says" if len(more) == 1 else f"{len(more)} more runs say"
-        said.append(f"{what}, {first}" + (f" ({runs} the like, with other numbers)" if more else ""))
-    return said
+        yield f"{what}, {first}" + (f" ({runs} the like, with other numbers)" if more else "")
 
 
-def _copies(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
+def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
     """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
     arms = [arm for group in loads.values() for arm in group]
     num = sum(len(arm.runs) for arm in arms)
     left = num - sum(len(counted(arm)) for arm in arms)
     copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
-    said = []
     if copies:
-        said.append(
+        yield (
             f"{copies} of {num} runs repeat another one, decision for decision, and count once: a seed makes no "
             "replicate of a trace that is recorded, or whose trace.seed is given (docs/traces.md says what does)."
         )
     if left > copies:
-        said.append(
+        yield (
             f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy varies on "
             "one trace says nothing of other traces: the first run on each counts."
         )
-    return said
 
 
-def _unnamed(arms: Sequence[Arm]) -> list[str]:
+def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     """Settings in which arms differ beside those that name them: what a preset brings along is its own."""
     runs = [run for arm in arms for run in arm.runs]
     named = {key for arm in arms for key in arm.naming}
     if not named:
-        return []  # one arm, or arms that somebody named
+        return  # one arm, or arms that somebody named
     bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
     given = {key for run in runs for key in run.manifest.get("given") or ()}  # of older runs it is not known
     found = [
@@ -151,14 +140,18 @@ def _unnamed(arms: Sequence[Arm]) -> list[str]:
         for key in swept_keys(runs)
         if is_policy(key) and key not in named and (key in given or not any(key.startswith(f"{b}.") for b in bundles))
     ]
-    said = [f"{factor_name(key)} ({_values(arms, key)})" for key in found[:_MAX_KEYS]]
+    said = []
+    for key in found[:_MAX_KEYS]:
+        per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
+        said.append(f"{factor_name(key)} ({_listed(per_arm)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
     for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
             said.append(f"{words} ({_listed(per_arm)})")
-    return [f"The arms differ in more than their names say: {fmt.listing(said)}."] if said else []
+    if said:
+        yield f"The arms differ in more than their names say: {fmt.listing(said)}."
 
 
 def changed_sources(runs: Sequence[Run]) -> list[str]:
@@ -178,10 +171,6 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _values(arms: Sequence[Arm], key: str) -> str:
-    return _listed({arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms})
-
-
 def _listed(per_arm: Mapping[str, str]) -> str:
     shown = [f"{value} in {arm}" for arm, value in list(per_arm.items())[:_MAX_KEYS]]
     return "; ".join(shown) + ("; …" if len(per_arm) > _MAX_KEYS else "")
@@ -192,27 +181,25 @@ def _span(values: Sequence[object]) -> str:
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and others"
 
 
-def _outrun(arms: Sequence[Arm]) -> list[str]:
+def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
     """Loads beyond the capacity of some arms."""
     known = judged(arms)
     beyond = [one for one in known if one.state == "beyond"]
-    if not beyond:
-        return []
-    names = who(known, "beyond").replace("every arm", "Every arm")
-    runs = [run for one in beyond for run in one.runs]
-    shown = _how_outrun(runs, sum(one.num_runs for one in beyond))
-    return [
-        f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
-        "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
-        "throughputs there, or lower the rate."
-    ]
+    if beyond:
+        names = who(known, "beyond").replace("every arm", "Every arm")
+        shown = _how_outrun([run for one in beyond for run in one.runs], sum(one.num_runs for one in beyond))
+        yield (
+            f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
+            "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
+            "throughputs there, or lower the rate."
+        )
 
 
 def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
     """What shows it, in the mean over these of so many runs. Later turns come only as earlier ones are served, so their
     rates show nothing."""
     where = "" if len(runs) == num_of else f"in these {len(runs)} of {num_of} runs "
-    if not any(map(_has_turns, runs)):
+    if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # none has turns
         offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more were in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
@@ -220,10 +207,6 @@ def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
         return f"{where}more and more were in the system"
     early, late = (fmt.significant(count, 2) for count in (before, after))
     return f"{where}{early} requests were in the system early in the trace, {late} late in it, and ever more"
-
-
-def _has_turns(run: Run) -> bool:
-    return bool(run.requests["session_id"].dropna().duplicated().any())
 
 
 def _mean_rates(runs: Sequence[Run]) -> list[str]:
@@ -236,17 +219,16 @@ def _mean_rates(runs: Sequence[Run]) -> list[str]:
 _DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
 
 
-def _draining(arms: Sequence[Arm]) -> list[str]:
+def _draining(arms: Sequence[Arm]) -> Iterator[str]:
     """Rates of traces that are short beside the time that their last requests take."""
     slow = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
-    if not slow:
-        return []
-    offered, reached = _mean_rates([run for _, run in slow])
-    return [
-        f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} were "
-        "served, as no more came while the last ones were being served. A difference in rates or goodput may be one in "
-        "how long these took; a longer trace helps."
-    ]
+    if slow:
+        offered, reached = _mean_rates([run for _, run in slow])
+        yield (
+            f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} "
+            "were served, as no more came while the last ones were being served. A difference in rates or goodput may "
+            "be one in how long these took; a longer trace helps."
+        )
 
 
 def _is_drained_long(run: Run) -> bool:
@@ -275,63 +257,59 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
     return f"in {len(chosen)} of {len(every)} runs{told} "
 
 
-def _uneven(arms: Sequence[Arm]) -> list[str]:
+def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
     """Arms with more replicates than others."""
     nums = {arm.name: len(replicates(arm)) for arm in arms}
-    if len(set(nums.values())) < 2:
-        return []
-    told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
-    return [
-        f"There are not as many replicates of every arm ({told}{'; …' if len(nums) > _MAX_KEYS else ''}). Means in "
-        f"tables are over all that an arm has, changes over those that it shares with {arms[0].name}."
-    ]
+    if len(set(nums.values())) > 1:
+        told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
+        yield (
+            f"There are not as many replicates of every arm ({told}{'; …' if len(nums) > _MAX_KEYS else ''}). Means in "
+            f"tables are over all that an arm has, changes over those that it shares with {arms[0].name}."
+        )
 
 
-def _left_out_start(arms: Sequence[Arm]) -> list[str]:
+def _left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
     """What report.warmup_s leaves out."""
     runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
-    if not runs:
-        return []
-    left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
-    warmup_s = _warmup_s(runs[0])
-    return [
-        f"The requests that came in the first {warmup_s:g} s of each run (report.warmup_s), {fmt.number(left)} of "
-        f"{fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput and goodput are of all that "
-        "ended after these seconds."
-    ]
+    if runs:
+        left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
+        yield (
+            f"The requests that came in the first {_warmup_s(runs[0]):g} s of each run (report.warmup_s), "
+            f"{fmt.number(left)} of {fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput "
+            "and goodput are of all that ended after these seconds."
+        )
 
 
 _MIN_FOR_P99 = 100  # requests: of fewer, none is expected beyond it
 
 
-def _few_requests(arms: Sequence[Arm]) -> list[str]:
+def _few_requests(arms: Sequence[Arm]) -> Iterator[str]:
     """Runs of which P99 is little more than the largest value."""
     least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_MIN_FOR_P99)
-    if least >= _MIN_FOR_P99:
-        return []
     if not least:
-        return ["A run has no request that ended: it has no E2E latency."]
-    return [
-        f"A run has {fmt.count(least, 'request')} that ended: its P99s are all but its largest values, and say little "
-        "of a tail. More requests help."
-    ]
+        yield "A run has no request that ended: it has no E2E latency."
+    elif least < _MIN_FOR_P99:
+        yield (
+            f"A run has {fmt.count(least, 'request')} that ended: its P99s are all but its largest values, and say "
+            "little of a tail. More requests help."
+        )
 
 
-def _warm_up(arms: Sequence[Arm], margin: float) -> list[str]:
+def _warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
     """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates of an
     arm. An empty system is fast; what is slower than the rest is a burst, and none of the start's."""
     changes = {arm.name: [(run, _change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
     if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
-        return []
+        return
     changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
     most = max(change for each in changes.values() for _, change in each)
     said, longer = "The start, when the system is still empty,", ""
     if warmup_s := _warmup_s(changed[0][1]):
         said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
-    return [
+    yield (
         f"{said} is part of all numbers: without it (MSER-5's cut) mean TTFT {_in_which(changed, arms)}would be up to "
         f"{fmt.change(100 * most)} off what is shown. A longer trace helps, or {longer}report.warmup_s."
-    ]
+    )
 
 
 def _change_by_warm_up(run: Run) -> float:

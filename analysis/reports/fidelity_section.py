@@ -18,34 +18,34 @@ from analysis.reports.parts import ReportInput, Sections
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    result: dict[str, Any] = {"tables": [], "plots": [], "said": [], "warnings": [], "setup": None, "pairs": []}
-    result |= {"errors": {}, "rankings": {}}
-    result["not_measured"] = fidelity_findings.not_measured(report.arms, report.pairs)
+    not_measured = fidelity_findings.not_measured(report.arms, report.pairs)
     if not report.pairs:
-        return result
+        nothing: dict[str, Any] = {name: [] for name in ("tables", "plots", "said", "warnings", "pairs")}
+        return nothing | {"not_measured": not_measured, "setup": None, "errors": {}, "rankings": {}}
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(*pair.runs) for pair in report.pairs}
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
     rankings = _rankings(report, noise) if len(engines) == 1 else {}
-    result |= {"errors": errors, "rankings": rankings}
-    result["said"] = fidelity_findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise)
-    result["warnings"] = fidelity_findings.smaller_than_error(sections.comparisons, errors)
-    result["tables"] = [tables.error_tables(errors)]
-    if len(engines) > 1:
-        result["tables"].insert(0, tables.side_by_side(report.pairs, engines))
-    result["tables"].append(
-        tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()})
-    )
-    result["tables"] += [tables.ranking_table(ranking, load) for load, ranking in rankings.items()]
+    rows = [row for group in sections.compared for row in group.rows]
     caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
     figure = plots.sim_versus_real(matched)
-    result["plots"] = [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)]
-    real = [run for pair in report.pairs for run in pair.reals]
-    result["setup"] = tables.setup_table("Setup of the real runs", real)
-    result["pairs"] = [
-        (pair.label, *(relative(run.path, sections.out.parent) for run in pair.runs)) for pair in report.pairs
-    ]
-    return result
+    start = sections.out.parent
+    return {
+        "not_measured": not_measured,
+        "errors": errors,
+        "rankings": rankings,
+        "said": fidelity_findings.fidelity_findings(report.pairs, errors, rankings, report.margin, noise),
+        "warnings": fidelity_findings.smaller_than_error(rows, errors),
+        "tables": [
+            *([tables.side_by_side(report.pairs, engines)] if len(engines) > 1 else []),
+            tables.error_tables(errors),
+            tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()}),
+            *(tables.ranking_table(ranking, load) for load, ranking in rankings.items()),
+        ],
+        "plots": [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)],
+        "setup": tables.setup_table("Setup of the real runs", [run for pair in report.pairs for run in pair.reals]),
+        "pairs": [(pair.label, *(relative(run.path, start) for run in pair.runs)) for pair in report.pairs],
+    }
 
 
 def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.comparison.arms import Arm, Pair
-from analysis.comparison.compare import Comparison
 from analysis.comparison.effects import Compared
 from analysis.load import Run, relative
 from analysis.measures.metrics import SLO
@@ -58,8 +57,6 @@ class Sections:
     out: Path
     findings: list[str] = field(default_factory=list)
     ablation: list[Any] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be compared
 

@@ -76,16 +76,10 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     sections = Sections(path)
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
-    loads = by_load(report.arms, report.replicated)
-    groups = _comparable_groups(sections, loads, baseline.name)
+    groups = _comparable_groups(sections, by_load(report.arms, report.replicated), baseline.name)
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
-    _run_plots(sections, groups, baseline, report)
-    context = _context(report, sections, baseline, slo)
-    context["cautions"] += lost(report.arms, report.incomplete, path.parent)
-    context["cautions"] += cautions(groups, report.margin, report.replicated)
-    context["answer"] = answer(sections.compared, slo)
-    context["main_figure"] = _main_figure(sections)
+    context = _context(report, sections, groups, baseline, slo)
     environment = Environment(
         loader=PackageLoader("analysis.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -192,37 +186,31 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     """Tables, bars and findings at one load; the first arm is the baseline."""
     baseline = arms[0]
     at_load = f" at {load}" if load else ""
-    rates = (*RATES, *(SLO_METRICS if slo else ()))
-    rows = compare(arms, baseline, (*LATENCY, *rates), report.margin, slo)
-    sections.comparisons += rows
+    parts = {"latency": LATENCY, "throughput": (*RATES, *(SLO_METRICS if slo else ()))}
+    metrics = [metric for part in parts.values() for metric in part]
+    rows = compare(arms, baseline, metrics, report.margin, slo)
+    effects = main_effects(arms, baseline, metrics, report.margin, slo)
     num = num_replicates(arms)
+    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
+    made = [
+        tables.effects_table(
+            f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
+            [effect for effect in effects if effect.comparison.metric in part], report.margin,
+        )
+        for what, part in parts.items() if effects
+    ]  # fmt: skip
+    for what, part in {**parts, "what happened inside": inside}.items():
+        caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if part is inside else ''}"
+        made.append(tables.ablation_table(caption, arms, part, () if part is inside else rows, report.margin, slo))
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # said once
-    group: dict[str, Any] = {"load": load, "method": method if is_new else ""}
-    group["tables"] = [
-        tables.ablation_table(f"Latency{at_load}", arms, LATENCY, rows, report.margin, slo),
-        tables.ablation_table(f"Throughput{at_load}", arms, rates, rows, report.margin, slo),
-        tables.ablation_table(
-            f"What happened inside{at_load} (means over replicates)", arms, inside, (), report.margin, slo
-        ),
-    ]
-    effects = main_effects(arms, baseline, (*LATENCY, *rates), report.margin, slo)
-    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
-    if effects:
-        parts = {"latency": LATENCY, "throughput": rates}
-        group["tables"] = [
-            tables.effects_table(
-                f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
-                [effect for effect in effects if effect.comparison.metric in part], report.margin,
-            )
-            for what, part in parts.items()
-        ] + group["tables"]  # fmt: skip
+    group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
         said = _said(rows, effects, arms, report.margin, num)
         sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
-    sections.ablation.append({"plots": []} | group)
+    sections.ablation.append(group)
 
 
 def _said(
@@ -261,7 +249,9 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
     return sections.plot(figure, f"ablation_{index}", title, caption)
 
 
-def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput) -> None:
+def _run_plots(
+    sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput
+) -> list[Plot]:
     """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
@@ -269,16 +259,10 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
     at_load = [run for arm in arms for run in arm.runs]
     which = tables.replicate_name(next(iter(typical.values())), at_load)
     where = f"{f' at {load}' if load else ''}, {which}"
-    dropped = len(arms) - len(ordered)
-    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if dropped else ""
-    sections.plots.append(
-        sections.plot(
-            plots.latency_cdf(typical),
-            "latency_cdf",
-            f"Latency distributions{where}",
-            f"Share of requests within a latency, queueing included.{note}",
-        )
-    )
+    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
+    caption = f"Share of requests within a latency, queueing included.{note}"
+    figure = plots.latency_cdf(typical)
+    drawn = [sections.plot(figure, "latency_cdf", f"Latency distributions{where}", caption)]
     runs = [run for arm in report.arms for run in arm.runs]
     if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
         every = {
@@ -287,13 +271,13 @@ def _run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline:
         }
         caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
         figure = plots.throughput_latency(every)
-        sections.plots.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
+        drawn.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
     shown = _timeline_choice(typical)
     caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
     if any(num_replicas(run) > 1 for run in shown.values()):
         caption += " Of several replicas: the mean of their shares, and the sums of their queues."
     figure = plots.timeline(shown)
-    sections.plots.append(sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption))
+    return [*drawn, sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption)]
 
 
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
@@ -324,13 +308,14 @@ def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 
 
-def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | None) -> dict[str, Any]:
+def _context(
+    report: ReportInput, sections: Sections, groups: Mapping[str, Sequence[Arm]], baseline: Arm, slo: SLO | None
+) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
     everything = report.runs
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
     replayed = [fidelity_findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay")]
-    clocks = fidelity_findings.unlike_clocks(replayed)
     commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
     measured = fidelity_section(report, sections, noise)
     rankings: Mapping[str, Any] = measured["rankings"]
@@ -346,14 +331,18 @@ def _context(report: ReportInput, sections: Sections, baseline: Arm, slo: SLO | 
             *missed,
             *changed_sources(everything),
             *fidelity_findings.too_noisy(noise),
-            *clocks,
+            *fidelity_findings.unlike_clocks(replayed),
             *report.cautions,
+            *lost(report.arms, report.incomplete, sections.out.parent),
+            *cautions(groups, report.margin, report.replicated),
         ],
+        "answer": answer(sections.compared, slo),
+        "main_figure": _main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
-        "plots": sections.plots,
+        "plots": _run_plots(sections, groups, baseline, report),
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],

@@ -40,23 +40,22 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
     return said
 
 
-def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> list[str]:
+def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> Iterator[str]:
     """Which arms lack a run, or requests of one: a sentence for each arm. start: where folders are told from."""
-    said = []
     for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
         runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
         first, reason = entries[0]
         runs += f" of {name} failed" if name else " failed"
         are = "is" if len(entries) == 1 else "are"
-        said.append(f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason}).")
-    said += _ignoring(arms)
+        yield f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason})."
+    yield from _ignoring(arms)
     for arm in arms:
-        if share := _aborted_share(arm):
-            said.append(
-                f"{fmt.share(share)} of the requests of {arm.name} were aborted: they have no E2E, and their TTFT and "
-                "TPOT are of what came before."
+        sent = sum(run.summary["num_requests"] for run in arm.runs)
+        if num_aborted := sum(run.summary["finish_reasons"]["abort"] for run in arm.runs):
+            yield (
+                f"{fmt.share(num_aborted / sent)} of the requests of {arm.name} were aborted: they have no E2E, and "
+                "their TTFT and TPOT are of what came before."
             )
-    return said
 
 
 def _ignoring(arms: Sequence[Arm]) -> list[str]:
@@ -70,11 +69,6 @@ def _ignoring(arms: Sequence[Arm]) -> list[str]:
         f"(they can never fit, or nothing admits them): these have no latency, so latencies are of the others{apart}."
         for (num, sent), names in told.items()
     ]
-
-
-def _aborted_share(arm: Arm) -> float:
-    sent = sum(run.summary["num_requests"] for run in arm.runs)
-    return sum(run.summary["finish_reasons"]["abort"] for run in arm.runs) / sent if sent else 0.0
 
 
 def num_ignored(arm: Arm) -> int:

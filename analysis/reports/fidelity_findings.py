@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -77,16 +78,15 @@ def _largest(noise: Mapping[str, float]) -> tuple[float, str]:
     return max(((noise[path], path) for path in _ERRORS_TOLD if path in noise and "p99" not in path), default=(0.0, ""))
 
 
-def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) -> list[str]:
+def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) -> Iterator[str]:
     """Whether the simulator picks the real engine's best policy, a sentence for each load. rankings: by load, as
     `fidelity.ranking_agreement` makes them. noise: of equal real runs; empty: none was repeated."""
-    said = []
     by = "" if noise else " (each policy ran once, so whether that is noise is not known)"
     for load, ranking in rankings.items():
         told = ranking[ranking["winner_is_clear"]]
         where = f"At {load}" if load else "On this trace"
         if told.empty:
-            said.append(f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked.")
+            yield f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked."
             continue
         missed = [
             f"{metric_of(str(row['metric'])).label} "
@@ -94,12 +94,11 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
         named = missed[:_MAX_MISSED] + ([f"{len(missed) - _MAX_MISSED} more"] if len(missed) > _MAX_MISSED else [])
-        said.append(
+        yield (
             f"{where} the simulator picks the real engine's best policy in {len(told) - len(missed)} of the "
             f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
             + (f"; not in {fmt.listing(named)}." if missed else ".")
         )
-    return said
 
 
 def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
@@ -121,7 +120,7 @@ def fidelity_findings(
 ) -> list[str]:
     """What the pairs show: whether the best policy is the engine's, the error of each latency and rate, the machine's
     own noise, the order of the policies. rankings: by load."""
-    said = winners(rankings, noise)
+    said = [*winners(rankings, noise)]
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
@@ -152,20 +151,18 @@ def fidelity_findings(
 def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """A warning, one sentence: claimed changes that are smaller than the simulator's measured error of their metric."""
     worst = {path: 100 * error for path, error in worst_errors(tables.values()).items()}
-    claimed: dict[str, int] = {}
-    smaller: dict[str, int] = {}
-    labels = {row.metric.path: row.metric.label for row in rows}
-    for row in rows:
-        path = row.metric.path
-        if row.is_claim and row.estimate is not None and path in worst:
-            claimed[path] = claimed.get(path, 0) + 1
-            if row.estimate.scale == "log_ratio" and abs(row.estimate.percent()[0]) < worst[path]:
-                smaller[path] = smaller.get(path, 0) + 1
+    claims = [(row.metric, row.estimate) for row in rows if row.is_claim and row.metric.path in worst]
+    claimed = Counter(metric for metric, _ in claims)
+    smaller = Counter(
+        metric
+        for metric, change in claims
+        if change is not None and change.scale == "log_ratio" and abs(change.percent()[0]) < worst[metric.path]
+    )
     if not smaller:
         return []
     counted = [
-        f"{num} of {claimed[path]} in {labels[path]} (error up to {fmt.significant(worst[path], 2)} %)"
-        for path, num in smaller.items()
+        f"{num} of {claimed[metric]} in {metric.label} (error up to {fmt.significant(worst[metric.path], 2)} %)"
+        for metric, num in smaller.items()
     ]
     return [
         "Changes that are smaller than the simulator's largest measured error in their metric, to be confirmed on the "
@@ -192,26 +189,23 @@ def _is_of(device: str, real: Run) -> bool:
     return is_cpu if device == "cpu" else re.sub(r"[^a-z0-9]", "", device.lower()) in said
 
 
-def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> list[str]:
+def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:
     """What the fidelity numbers do not cover, plainly."""
     runs = [run for arm in arms for run in arm.runs if run.manifest.get("backend") == "sim"]
     if not runs:
-        return []
+        return
     if not pairs:
-        return ["No real run was given. How far the simulated numbers are from a real engine was not measured."]
-    said = []
+        yield "No real run was given. How far the simulated numbers are from a real engine was not measured."
+        return
     for word, names in not_measured_on(arms, pairs).items():
         measured = sorted({str(pair.real.manifest.get(word)) for pair in pairs})
         if names:
-            said.append(
+            yield (
                 f"The ablation simulates the {word} {fmt.listing(names)}; the real runs used {fmt.listing(measured)}. "
                 "The error on the former was not measured."
             )
     traces = {run.fingerprint for run in runs}
     if not traces & {pair.real.fingerprint for pair in pairs}:
-        said.append(
-            "The real runs used another trace than the ablation; the errors on its own trace were not measured."
-        )
+        yield "The real runs used another trace than the ablation; the errors on its own trace were not measured."
     if len(pairs) < len(arms):
-        said.append(f"{len(pairs)} of the policies ran on the real engine; the errors of the others were not measured.")
-    return said
+        yield f"{len(pairs)} of the policies ran on the real engine; the errors of the others were not measured."

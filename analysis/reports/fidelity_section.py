@@ -18,7 +18,7 @@ from analysis.reports.parts import ReportInput, Sections
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
     """The section on the real engine: tables, plot, sentences, and what was not measured."""
-    not_measured = fidelity_findings.not_measured(report.arms, report.pairs)
+    not_measured = [*fidelity_findings.not_measured(report.arms, report.pairs)]
     if not report.pairs:
         nothing: dict[str, Any] = {name: [] for name in ("tables", "plots", "said", "warnings", "pairs")}
         return nothing | {"not_measured": not_measured, "setup": None, "errors": {}, "rankings": {}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from analysis import format as fmt
@@ -23,10 +23,10 @@ from analysis.measures.checks import failures
 from analysis.naming import factor_name
 
 
-def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
+def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str]:
     """A sentence on each check that a run's records fail: what else is said rests on them. links: by path."""
-    said = {f"{links[str(run.path)]}: {sentence}": None for run in runs for sentence in failures(run.summary["checks"])}
-    return list(said)
+    said = (f"{links[str(run.path)]}: {text}" for run in runs for text in failures(run.summary["checks"]))
+    return dict.fromkeys(said)
 
 
 def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
@@ -51,14 +51,13 @@ def _interaction_text(effect: Effect) -> str:
     comparison, apart = effect.comparison, effect.interaction.estimate
     ends = effect.interaction.least, effect.interaction.most
     sizes = [end.estimate.value for end in ends if end.estimate is not None]
+    claimed = replace(comparison, estimate=apart, verdict="higher")
     if apart.scale == "difference":
         told = [difference_text(comparison.metric, size) for size in sizes]
-        by = bounds_text(replace(comparison, estimate=apart, verdict="higher")).removeprefix("by ")
+        by = bounds_text(claimed).removeprefix("by ")
     else:
-        told = [
-            relative_text(comparison.metric, one) for one in fmt.changes([100.0 * math.expm1(size) for size in sizes])
-        ]
-        by = interval_text(replace(comparison, estimate=apart, verdict="higher"))
+        changes = fmt.changes([100.0 * math.expm1(size) for size in sizes])
+        told, by = [relative_text(comparison.metric, one) for one in changes], interval_text(claimed)
     where = [f"by {size} with {end.arm}" for size, end in zip(told, ends, strict=True)]
     return f"{comparison.metric.label} {' and '.join(where)} (apart by {by})"
 
@@ -138,24 +137,22 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
 
 
-def limits(arms: Sequence[Arm], slo_given: bool) -> list[str]:
+def limits(arms: Sequence[Arm], slo_given: bool) -> Iterator[str]:
     """What a reader must know before using the numbers, beside what the lights and the cautions say."""
-    said = []
     least = min((len(replicates(arm)) for arm in arms), default=0)
     if 1 < least < 5:
-        said.append(f"There are only {least} replicates: intervals over so few are wide and lean on normality.")
+        yield f"There are only {least} replicates: intervals over so few are wide and lean on normality."
     unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
     if unfinished:
-        said.append(
+        yield (
             f"{fmt.number(unfinished)} requests were unfinished when their run ended. They are censored, not dropped: "
             "quantiles are Kaplan–Meier's, a mean over them cannot be known, and each has failed its SLO."
         )
     unsent = sum(run.summary.get("num_unsent") or 0 for arm in arms for run in arm.runs)
     if unsent:
-        said.append(
+        yield (
             f"{fmt.number(unsent)} requests of the traces were never sent: their session's earlier turn was ignored or "
             "aborted, or their run was cut off."
         )
     if not slo_given:
-        said.append("No SLO was given, so there is no goodput.")
-    return said
+        yield "No SLO was given, so there is no goodput."

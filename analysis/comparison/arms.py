@@ -198,7 +198,10 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
     groups = grouped(runs, lambda run: repr([run.flat_config.get(key) for key in keys]))
-    offered = {name: _offered(members) for name, members in groups.items()}
+    offered = {  # requests/s, the mean
+        name: sum(run.summary["throughput"]["offered_per_s"] or 0.0 for run in members) / len(members)
+        for name, members in groups.items()
+    }
     telling = naming_keys([run.flat_config for run in runs], keys)
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
@@ -211,11 +214,6 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
         parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]
         result[label] = [arm for arm in parts if arm.runs]
     return result
-
-
-def _offered(runs: Sequence[Run]) -> float:
-    """Requests/s, the mean."""
-    return sum(run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs) / len(runs)
 
 
 Key = tuple[str | None, int | None, int]
@@ -306,16 +304,13 @@ def alike(arms: Sequence[Arm]) -> dict[str, str]:
 
 
 def _took_same(one: Arm, other: Arm) -> bool:
-    if len(comparable([one, other], one)) < 2 or not all(
-        _is_same(*ours, *theirs) for ours, theirs in paired_replicates(one, other)
-    ):
+    if len(comparable([one, other], one)) < 2:
         return False
+    for ours, theirs in paired_replicates(one, other):
+        if len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in (*ours, *theirs)}) > 1:
+            return False
     keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
     return all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
-
-
-def _is_same(*runs: Run) -> bool:
-    return len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in runs}) == 1
 
 
 def num_replicates(arms: Sequence[Arm]) -> int:

@@ -7,7 +7,7 @@ interact, and the average hides it: `Interaction`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -74,17 +74,11 @@ def main_effects(
     not every combination of levels ran, a factor's mean would mix in the others."""
     if not is_full_design(arms):
         return []
-    factors, first = level_groups(arms), alike(arms)
+    steps, first = [*_steps(arms, baseline)], alike(arms)
     found: list[Effect] = []
     for metric in metrics:
-        rows = []
-        for factor in factors:
-            levels = list(dict.fromkeys(_level(arm, factor) for arm in arms))
-            steps = [level for level in levels if level != _level(baseline, factor)]
-            rows += [_effect(arms, baseline, factors, factor, level, metric, slo, first) for level in steps]
         noise = engine_noise(arms, metric, slo)
-        known = [replace(row, comparison=replace(row.comparison, noise=noise)) for row in rows if row is not None]
-        found += _judge(known, margin)
+        found += _judge([_effect(step, metric, slo, noise, first) for step in steps], margin)
     return found
 
 
@@ -99,44 +93,43 @@ def _level(arm: Arm, factor: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(repr(arm.levels.get(key)) for key in factor)
 
 
-def _effect(
-    arms: Sequence[Arm],
-    baseline: Arm,
-    factors: Sequence[tuple[str, ...]],
-    factor: tuple[str, ...],
-    level: tuple[str, ...],
-    metric: Metric,
-    slo: SLO | None,
-    first: Mapping[str, str],
-) -> Effect | None:
-    others = [other for other in factors if other != factor]
-    base_level = _level(baseline, factor)
+class _Step(NamedTuple):
+    """From the baseline's level of a factor to another. pairs: in each cell, a combination of levels of the others, the
+    arms at both."""
 
-    def cell(arm: Arm) -> tuple[tuple[str, ...], ...]:
-        return tuple(_level(arm, other) for other in others)
+    factor: str
+    others: Sequence[str]
+    pairs: Sequence[tuple[Arm, Arm]]
 
-    at_base = {cell(arm): arm for arm in arms if _level(arm, factor) == base_level}
-    at_level = {cell(arm): arm for arm in arms if _level(arm, factor) == level}
-    shared = [key for key in at_base if key in at_level]
-    if not shared:
-        return None
-    arm = at_level[shared[0]]
-    comparison, interaction = Comparison(str(arm.levels.get(factor[0])), metric, None, None, "unknown"), None
-    if (known := _cells([(at_base[key], at_level[key]) for key in shared], metric, slo)) is not None:
+
+def _steps(arms: Sequence[Arm], baseline: Arm) -> Iterator[_Step]:
+    factors = level_groups(arms)
+    for factor in factors:
+        others = [other for other in factors if other != factor]
+        by_level: dict[tuple[str, ...], dict[tuple[tuple[str, ...], ...], Arm]] = {}
+        for arm in arms:
+            by_level.setdefault(_level(arm, factor), {})[tuple(_level(arm, other) for other in others)] = arm
+        at_base = by_level.pop(_level(baseline, factor))
+        for at_level in by_level.values():
+            if pairs := [(arm, at_level[cell]) for cell, arm in at_base.items() if cell in at_level]:
+                yield _Step(factor[0], [other[0] for other in others], pairs)
+
+
+def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, first: Mapping[str, str]) -> Effect:
+    base_level, level = (arm.levels.get(step.factor) for arm in step.pairs[0])
+    comparison, interaction = Comparison(str(level), metric, None, None, "unknown", noise=noise), None
+    if (known := _cells(step.pairs, metric, slo)) is not None:
         rows, scale = differences(*known)
         base, value = (float(side.mean()) for side in known)
-        estimate = mean_t(rows.mean(axis=0), scale)
-        comparison = replace(comparison, value=value, base=base, estimate=estimate)
-        names = [level_names({other[0]: at_level[key].levels.get(other[0]) for other in others}) for key in shared]
-        sides = zip(names, rows, *known, strict=True)
+        comparison = replace(comparison, value=value, base=base, estimate=mean_t(rows.mean(axis=0), scale))
+        names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]
         cells = [
             Comparison(name, metric, float(theirs.mean()), mean_t(row, scale), "unknown", base=float(ours.mean()))
-            for name, row, ours, theirs in sides
+            for name, row, ours, theirs in zip(names, rows, *known, strict=True)
         ]
         interaction = _interaction(rows, scale, cells)
-    levels = baseline.levels.get(factor[0]), arm.levels.get(factor[0])
-    pairs = tuple((first[at_base[key].name], first[at_level[key].name]) for key in shared)
-    return Effect(factor[0], *levels, comparison, pairs, interaction)
+    pairs = tuple((first[one.name], first[other.name]) for one, other in step.pairs)
+    return Effect(step.factor, base_level, level, comparison, pairs, interaction)
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:

@@ -26,18 +26,14 @@ def explain_run(run: Run) -> str:
     requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
     requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
     requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)
-    requests["cause"] = _main_cause(waits).reindex(requests.index)
+    sums = waits.groupby(["request_id", "cause"], observed=True)["ns"].sum().reset_index()
+    main = sums.sort_values("ns", ascending=False).drop_duplicates("request_id").set_index("request_id")["cause"]
+    requests["cause"] = main.reindex(requests.index)  # of most of its waiting
     lost = _lost_ns(preemptions, requests["end_ns"])
     return "\n".join(
         [*_answer(requests, waits, preemptions, lost), "", *_by_cause(waits, len(requests)),
          *_preempted(preemptions), *_worst(requests)]
     )  # fmt: skip
-
-
-def _main_cause(waits: pd.DataFrame) -> pd.Series[str]:
-    """The cause of most of each request's waiting."""
-    sums = waits.groupby(["request_id", "cause"], observed=True)["ns"].sum().reset_index()
-    return sums.sort_values("ns", ascending=False).drop_duplicates("request_id").set_index("request_id")["cause"]
 
 
 def _lost_ns(preemptions: pd.DataFrame, end_ns: pd.Series[int]) -> pd.Series[int]:

@@ -27,18 +27,15 @@ def as_frame(data: Any) -> pd.DataFrame:
         return data
     if not isinstance(data, pa.Table):
         raise TypeError(f"records are a pandas DataFrame or a pyarrow Table, not {type(data).__name__}")
-    frame: pd.DataFrame = data.to_pandas(types_mapper=_list_dtype)
+    frame: pd.DataFrame = data.to_pandas(
+        types_mapper=lambda kind: (
+            pd.ArrowDtype(kind) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
+        )
+    )
     whole = {pa.int64(): pd.Int64Dtype()}
     for name in sorted(NULLABLE & set(frame.columns)):
         frame[name] = data.column(name).cast(pa.int64()).to_pandas(types_mapper=whole.get)
     return frame
-
-
-def _list_dtype(kind: Any) -> Any:
-    import pandas as pd
-
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return pd.ArrowDtype(kind) if is_list else None
 
 
 def numbers(frame: pd.DataFrame, name: str) -> FloatArray:

@@ -37,7 +37,7 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         both = " both" if len(best) == 2 else ""
         who = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
         return f"{who} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
-    said = f"{fmt.listing(best)} {_keeps(best)} the SLO for {most} of the requests{over}"
+    said = f"{fmt.listing(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
     if len(by_share) <= _MAX_SHARES:
         rest = [f"{fmt.listing(names)} for {text}" for text, names in others]
         return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
@@ -70,10 +70,6 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
         of = "" if untested == away else f" of {fmt.listing(untested)}"
         said.append(f"no interval of the difference{of} is known")
     return f" ({'; '.join(said)})" if said else ""
-
-
-def _keeps(names: Sequence[str]) -> str:
-    return "keep" if len(names) > 1 else "keeps"
 
 
 def as_sentence(text: str) -> str:

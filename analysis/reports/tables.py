@@ -56,18 +56,20 @@ def ablation_table(
         cells = [Cell(arm.name, ("baseline",) if arm is arms[0] else (), "head")]
         for metric in metrics:
             row = found.get((arm.name, metric.path))
-            value = metric.write(mean_over_replicates(arm, metric, slo) if row is None else row.value)
             if row is None:
-                cells.append(Cell(value))
-            else:
-                said = verdict_text(row, margin)
-                kind = {"better": "better", "worse": "worse"}.get(said, "noise")
-                size = "" if row.effect is None else f"d = {row.effect:.2g}"
-                sign = _SIGN if _is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
-                cells.append(Cell(value, tuple(note for note in (interval_text(row) + sign, said, size) if note), kind))
+                cells.append(Cell(metric.write(mean_over_replicates(arm, metric, slo))))
+                continue
+            size = "" if row.effect is None else f"d = {row.effect:.2g}"
+            sign = _SIGN if _is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
+            cells.append(_judged(metric.write(row.value), interval_text(row) + sign, verdict_text(row, margin), size))
         rows.append(tuple(cells))
     is_marked = any(note.endswith(_SIGN) for cells in rows for cell in cells for note in cell.notes)
     return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows), _UNLIKE if is_marked else "")
+
+
+def _judged(text: str, interval: str, verdict: str, size: str = "") -> Cell:
+    notes = tuple(note for note in (interval, verdict, size) if note)
+    return Cell(text, notes, verdict if verdict in ("better", "worse") else "noise")
 
 
 _SIGN, _UNLIKE_BY = f"{fmt.SPACE}†", 1.2
@@ -96,15 +98,13 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
         first = group[0]
         step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
         cells = [Cell(factor_name(first.factor), (step, f"mean of {first.num_cells} pairs of arms"), "head")]
-        found = {effect.comparison.metric.label: effect for effect in group}
+        found = {effect.comparison.metric.label: effect.comparison for effect in group}
         for label in metrics:
-            effect = found.get(label)
-            if effect is None or effect.comparison.estimate is None:
+            row = found.get(label)
+            if row is None or row.estimate is None:
                 cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
-                continue
-            said = verdict_text(effect.comparison, margin)
-            notes = tuple(note for note in (bounds_text(effect.comparison), said) if note)
-            cells.append(Cell(change_text(effect.comparison), notes, said if said in ("better", "worse") else "noise"))
+            else:
+                cells.append(_judged(change_text(row), bounds_text(row), verdict_text(row, margin)))
         rows.append(tuple(cells))
     return Table(caption, ("factor", *metrics), tuple(rows))
 
@@ -125,6 +125,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
             return f"{len(distinct)} different, the first: {'; '.join(distinct[:MAX_FACTS])}"
         return "; ".join(distinct) or fmt.NOTHING
 
+    is_fleet = any(num_replicas(run) > 1 for run in runs)
     facts = [
         ("trace", values("trace", "name")),
         ("requests in the trace", values("trace", "num_requests")),
@@ -137,8 +138,9 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("cost model", values("cost")),
         ("attention", values("attention")),
         ("GPU KV blocks × block size", f"{values('num_gpu_blocks')} × {values('block_size')}"),
-        *([("CPU KV blocks", values("num_cpu_blocks"))] if any(run.has_swapped for run in runs) else []),
-        *(_fleet_facts(values("num_replicas"), values("router")) if any(num_replicas(run) > 1 for run in runs) else []),
+        ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
+        ("replicas, each with blocks of its own", values("num_replicas") if is_fleet else fmt.NOTHING),
+        ("router", values("router") if is_fleet else fmt.NOTHING),
         ("machine that ran it", values("machine")),
         ("pace of the replay", values("replay", "pace")),
         ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
@@ -151,10 +153,6 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
     return Table(caption, ("", ""), rows)
-
-
-def _fleet_facts(nums: str, routers: str) -> list[tuple[str, str]]:
-    return [("replicas, each with blocks of its own", nums), ("router", routers)]
 
 
 def _fact(value: Any) -> str:

@@ -30,19 +30,6 @@ class Described(Protocol):
     def is_complete(self) -> bool: ...
 
 
-class DescribedSweep(Protocol):
-    """And of several."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def runs(self) -> Sequence[Described]: ...
-    @property
-    def incomplete(self) -> Sequence[tuple[Path, str]]: ...
-    @property
-    def swept(self) -> list[str]: ...
-
-
 _SHOWN = 5  # values of a swept key that are spelt out
 _RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
 
@@ -80,40 +67,42 @@ def run_lines(run: Described) -> list[str]:
     ]
 
 
-def sweep_lines(sweep: DescribedSweep) -> list[str]:
+def sweep_lines(
+    path: Path, runs: Sequence[Described], incomplete: Sequence[tuple[Path, str]], swept: Sequence[str]
+) -> list[str]:
     """Five lines."""
     left_out = ""
-    if sweep.incomplete:
-        path, reason = sweep.incomplete[0]
-        left_out = f"; {len(sweep.incomplete)} left out, the first {path}: {reason}"
-    num_traces = len({run.fingerprint for run in sweep.runs})
-    sizes = sorted({run.summary["num_requests"] for run in sweep.runs})
+    if incomplete:
+        first, reason = incomplete[0]
+        left_out = f"; {len(incomplete)} left out, the first {first}: {reason}"
+    num_traces = len({run.fingerprint for run in runs})
+    sizes = sorted({run.summary["num_requests"] for run in runs})
     span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     return [
-        f"sweep    {sweep.path}: {len(sweep.runs)} runs{left_out}",
-        f"swept    {_swept(sweep)}",
+        f"sweep    {path}: {len(runs)} runs{left_out}",
+        f"swept    {_swept(runs, swept)}",
         f"traces   {num_traces}{' different' if num_traces > 1 else ''}, {span} requests",
-        *(f"{title} {_range(sweep, path)}" for title, path in _RANGED.items()),
+        *(f"{title} {_range(runs, swept, number)}" for title, number in _RANGED.items()),
     ]
 
 
-def _swept(sweep: DescribedSweep) -> str:
+def _swept(runs: Sequence[Described], swept: Sequence[str]) -> str:
     said = []
-    keys = naming_keys([run.flat_config for run in sweep.runs], sweep.swept)
+    keys = naming_keys([run.flat_config for run in runs], swept)
     for key in keys:
-        values = levels_of([run.flat_config.get(key) for run in sweep.runs])
+        values = levels_of([run.flat_config.get(key) for run in runs])
         more = f", … ({len(values)})" if len(values) > _SHOWN else ""
         said.append(f"{key} {', '.join(fmt.plain(value) for value in values[:_SHOWN])}{more}")
-    num_more = len(sweep.swept) - len(keys)
+    num_more = len(swept) - len(keys)
     if num_more:
         said.append(f"and {num_more} {'key that changes' if num_more == 1 else 'keys that change'} with these")
     return "; ".join(said) or "nothing"
 
 
-def _range(sweep: DescribedSweep, path: str) -> str:
+def _range(runs: Sequence[Described], swept: Sequence[str], number: str) -> str:
     """From the run with the least to that with the most; one that did not reach it is the most."""
-    labels = labels_of([(run.flat_config, run.path) for run in sweep.runs], sweep.swept)
-    values = {label: summary_value(run.summary, path) for label, run in zip(labels, sweep.runs, strict=True)}
+    labels = labels_of([(run.flat_config, run.path) for run in runs], swept)
+    values = {label: summary_value(run.summary, number) for label, run in zip(labels, runs, strict=True)}
     ordered = sorted(values, key=lambda label: math.inf if values[label] is None else values[label] or 0.0)
     low, high = (f"{fmt.seconds(values[label])} ({label})" for label in (ordered[0], ordered[-1]))
     return f"from {low} to {high}" if len(ordered) > 1 else low

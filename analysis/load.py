@@ -92,17 +92,14 @@ class Run:
         if slo is None or slo == self.slo:
             return self.summary
         if slo not in self._under:
-            self._under[slo] = self._summarise(slo)
+            self._under[slo] = self.summarise(slo)
         return self._under[slo]
 
-    def _summarise(self, slo: SLO | None) -> dict[str, Any]:
-        """From the files, gone through in batches: neither a long run nor a sweep need fit in memory."""
+    def summarise(self, slo: SLO | None = None) -> dict[str, Any]:
+        """The summary from the records, whatever summary.json says, under `slo` or its own. The files are gone through
+        in batches: neither a long run nor a sweep need fit in memory."""
         requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
-        return summarise(requests, steps, self.manifest, slo, self.flat_config.get("report.warmup_s", 0.0))
-
-    def summarise(self) -> dict[str, Any]:
-        """The summary from the records, whatever summary.json says."""
-        return self._summarise(self.slo)
+        return summarise(requests, steps, self.manifest, slo or self.slo, self.flat_config.get("report.warmup_s", 0.0))
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
@@ -154,7 +151,7 @@ class Sweep:
         return self._joined([run.steps for run in self.runs])
 
     def __str__(self) -> str:
-        return "\n".join(sweep_lines(self))
+        return "\n".join(sweep_lines(self.path, self.runs, self.incomplete, self.swept))
 
     def _names(self, run: Run) -> dict[str, Any]:
         values = {key: as_cell(run.flat_config.get(key)) for key in self.swept}

@@ -61,19 +61,14 @@ def interval_text(comparison: Comparison) -> str:
 def verdict_text(comparison: Comparison, margin: float) -> str:
     """The verdict in words for a table cell."""
     estimate, p_holm = comparison.estimate, comparison.p_holm
-    words = {
-        "identical": "identical",
-        "equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)",
-        "inside the noise": "inside the noise",
-        "inside the engine's noise": "inside the engine's noise",
-        "unknown": "not comparable" if estimate is None else "no interval",
-    }
     if comparison.is_alike and estimate is not None:
         return f"the same in all {estimate.num} replicates"
     is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
     if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:
         return f"inside the noise (Holm p = {p_holm:.2g})"  # its own interval does not say so
-    if comparison.verdict in words:
-        return words[comparison.verdict]
-    good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
-    return {1: "better", -1: "worse"}.get(good, comparison.verdict)
+    if comparison.verdict in ("higher", "lower"):
+        good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
+        return {1: "better", -1: "worse"}.get(good, comparison.verdict)
+    unknown = "not comparable" if estimate is None else "no interval"
+    words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)", "unknown": unknown}
+    return words.get(comparison.verdict, comparison.verdict)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from difflib import get_close_matches
+from typing import Any
 
 import pandas as pd
 
@@ -68,20 +69,14 @@ class Told:
 
     def _engines(self, request_id: str | None) -> dict[int, Engine]:
         lives: dict[int, list[Life]] = {}
-        columns = [self.requests[name] for name in ("queued_ns", "finish_ns")]
-        times = ([None if ns is pd.NA else int(ns) for ns in column] for column in columns)
-        facts = zip(self.requests["request_id"], self.requests["replica"], *times, self.requests["num_prompt_tokens"],
-                    strict=True)  # fmt: skip
-        followed: tuple[int, Life] | None = None
-        for name, replica, queued_ns, finish_ns, num_prompt_tokens in facts:
-            life = Life(name, queued_ns or 0, finish_ns, int(num_prompt_tokens))
-            lives.setdefault(int(replica), []).append(life)
-            if name == request_id:
-                followed = int(replica), life
+        row: Any
+        for row in self.requests.itertuples():
+            queued_ns, finish_ns = (None if ns is pd.NA else int(ns) for ns in (row.queued_ns, row.finish_ns))
+            life = Life(row.request_id, queued_ns or 0, finish_ns, int(row.num_prompt_tokens))
+            lives.setdefault(int(row.replica), []).append(life)
         if request_id is None:
             return {replica: Engine(replica, own) for replica, own in lives.items()}
-        assert followed is not None, "it is known"
-        replica, life = followed
+        replica, life = next((of, life) for of, own in lives.items() for life in own if life.request_id == request_id)
         self.follower = Follower(replica, lives[replica], life, int(self.run.manifest["block_size"]))
         return {replica: self.follower}
 

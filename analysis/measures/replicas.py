@@ -80,14 +80,13 @@ def describe_replicas(
         _replica(part, one.num_computed_tokens if is_recorded else None, metrics, duration_s)
         for part, one, metrics in zip(parts, measured, each, strict=True)
     ]
-    busy = np.array([row["busy_share"] or 0.0 for row in rows])
-    tokens = np.array([row["num_computed_tokens"] or 0 for row in rows], dtype=np.float64)
-    sent = np.array([row["num_requests"] for row in rows], dtype=np.float64)
+    columns = {"requests": "num_requests", "computed_tokens": "num_computed_tokens", "busy": "busy_share"}
+    loads = {name: np.array([row[of] or 0 for row in rows], dtype=np.float64) for name, of in columns.items()}
     return {
         "num": len(rows),
         "router": manifest.get("router"),
-        "imbalance": {"requests": _imbalance(sent), "computed_tokens": _imbalance(tokens), "busy": _imbalance(busy)},
-        "jain": {"requests": jain_index(sent), "computed_tokens": jain_index(tokens), "busy": jain_index(busy)},
+        "imbalance": {name: _imbalance(values) for name, values in loads.items()},
+        "jain": {name: jain_index(values) for name, values in loads.items()},
         "each": rows,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -26,6 +26,10 @@ _ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens
 _LEVELS = ("good", "fair", "poor")
 
 
+def _worst(levels: Iterable[Level]) -> Level:
+    return max(levels, key=_LEVELS.index)
+
+
 class Trust(NamedTuple):
     """One light: what it is about, how far to trust it, and why."""
 
@@ -45,12 +49,10 @@ def trust(
     analysis/comparison/fidelity.py makes them. num_left_out: runs that failed or did not end."""
     arms = [arm for group in groups for arm in group.arms]
     runs = [run for arm in arms for run in arm.runs]
-    lights = [_fidelity(arms, pairs, errors, rankings)]
-    if any(run.manifest.get("backend") == "sim" for run in runs):
-        lights.append(_prices(runs))
-    lights.append(_replicates(groups, runs))
-    lights.append(_load(groups))
-    return [*lights, _records(arms, num_left_out)]
+    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    fidelity = _fidelity(arms, pairs, errors, rankings) if is_simulated else _measured(arms)
+    prices = [_prices(runs)] if is_simulated else []
+    return [fidelity, *prices, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
 
 
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
@@ -63,7 +65,7 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     how = f", by {fmt.listing([*drawn, *others])}" if drawn or others else ""
     found = [shared([run for arm in group.arms for run in arm.runs]) for group in groups]
     level, why = max(found, key=lambda one: _LEVELS.index(one[0]))
-    return Trust("replicates", level if num >= _FEW or level == "poor" else "fair", f"{num} replicates{how}{why}")
+    return Trust("replicates", level if num >= _FEW else _worst([level, "fair"]), f"{num} replicates{how}{why}")
 
 
 def _ignoring(arms: Sequence[Arm]) -> str:
@@ -150,28 +152,18 @@ def _fidelity(
     errors: Mapping[str, pd.DataFrame],
     rankings: Mapping[str, pd.DataFrame],
 ) -> Trust:
-    runs = [run for arm in arms for run in arm.runs]
-    if all(run.manifest.get("backend") != "sim" for run in runs):
-        return _measured(arms)
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
     found = worst_errors(errors.values())
-    worst = {path: found[path] for path in _ERRORS if path in found}
-    told = fmt.listing(
-        [
-            f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %"
-            for path in (*_ERRORS, "ttft_s.p99")
-            if path in found
-        ]
-    )
-    most = max(worst.values(), default=1.0)
+    shown = [path for path in (*_ERRORS, "ttft_s.p99") if path in found]
+    told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %" for path in shown])
+    most = max((found[path] for path in _ERRORS if path in found), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
     num_same, num_clear = num_picked(rankings)
     if num_same < num_clear:
-        level = "poor" if level == "poor" or 2 * num_same <= num_clear else "fair"
+        level = _worst([level, "poor" if 2 * num_same <= num_clear else "fair"])
         told += f"; of {num_clear} best policies of the engine it picks {num_same}"
     other = [word for word, names in not_measured_on(arms, pairs).items() if names]
     if other:
-        level = "poor" if level == "poor" else "fair"
-        return Trust("fidelity", level, f"of another {fmt.listing(other)}: errors up to {told}")
+        return Trust("fidelity", _worst([level, "fair"]), f"of another {fmt.listing(other)}: errors up to {told}")
     return Trust("fidelity", level, f"measured on this model and device: errors up to {told}")

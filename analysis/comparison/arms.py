@@ -136,14 +136,12 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     if len(pairs) < 2:
         return [Pair("sim against real", sim, real) for sim, real in pairs]
     names = {id(run): arm.name for arm in infer_arms([real for _, real in pairs]) for run in arm.runs}
-    labels = [names[id(real)] for _, real in pairs]
-    distinct = {(label, sim.path) for label, (sim, _) in zip(labels, pairs, strict=True)}  # a repeat shares its sim
-    shared = [label for label, count in Counter(label for label, _ in distinct).items() if count > 1]
-    labels = [
-        f"{label} ({real.path.name})" if label in shared else label
-        for label, (_, real) in zip(labels, pairs, strict=True)
+    found = [Pair(names[id(real)], sim, real) for sim, real in pairs]
+    by_label = grouped(found, lambda pair: pair.label)  # a repeat shares its sim
+    shared = {label for label, those in by_label.items() if len({pair.sim.path for pair in those}) > 1}
+    return [
+        replace(pair, label=f"{pair.label} ({pair.real.path.name})") if pair.label in shared else pair for pair in found
     ]
-    return [Pair(label, sim, real) for label, (sim, real) in zip(labels, pairs, strict=True)]
 
 
 def engine_of(run: Run) -> str:

@@ -51,8 +51,7 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
             f"{sim.path} and {real.path}: {len(only)} requests are in one run only, the first {min(only)}; "
             "match runs of the same requests"
         )
-    joined = frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_"))
-    return joined.reset_index()
+    return frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_")).reset_index()
 
 
 def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
@@ -121,12 +120,11 @@ def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
     for name in LATENCY_METRICS:
         sim, real = numbers(matched, f"sim_{name}"), numbers(matched, f"real_{name}")
         both = ~np.isnan(sim) & (real > 0)
-        error = (sim[both] - real[both]) / real[both]
-        levels = np.quantile(np.abs(error), [0.9, 0.99]) if error.size else (np.nan, np.nan)
-        row: dict[str, Any] = {"metric": name, "num": int(both.sum())}
-        row["num_unmatched"] = int((np.isnan(sim) ^ np.isnan(real)).sum())
-        row["median_error"] = float(np.median(error)) if error.size else np.nan
-        rows.append(row | {"abs_error_p90": float(levels[0]), "abs_error_p99": float(levels[1])})
+        error = (sim[both] - real[both]) / real[both] if both.any() else np.array([np.nan])
+        p90, p99 = np.quantile(np.abs(error), [0.9, 0.99]).tolist()
+        counts = {"num": int(both.sum()), "num_unmatched": int((np.isnan(sim) ^ np.isnan(real)).sum())}
+        errors = {"median_error": float(np.median(error)), "abs_error_p90": p90, "abs_error_p99": p99}
+        rows.append({"metric": name, **counts, **errors})
     return pd.DataFrame(rows)
 
 

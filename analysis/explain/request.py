@@ -21,6 +21,7 @@ CAUSES = {
     "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
     "unsaid": "a reason that no step names",
 }  # fmt: skip
+REASONS = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}  # of a preemption
 MAX_SENTENCES, MAX_ROWS = 8, 30
 _WAITS = ("waiting", "swapped")
 _OF_BLOCKS = ("kv_blocks", "swapped_out", "preemption")
@@ -148,8 +149,7 @@ def _preemption(one: Preempted) -> str:
 def _whose(one: Preempted) -> str:
     """For what it was preempted."""
     if one.for_request_id is None:
-        known = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}
-        return known.get(one.why, "somebody whom its log does not name")
+        return REASONS.get(one.why, "somebody whom its log does not name")
     return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.frames import Told
-from analysis.explain.request import CAUSES
+from analysis.explain.request import CAUSES, REASONS
 from analysis.format import listing, seconds, share
 from analysis.load import Run
 
@@ -85,13 +85,7 @@ def _by_cause(waits: pd.DataFrame, num_requests: int) -> list[str]:
 def _preempted(preemptions: pd.DataFrame) -> list[str]:
     if not len(preemptions):
         return []
-    reason = preemptions["why"].map(
-        {
-            "queue_order": "the order of the queue",
-            "reset": "a reset of the prefix cache",
-            "unknown": "somebody whom the log does not name",
-        }
-    )
+    reason = preemptions["why"].map(REASONS | {"unknown": "somebody whom the log does not name"})
     named = preemptions["for_request_id"].fillna(reason)
     whose = named.where(named != preemptions["request_id"], "itself")
     counts = preemptions["request_id"].value_counts(sort=False).sort_values(ascending=False, kind="stable")

@@ -40,7 +40,7 @@ def _is_whole(document: dict[str, Any]) -> bool:
             (document["format"], document["parts"] in PARTS, set(phases) <= set(PHASES)) == (FORMAT, True, True)
             and all(count(phase["num_steps"]) and count(phase["duration_ns"]) for phase in phases.values())
             and all(
-                count(abs(ns) if name == "link" else ns) for one in phases.values() for name, ns in one["ns"].items()
+                count(abs(ns) if part == "link" else ns) for one in phases.values() for part, ns in one["ns"].items()
             )
         )
     except (KeyError, TypeError, AttributeError):

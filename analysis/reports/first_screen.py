@@ -186,13 +186,8 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
     for (subject, label), every in claimed.items():
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
-            found.append(
-                (
-                    worst.gain,
-                    f"{as_sentence(subject)} turns with the load: {label} is worse {at_worst} "
-                    f"({change_text(worst)}) and better {at_best} ({change_text(best)}).",
-                )
-            )
+            ends = f"worse {at_worst} ({change_text(worst)}) and better {at_best} ({change_text(best)})"
+            found.append((worst.gain, f"{as_sentence(subject)} turns with the load: {label} is {ends}."))
     return [min(found)[1]] if found else []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from analysis.load import Run, load_run, same_trace
@@ -190,13 +191,11 @@ def write_timeline(
         for run in runs:
             num_processes += _draw(trace, run, window, num_processes + 1)
         trace.close()
-    partial = "".join(f"; {run.path} is partial" for run in runs if not run.is_complete)
+    notes = [f"; {run.path} is partial" for run in runs if not run.is_complete]
     bare = [run for run in runs if run.manifest.get("num_steps") and not FileRows(run.path / STEPS).num_rows]
-    partial += "".join(
-        f"; {run.path} has requests only: run again with record.steps=true for its steps" for run in bare
-    )
+    notes += [f"; {run.path} has requests only: run again with record.steps=true for its steps" for run in bare]
     size = f"{trace.num_events:,} events, {file.stat().st_size / 1e6:,.1f} MB"
-    return f"{file}: {size}{partial}; open it at https://ui.perfetto.dev or in chrome://tracing"
+    return f"{file}: {size}{''.join(notes)}; open it at https://ui.perfetto.dev or in chrome://tracing"
 
 
 def _described(run: Run) -> dict[str, Any]:
@@ -213,8 +212,7 @@ def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
     num_before = trace.num_events
     with tqdm(total=steps.num_rows + requests.num_rows, desc="timeline", leave=False, disable=None, delay=0.5) as bar:
         for rows in _rows(run.path / STEPS, steps, engines):
-            is_empty = _is_empty(rows, engines)
-            for row, empty in zip(rows, is_empty, strict=True):
+            for row, empty in zip(rows, _is_empty(rows, engines), strict=True):
                 engines[row["replica"]].draw(trace, row, empty)
             bar.update(len(rows))
         for engine in engines.values():
@@ -284,10 +282,8 @@ def _cut_by_steps(run: Run, steps: FileRows, engines: dict[int, Engine], first: 
 
 def _name(trace: ChromeTrace, run: Run, engines: dict[int, Engine]) -> None:
     for number, engine in engines.items():
-        replica = f", replica {number}" if len(engines) > 1 else ""
-        trace.name_process(
-            engine.pid, f"{run.manifest.get('backend')} {run.manifest.get('scheduler')}, {run.path}{replica}"
-        )
+        what = f"{run.manifest.get('backend')} {run.manifest.get('scheduler')}, {run.path}"
+        trace.name_process(engine.pid, what + (f", replica {number}" if len(engines) > 1 else ""))
         trace.name_track(engine.steps, "steps")
         trace.name_track(engine.events, "preemptions and swaps")
 
@@ -297,15 +293,12 @@ def _rows(file: Path, rows: FileRows, engines: dict[int, Engine]) -> Iterator[li
     needed = ("start_ns", "end_ns") if file.name == STEPS else ("arrival_ns",)
     names = sorted(rows.names - {"token_ns"})
     for arrays in rows.batches(names):
-        batch = [
-            dict(zip(names, row, strict=True)) for row in zip(*(array.to_pylist() for array in arrays), strict=True)
-        ]
+        batch = pa.Table.from_arrays(arrays, names).to_pylist()
         for row in batch:
             row["replica"] = (row["replica"] or 0) if len(engines) > 1 else 0
             if row["replica"] not in engines:
-                raise RunFolderError(
-                    f"{file}: a row of replica {row['replica']}; manifest.json knows {len(engines)} of them"
-                )
+                knows = f"manifest.json knows {len(engines)} of them"
+                raise RunFolderError(f"{file}: a row of replica {row['replica']}; {knows}")
             if any(row[name] is None for name in needed):
                 raise RunFolderError(f"{file}: a row lacks its {' or '.join(needed)}; run it again")
         yield batch

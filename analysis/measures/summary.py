@@ -141,8 +141,7 @@ def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
     if requests.is_one_piece:
         result |= {name: distribution(*values) for name, values in samples.items() if name != "itl_s"}
         censored = {"itl_s": censored["itl_s"]}
-    units = {"itl_s": 1e9}
-    pools = {name: Pool(np.concatenate(parts), units.get(name, 1.0)) for name, parts in censored.items()}
+    pools = {name: Pool(np.concatenate(parts), 1e9 if name == "itl_s" else 1.0) for name, parts in censored.items()}
     result |= pooled_distributions(pools, passes)
     for name, num in num_partial.items():
         result[name] = result[name] | {"num_partial": num}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,6 @@ from analysis.plots.curves import MAX_POINTS, engines_of, total
 from analysis.plots.sources import MAX_RUNS, require, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
-from analysis.reading.rows import FloatArray
 from testbed.records.schema import COMPLETED
 
 _NAMED_ROWS = 60  # of a Gantt chart: more are too narrow for their names
@@ -93,14 +92,6 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
     return float(edges[-1]), float(high.max())
 
 
-class _Bars(NamedTuple):
-    """Stretches of requests: which row, from when until when in seconds; each `[num_bars]`."""
-
-    rows: FloatArray
-    start_s: FloatArray
-    end_s: FloatArray
-
-
 def gantt(
     source: Run | pd.DataFrame,
     *,
@@ -164,10 +155,10 @@ def _draw_phases(
     places = np.arange(len(rows), dtype=np.float64)
     started = rows["first_scheduled_s"].fillna(rows["end_s"]).to_numpy()
     token = rows["first_token_s"].fillna(rows["end_s"]).to_numpy()
-    bars = {
-        "queued": _Bars(places, rows["arrival_s"].to_numpy(), started),
-        "prefill": _Bars(places, started, np.maximum(token, started)),
-        "decode": _Bars(places, np.maximum(token, started), rows["end_s"].to_numpy()),
+    bars = {  # of each phase [row, from when, until when in seconds; num_bars]
+        "queued": np.stack((places, rows["arrival_s"], started)),
+        "prefill": np.stack((places, started, np.maximum(token, started))),
+        "decode": np.stack((places, np.maximum(token, started), rows["end_s"])),
     }
     for mode in ("recompute", "swap"):
         spells = [
@@ -176,16 +167,15 @@ def _draw_phases(
             for since, until, how in away.get(name, ())
             if how == mode
         ]
-        bars[f"preempted ({mode})"] = _Bars(*np.array(spells, dtype=np.float64).reshape(-1, 3).T)
+        bars[f"preempted ({mode})"] = np.array(spells, dtype=np.float64).reshape(-1, 3).T
     handles: dict[str, Any] = {}
     for phase, (row, start, end) in bars.items():
         if (end > start).any():
             axes.barh(row, end - start, left=start, height=0.72, **_PHASES[phase])
             handles[phase] = Patch(**_PHASES[phase])
-    starts = np.concatenate([bars[f"preempted ({mode})"].start_s for mode in ("recompute", "swap")])
+    whose, starts, _ = np.concatenate([bars[f"preempted ({mode})"] for mode in ("recompute", "swap")], axis=1)
     if starts.size:
         look: dict[str, Any] = {"color": style.BLACK, "marker": "v", "linestyle": "none", "markersize": 2.6}
-        whose = np.concatenate([bars[f"preempted ({mode})"].rows for mode in ("recompute", "swap")])
         axes.plot(starts, whose - 0.36, **look)
         handles["preemption"] = style.line_handle(**look)
     return handles

@@ -12,14 +12,12 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, counted, engine_of, infer_arms, stated_replicates
-from analysis.comparison.compare import TIMES, Comparison, Metric, mean_over_replicates, metric_of
+from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
-from analysis.comparison.fidelity import RATES
 from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline
 from analysis.measures.metrics import SLO
-from analysis.measures.summary import summary_value
 from analysis.naming import factor_name, is_seed
 
 MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
@@ -166,20 +164,16 @@ def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
     labels = list(errors)
     rows = []
     for index, path in enumerate(next(iter(errors.values()))["metric"]):
-        is_rate = path.split(".")[-1] in RATES
-        unit = "tok/s" if "token" in path else "req/s"
-        cells = [Cell(metric_of(path).label, kind="head")]
+        metric = metric_of(path)
+        cells = [Cell(metric.label, kind="head")]
         for label in labels:
             real, sim, error = (_float(errors[label][name].iloc[index]) for name in ("real", "sim", "error"))
-            written = [fmt.number(v, unit) if is_rate else fmt.seconds(v) for v in (real, sim)]
+            written = [metric.write(real), metric.write(sim)]
             said = fmt.NOTHING if error is None else fmt.change(100 * error)
             cells.append(Cell(" → ".join(written), (said,), "strong"))
         rows.append(tuple(cells))
     caption = "Each metric, real → simulated, and below it the signed relative error, (sim − real) / real"
     return Table(caption, ("metric", *labels), tuple(rows))
-
-
-_SIDE_BY_SIDE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99")
 
 
 def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
@@ -190,11 +184,11 @@ def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
     names = {id(run): arm.name for arm in infer_arms([runs["sim"] for runs in found.values()]) for run in arm.runs}
     rows = []
     for runs in found.values():
-        for path in _SIDE_BY_SIDE:
-            values = [summary_value(runs[name].summary, path) if name in runs else None for name in ("sim", *engines)]
+        for metric in LATENCY:
+            values = [metric.of(runs[name].summary) if name in runs else None for name in ("sim", *engines)]
             cells = [Cell(fmt.NOTHING if value is None else fmt.seconds(value)) for value in values]
             policy = (names[id(runs["sim"])],) if len(found) > 1 else ()
-            rows.append((Cell(metric_of(path).label, policy, "head"), *cells))
+            rows.append((Cell(metric.label, policy, "head"), *cells))
     return Table("The same trace and policy, simulated and on each engine", ("metric", "sim", *engines), tuple(rows))
 
 

@@ -72,10 +72,8 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     arms = []
     for members in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in swept])).values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
-        name = level_names({key: levels[key] for key in naming}) or str(
-            members[0].manifest.get("scheduler", "all runs")
-        )
-        arms.append(Arm(name, levels, tuple(members), tuple(naming)))
+        name = level_names({key: levels[key] for key in naming}) or members[0].manifest.get("scheduler", "all runs")
+        arms.append(Arm(str(name), levels, tuple(members), tuple(naming)))
     return arms
 
 

@@ -200,9 +200,8 @@ def _is_of_engine(said: Verdict, row: Comparison, limit: float) -> bool:
 def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
     """(baseline's, arm's) `[num_pairs]` each, means over repeats; None where one is missing or negative, and of
     latencies where one run ignored requests that another served: those that are left are not the same."""
-    if metric.path.split(".")[0] in TIMES and any(
-        len({ignored(run) for runs in pair for run in runs}) > 1 for pair in pairs
-    ):
+    is_uneven = any(len({ignored(run) for runs in pair for run in runs}) > 1 for pair in pairs)
+    if is_uneven and metric.path.split(".")[0] in TIMES:
         return None
     values = [[_mean(runs, metric, slo) for runs in pair] for pair in pairs]
     if not values or any(value is None or value < 0 for pair in values for value in pair):

@@ -128,7 +128,6 @@ def stated_slo(runs: Sequence[Run]) -> SLO | None:
     """The same of the SLO."""
     found = list(dict.fromkeys(run.slo for run in runs if run.slo is not None))
     if len(found) > 1:
-        raise RunFolderError(
-            f"the runs state {len(found)} different SLOs ({found[0]}, {found[1]}); say which with --slo"
-        )
+        some = f"{len(found)} different SLOs ({found[0]}, {found[1]})"
+        raise RunFolderError(f"the runs state {some}; say which with --slo")
     return found[0] if found else None

@@ -162,11 +162,10 @@ def _pace(stretches: list[Stretch]) -> list[str]:
         if 0 < num_slowed < num_steps:
             plain, mean = (ns - slowed) / (num_steps - num_slowed), slowed / num_slowed
             tokens = sum(one.num_other_prefill_tokens for one in decodes)
+            took = f"{seconds(mean / 1e9)} against {seconds(plain / 1e9)}"
             slower = seconds((mean - plain) * num_slowed / 1e9)
-            text += f"; {num_slowed:,} of them also computed {tokens:,} tokens of others' prompts and took "
-            text += (
-                f"{seconds(mean / 1e9)} against {seconds(plain / 1e9)}: about {slower} in all (the means' difference)"
-            )
+            text += f"; {num_slowed:,} of them also computed {tokens:,} tokens of others' prompts and took {took}: "
+            text += f"about {slower} in all (the means' difference)"
         lines.append(text + ".")
     for cause, why in (("prefills", "computed others' prompts"), ("not_scheduled", "had no room for it")):
         stalled = [one for one in stretches if (one.state, one.cause) == ("stalled", cause)]

@@ -20,9 +20,7 @@ def explain_run(run: Run) -> str:
     told = Told(run)
     waits, preemptions = told.waits, told.preemptions
     requests = told.requests.set_index("request_id")
-    last_ns = int(
-        max(waits["end_ns"].max() if len(waits) else 0, requests["finish_ns"].fillna(0).max() if len(requests) else 0)
-    )
+    last_ns = max([0, *waits["end_ns"].tolist(), *requests["finish_ns"].dropna().tolist()])
     requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
     requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
     requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)
@@ -64,9 +62,8 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
         lines.append("Nobody was preempted.")
     worst = requests["wait_ns"].idxmax()
     if total:
-        lines.append(
-            f"The longest wait: {worst} {_one_line(requests.loc[str(worst)])}; `testbed explain <run> {worst}`."
-        )
+        why = _one_line(requests.loc[str(worst)])
+        lines.append(f"The longest wait: {worst} {why}; `testbed explain <run> {worst}`.")
     return lines
 
 

@@ -51,13 +51,11 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
         engines = {number: EngineCheck(seen.where(of_replica(number)), manifest) for number in replicas}
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
-    each = {
-        f"replica {number}": dict(zip(CHECKS, engine.verdicts(), strict=True)) for number, engine in engines.items()
-    }
+    each = {number: dict(zip(CHECKS, engine.verdicts(), strict=True)) for number, engine in engines.items()}
     if len(each) == 1:
         (checks,) = each.values()
     else:
-        checks = {name: _merged({part: of[name] for part, of in each.items()}) for name in CHECKS}
+        checks = {name: _merged({number: of[name] for number, of in each.items()}) for name in CHECKS}
     _add_means(checks["littles_law"], seen, list(engines.values()))
     return checks
 
@@ -72,19 +70,17 @@ def _replicas(requests: Requests, steps: Rows) -> list[int]:
     return sorted(found)
 
 
-def _merged(checks: Mapping[str, Check]) -> Check:
-    """One check of several replicas, by name: the worst verdict, and the sums of what was counted."""
+def _merged(checks: Mapping[int, Check]) -> Check:
+    """One check of several replicas, by number: the worst verdict, and the sums of what was counted."""
     verdicts = [check["holds"] for check in checks.values()]
     holds = False if False in verdicts else None if None in verdicts else True
-    why = "; ".join(
-        f"{name}: {check['why']}" for name, check in checks.items() if check["holds"] is holds and not holds
-    )
+    why = [f"replica {number}: {check['why']}" for number, check in checks.items() if check["holds"] is holds]
     sums: dict[str, Any] = {}
     for check in checks.values():
         for key, value in check.items():
             if key not in ("holds", "why"):
                 sums[key] = sums[key] + value if key.startswith(("ns_", "num_")) and key in sums else value
-    return verdict(holds, why or None, **sums)
+    return verdict(holds, None if holds else "; ".join(why), **sums)
 
 
 def _add_means(check: Check, requests: Requests, engines: list[EngineCheck]) -> None:

@@ -45,9 +45,8 @@ class Presence:
 
     def __init__(self, requests: Requests) -> None:
         self._seen = Instants(requests, lambda piece: np.maximum(piece.whole("queued_ns"), piece.whole("arrival_ns")))
-        self._finish = Instants(
-            requests.where(lambda piece: piece.is_known("finish_ns")), lambda piece: piece.whole("finish_ns")
-        )
+        ended = requests.where(lambda piece: piece.is_known("finish_ns"))
+        self._finish = Instants(ended, lambda piece: piece.whole("finish_ns"))
 
     def at(self, instants_ns: IntArray) -> BoolArray:
         """At each of `instants_ns`, those that finish there gone and those that come there come."""

@@ -40,9 +40,8 @@ class Service:
     def geometric(cls, mean: float, step_ns: int) -> Service:
         """1, 2, … steps; what is beyond 40 means (a share below 1e-17) is left out."""
         stop = 1.0 / mean
-        return cls(
-            f"geometric, mean {mean:g}", tuple(stop * (1 - stop) ** k for k in range(math.ceil(40 * mean))), step_ns
-        )
+        weights = tuple(stop * (1 - stop) ** k for k in range(math.ceil(40 * mean)))
+        return cls(f"geometric, mean {mean:g}", weights, step_ns)
 
     @classmethod
     def lognormal(cls, median: float, sigma: float, most: int, step_ns: int) -> Service:

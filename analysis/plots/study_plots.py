@@ -159,10 +159,8 @@ def timeline(runs: Runs) -> AxesArray:
         lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
-        tick = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
-        handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()} | {
-            "preemption": tick
-        }
+        handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()}
+        handles["preemption"] = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
         if any(num_replicas(run) > 1 for run in runs.values()):
             handles["range over replicas"] = Patch(**_BAND)
         style.legend_below(figure, list(handles.values()), list(handles))
@@ -205,9 +203,8 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
     low: FloatArray | float = 0.0
     high = y
     if num > 1:
-        each = [level.at(x) for level in levels] + [np.zeros(x.size)] * (
-            num - len(levels)
-        )  # some may have done nothing
+        idle = [np.zeros(x.size)] * (num - len(levels))  # some may have done nothing
+        each = [*(level.at(x) for level in levels), *idle]
         low, high = np.min(each, axis=0), np.max(each, axis=0)
     axes.fill_between(x, low, high, step="post", **_BAND)
     axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)

@@ -28,9 +28,7 @@ def as_frame(data: Any) -> pd.DataFrame:
     if not isinstance(data, pa.Table):
         raise TypeError(f"records are a pandas DataFrame or a pyarrow Table, not {type(data).__name__}")
     frame: pd.DataFrame = data.to_pandas(
-        types_mapper=lambda kind: (
-            pd.ArrowDtype(kind) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
-        )
+        types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_nested(kind) else None
     )
     whole = {pa.int64(): pd.Int64Dtype()}
     for name in sorted(NULLABLE & set(frame.columns)):

@@ -61,10 +61,8 @@ def step_runs(steps: Rows, names: Sequence[str], engines: Sequence[int] | None) 
             held[engine] = {name: column[-1:].copy() for name, column in part.items()}
             following = part["start_ns"][1:]
             if following.size:
-                yield (
-                    engine,
-                    StepRun({name: column[:-1] for name, column in part.items()}, following, False, with_nulls),
-                )
+                before = {name: column[:-1] for name, column in part.items()}
+                yield engine, StepRun(before, following, False, with_nulls)
     for engine, part in held.items():
         yield engine, StepRun(part, part["end_ns"], True, with_nulls)
 

@@ -124,17 +124,15 @@ def fidelity_findings(
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
-        shown = [
-            f"{metric_of(path).label} {fmt.change(100 * errors[path])}" for path in _ERRORS_TOLD if path in errors.index
-        ]
+        paths = [path for path in _ERRORS_TOLD if path in errors.index]
+        shown = [f"{metric_of(path).label} {fmt.change(100 * errors[path])}" for path in paths]
         if shown:
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
         told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
-        said.append(
-            f"The real engine itself, run again on one trace under one policy, differed by up to {told}{reach}."
-        )
+        again = "The real engine itself, run again on one trace under one policy,"
+        said.append(f"{again} differed by up to {told}{reach}.")
     elif pairs:
         said.append(UNMEASURED)
     for load, ranking in rankings.items():

@@ -168,9 +168,8 @@ def _comparable_groups(
             sections.notes.append(f"{at_load}the baseline is {ordered[0].name}: {baseline_name} has no run there.")
         missing = [arm.name for arm in arms if arm.name not in {kept.name for kept in groups[load]}]
         if missing:
-            sections.notes.append(
-                f"{at_load}not compared, because on other traces or seeds than {ordered[0].name}: {'; '.join(missing)}."
-            )
+            why = f"on other traces or seeds than {ordered[0].name}"
+            sections.notes.append(f"{at_load}not compared, because {why}: {'; '.join(missing)}.")
     names = {arm.name for arms in loads.values() for arm in arms}
     if len(names) > 1 and all(len(arms) < 2 for arms in groups.values()):
         first, *others = [arm for arms in loads.values() for arm in arms]
@@ -231,12 +230,8 @@ def _said(
     near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
     by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
     nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
-    return [
-        findings.arm_finding(
-            of_arm, f"{'Against' if nums[name] > 1 else 'On this one trace, against'} {baseline.name}", margin
-        )
-        for name, of_arm in by_arm.items()
-    ]
+    against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
+    return [findings.arm_finding(of, f"{against[name]} {baseline.name}", margin) for name, of in by_arm.items()]
 
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:

@@ -73,9 +73,8 @@ class Window:
         if not 0 <= self.from_s < self.to_s <= LATEST_S:
             raise ConfigError(f"from {self.from_s:g} s to {self.to_s:g} s is no window; give 0 <= --from < --to")
         if self.steps is not None and not 0 <= self.steps[0] <= self.steps[1]:
-            raise ConfigError(
-                f"steps {self.steps[0]}:{self.steps[1]} are no window; give --steps first:last, from 0 on"
-            )
+            first, last = self.steps
+            raise ConfigError(f"steps {first}:{last} are no window; give --steps first:last, from 0 on")
 
     def __str__(self) -> str:
         if self.steps is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pandas as pd
@@ -53,10 +54,10 @@ def _answer(
     if not total:
         first = f"{name} did not wait: the first step that saw it admitted it, and none preempted it."
         return [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
-    by_cause: dict[str, int] = {}
+    by_cause: Counter[str] = Counter()
     for one in waits:
-        by_cause[one.cause] = by_cause.get(one.cause, 0) + _ns(one)
-    causes = sorted(by_cause.items(), key=lambda item: -item[1])
+        by_cause[one.cause] += _ns(one)
+    causes = by_cause.most_common()
     said = listing([f"{seconds(ns / 1e9)} for {CAUSES[cause]}" for cause, ns in causes[:3]])
     more = f", and {len(causes) - 3} more causes" if len(causes) > 3 else ""
     first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "

@@ -10,17 +10,13 @@ is one division.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from analysis.reading.frames import numbers
 from analysis.reading.request_columns import Requests
-from analysis.reading.rows import BoolArray, FloatArray, IntArray, as_rows, product_sum
-from analysis.reading.timeline import Instants, StepRun, last_end_ns, step_runs
-
-if TYPE_CHECKING:
-    import pandas as pd
+from analysis.reading.rows import BoolArray, FloatArray, IntArray, as_rows, product_sum, whole
+from analysis.reading.timeline import Instants, StepRun, step_runs
 
 TIME_PARTS = ("schedule", "prepare", "swap", "forward", "sample")
 COUNTS = ("running", "waiting", "swapped")
@@ -32,9 +28,8 @@ STEP_COLUMNS = (
 
 def run_end_ns(requests: Any, steps: Any) -> int:
     """The end of the last step; without steps the last instant of any request. 0 for an empty run."""
-    end_ns = last_end_ns(as_rows(steps))
-    if end_ns is not None:
-        return end_ns
+    if ends := [int(whole(array).max()) for (array,) in as_rows(steps).batches(["end_ns"]) if len(array)]:
+        return max(ends)
     names = ("arrival_ns", "first_token_ns", "finish_ns")
     pieces = Requests.of(requests).pieces()
     return max(0, *(int(piece.whole(name).max(initial=0)) for piece in pieces for name in names))
@@ -67,13 +62,6 @@ def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray
     parts = [(run.start, hold_until(run, presence), run.following) for _, run in step_runs(as_rows(steps), (), None)]
     start, until, following = (np.concatenate(part).astype(np.float64) for part in zip(*parts, strict=True))
     return start, until, following
-
-
-def kv_usage(steps: pd.DataFrame, num_gpu_blocks: int | None) -> FloatArray | None:
-    """Share of the GPU's KV blocks in use after each plan `[num_steps]`; None where the pool's size is unknown."""
-    if not num_gpu_blocks:
-        return None
-    return np.asarray(1.0 - numbers(steps, "free_gpu_blocks") / num_gpu_blocks, dtype=np.float64)
 
 
 class Occupancy:

@@ -15,7 +15,7 @@ from analysis.measures.metrics import jain_index
 from analysis.measures.occupancy import STEP_COLUMNS, Occupancy
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.request_columns import Requests, Rule
-from analysis.reading.rows import FloatArray, Rows
+from analysis.reading.rows import Rows
 from analysis.reading.timeline import step_runs
 
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
@@ -85,7 +85,7 @@ def describe_replicas(
     return {
         "num": len(rows),
         "router": manifest.get("router"),
-        "imbalance": {name: _imbalance(values) for name, values in loads.items()},
+        "imbalance": {name: float(of.max() / of.mean()) if of.sum() > 0 else None for name, of in loads.items()},
         "jain": {name: jain_index(values) for name, values in loads.items()},
         "each": rows,
     }
@@ -117,7 +117,3 @@ def _replica(
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
     """None where one is not known."""
     return None if any(value is None for value in values) else join(values)
-
-
-def _imbalance(values: FloatArray) -> float | None:
-    return float(values.max() / values.mean()) if values.sum() > 0 else None

@@ -76,13 +76,13 @@ class Engine:
 def engines_of(run: Run) -> list[Engine]:
     """The engines of a run that took steps, in the order of their numbers."""
     parts = split(Requests.of(run.requests), run.manifest)
-    if len(parts) == 1:
-        return [Engine(run.steps, *spans(parts[0], run.steps), ends_idle=False)] if len(run.steps) else []
-    engines = []
+    engines, is_fleet = [], len(parts) > 1
     for number, requests in enumerate(parts):
-        steps = run.steps[numbers(run.steps, "replica") == number].sort_values("start_ns", kind="stable")
+        steps = run.steps
+        if is_fleet:
+            steps = steps[numbers(steps, "replica") == number].sort_values("start_ns", kind="stable")
         if len(steps):
-            engines.append(Engine(steps, *spans(requests, steps), ends_idle=True))
+            engines.append(Engine(steps, *spans(requests, steps), ends_idle=is_fleet))
     return engines
 
 

@@ -21,7 +21,7 @@ from analysis.comparison.compare import Comparison
 from analysis.comparison.fidelity import pair_of
 from analysis.comparison.wording import change_text
 from analysis.load import Run, Sweep, num_replicas
-from analysis.measures.occupancy import kv_usage, run_end_ns
+from analysis.measures.occupancy import run_end_ns
 from analysis.measures.statistics import mean_of_all
 from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
@@ -193,11 +193,11 @@ def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engin
 def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
     """The share of blocks in use: one engine's, filled; of a fleet the mean, in a band from the least to the most."""
     num, num_blocks = num_replicas(run), run.manifest.get("num_gpu_blocks")
-    usage = [kv_usage(engine.steps, num_blocks) for engine in engines]
-    levels = [engine.level(100.0 * share) for engine, share in zip(engines, usage, strict=True) if share is not None]
-    if not levels:
+    if not num_blocks:
         style.say_empty(axes, "size of the pool unknown")
         return
+    free = [numbers(engine.steps, "free_gpu_blocks") for engine in engines]
+    levels = [engine.level(100.0 * (1.0 - one / num_blocks)) for engine, one in zip(engines, free, strict=True)]
     summed = total(levels)
     x, y = thin(summed.times_s, summed.values / num)
     low: FloatArray | float = 0.0

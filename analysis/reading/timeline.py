@@ -89,12 +89,6 @@ def replicas_of(steps: Rows) -> list[int]:
     return sorted(found)
 
 
-def last_end_ns(steps: Rows) -> int | None:
-    """The end of the last step of all; None where there is none."""
-    ends = [int(whole(array).max()) for (array,) in steps.batches(["end_ns"]) if len(array)]
-    return max(ends, default=None)
-
-
 class Instants:
     """An instant of each request, ns, in order of time: looked up as steps pass by, in one of two ways.
 

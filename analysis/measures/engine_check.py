@@ -61,11 +61,6 @@ class EngineCheck:
         self._first_impossible = (0, 0, 0)  # row, start, end
         self._step_nulls: frozenset[str] = frozenset()
         self._is_fit = not self._nulls and len(requests) > 0  # until steps overlap
-        if self._is_fit:
-            self._prepare()
-
-    def _prepare(self) -> None:
-        requests = self._requests
         ended = requests.where(lambda piece: piece.is_known("finish_ns"))
         preempted = requests.where(lambda piece: piece.whole("num_preemptions") > 0)
         self._num_open = len(requests) - len(ended)

@@ -47,12 +47,10 @@ class MemoryRows:
     Columns come as Arrow arrays; `whole`, `numbers` and `Codes` make numpy arrays of them.
     """
 
-    def __init__(
-        self, data: pd.DataFrame | pa.Table, batch_rows: int | None = None, order: IntArray | None = None
-    ) -> None:
+    def __init__(self, data: pd.DataFrame | pa.Table, batch_rows: int | None = None) -> None:
         self.num_rows = len(data)
         self.names = frozenset(data.column_names if isinstance(data, pa.Table) else data.columns)
-        self._data, self._batch_rows, self._order = data, batch_rows, order
+        self._data, self._batch_rows = data, batch_rows
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
         """The columns `names` of the next rows, at most `num_rows` (None: as many as are good), in their order."""
@@ -64,7 +62,7 @@ class MemoryRows:
     def by_time(self) -> MemoryRows:
         """The same rows by `start_ns`, ties in their order."""
         order = np.argsort(whole(self._column("start_ns")), kind="stable")
-        return MemoryRows(self._data, self._batch_rows, order)
+        return MemoryRows(self._data.take(order), self._batch_rows)
 
     def parts(self, num_rows: int) -> Iterator[MemoryRows]:
         """The rows in parts of about `num_rows`, in their order."""
@@ -77,9 +75,7 @@ class MemoryRows:
             column = self._data.column(name)
         else:
             column = pa.array(self._data[name], type=kind, from_pandas=True)
-        if isinstance(column, pa.ChunkedArray):
-            column = column.combine_chunks()
-        return column if self._order is None else column.take(pa.array(self._order))
+        return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 class FileRows:

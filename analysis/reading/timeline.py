@@ -99,16 +99,17 @@ class Instants:
 
     def __init__(self, requests: Requests, *read: Callable[[RequestColumns], IntArray]) -> None:
         self._requests, self._read = requests, read
-        self._window: IntArray | None = None  # [instant, row, *what comes along; num_instants]
-        self._num_done = 0  # of the window
-        self._num_before = 0  # in earlier windows
+        # [instant, row, *what comes along; num_instants]; at first what stands before all, and is of no request
+        self._window = np.full((1 + len(read), 1), np.iinfo(np.int64).min)
+        self._num_done = 1  # of the window
+        self._num_before = -1  # in earlier windows
         self._has_more = True
 
     def num_until(self, instants_ns: IntArray) -> IntArray:
         """How many are at or before each of `instants_ns`, whose largest does not come down from call to call by more
         than a window. Not to be mixed with `take`."""
         most = int(instants_ns.max(initial=0))
-        window = self._first() if self._window is None else self._window
+        window = self._window
         found = self._num_before + np.searchsorted(window[0], instants_ns, side="right")
         while self._has_more and window[0, -1] <= most:
             self._num_before += window.shape[1]
@@ -119,7 +120,7 @@ class Instants:
     def take(self, run: StepRun) -> Iterator[IntArray]:
         """[instant, row, *what comes along; num_instants] of those up to the start of the step after these, once; with
         the last step all that are left. In parts."""
-        window = self._first() if self._window is None else self._window
+        window = self._window
         while True:
             size = window.shape[1]
             high = size if run.is_last else int(np.searchsorted(window[0], run.following[-1], side="left"))
@@ -130,13 +131,8 @@ class Instants:
                 return
             window = self._next()
 
-    def _first(self) -> IntArray:
-        self._window = np.full((1 + len(self._read), 1), np.iinfo(np.int64).min)
-        return self._next()
-
     def _next(self) -> IntArray:
         """The window after this one."""
-        assert self._window is not None
         after_ns, after_row = self._window[:2, -1].tolist()
         found = np.empty((self._window.shape[0], 0), dtype=np.int64)
         self._has_more, self._num_done = False, 0

@@ -37,11 +37,8 @@ STEP_ARGS = (
 POOLS = {"KV blocks GPU": "free_gpu_blocks", "KV blocks CPU": "free_cpu_blocks"}
 SEQUENCES = {"running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped"}
 TOKENS = {"decode": "num_decode_tokens", "prefill": "num_prefill_tokens"}
-EVENTS = {  # column of steps.parquet, and field of decisions.jsonl
-    "preempted": ("num_preempted", "preempted"),
-    "swapped out": ("num_swapped_out", "swapped_out"),
-    "swapped in": ("num_swapped_in", "swapped_in"),
-    "ignored": ("num_ignored", "ignored"),
+EVENTS = {  # field of decisions.jsonl; how many there are is in steps.parquet
+    name: name.replace(" ", "_") for name in ("preempted", "swapped out", "swapped in", "ignored")
 }
 PHASES = {  # each from its instant to that of the next
     "arrival": "arrival_ns",
@@ -121,9 +118,9 @@ class Engine:
         self._draw_parts(trace, row)
         self._count(trace, start_ns, row)
         if self.marks_events:
-            for name, (column, _) in EVENTS.items():
-                if row[column]:
-                    trace.instant(self.events, name, start_ns, {"step": row["step"], "num_requests": row[column]})
+            for name, told in EVENTS.items():
+                if num := row[f"num_{told}"]:
+                    trace.instant(self.events, name, start_ns, {"step": row["step"], "num_requests": num})
         self._end_ns, self._is_empty = end_ns, is_empty
 
     def _draw_parts(self, trace: ChromeTrace, row: Row) -> None:
@@ -344,7 +341,7 @@ def _draw_decisions(trace: ChromeTrace, file: Path, engines: dict[int, Engine]) 
             try:
                 decided = parsed(json.loads, line)
                 engine, at_ns = engines[decided.get("replica", 0)], round(decided["time_s"] * 1e9)
-                which = {name: [str(key) for key in decided[told]] for name, (_, told) in EVENTS.items()}
+                which = {name: [str(key) for key in decided[told]] for name, told in EVENTS.items()}
                 admitted, args = list(decided["cached_tokens"]), {"step": int(decided["step"])}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = shortened(f"{type(error).__name__}: {error}")

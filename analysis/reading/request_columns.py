@@ -184,10 +184,8 @@ class RequestColumns:
             if times is None or not (times.num[chosen] >= 0).any():
                 return None
             return TokenTimes(times.last_ns[chosen], times.largest_gap_ns[chosen], times.num[chosen])
-        if "token_ns" not in self.rows.names:
-            return None
         last, largest = np.full(len(self), np.nan), np.full(len(self), np.nan)
-        num = np.empty(len(self), dtype=np.int64)
+        num = np.full(len(self), -1)
         for low, flat, offsets, known in self._token_batches():
             rows = slice(low, low + len(known))
             num[rows] = np.where(known, np.diff(offsets), -1)
@@ -235,7 +233,7 @@ class RequestColumns:
         if self._kept is not None:
             yield from self._kept
             return
-        are_few = "token_ns" in self.rows.names and int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
+        are_few = int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
         kept: list[_Batch] = []
         for batch in self._read_tokens():
             if are_few:

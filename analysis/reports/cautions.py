@@ -137,13 +137,13 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     said = []
     for key in found[:_MAX_KEYS]:
         per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
-        said.append(f"{factor_name(key)} ({_listed(per_arm)})")
+        said.append(f"{factor_name(key)} ({_listed(per_arm, arms)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
     for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):
-            said.append(f"{words} ({_listed(per_arm)})")
+            said.append(f"{words} ({_listed(per_arm, arms)})")
     if said:
         yield f"The arms differ in more than their names say: {fmt.listing(said)}."
 
@@ -165,9 +165,22 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _listed(per_arm: Mapping[str, str]) -> str:
-    shown = [f"{value} in {arm}" for arm, value in list(per_arm.items())[:_MAX_KEYS]]
-    return "; ".join(shown) + ("; …" if len(per_arm) > _MAX_KEYS else "")
+def _listed(per_arm: Mapping[str, str], arms: Sequence[Arm]) -> str:
+    """Each value, and the arms that have it."""
+    having = grouped(arms, lambda arm: per_arm[arm.name])
+    shown = [f"{value} in {_who_are(mine, arms)}" for value, mine in list(having.items())[:_MAX_KEYS]]
+    return "; ".join(shown) + ("; …" if len(having) > _MAX_KEYS else "")
+
+
+def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
+    """The arms, by the level that they and no others have, where there is one."""
+    names = [arm.name for arm in mine]
+    for key, level in mine[0].levels.items() if len(mine) > 1 else ():
+        if [arm.name for arm in arms if arm.levels.get(key) == level] == names:
+            return f"all with {level_names({key: level})}"
+    return fmt.listing(
+        names if len(names) <= _MAX_KEYS else [*names[: _MAX_KEYS - 1], f"{len(names) - _MAX_KEYS + 1} more"]
+    )
 
 
 def _span(values: Sequence[object]) -> str:
@@ -190,9 +203,9 @@ def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
-    """What shows it, in the mean over these of so many runs. Later turns come only as earlier ones are served, so their
+    """What shows it, in the mean over these runs of so many. Later turns come only as earlier ones are served, so their
     rates show nothing."""
-    where = "" if len(runs) == num_of else f"in these {len(runs)} of {num_of} runs "
+    where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
     if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # none has turns
         offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more were in the system"

@@ -279,7 +279,7 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
         16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
     )
 
-    def steps_of(composition: str, budget: int | None, trace: Trace) -> list[tuple[BatchShape, Spans, int]]:
+    def served_steps(composition: str, budget: int | None, trace: Trace) -> list[tuple[BatchShape, Spans, int]]:
         """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
         changed = replace(own, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
         scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
@@ -290,7 +290,7 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
         return collector.steps
 
     return [
-        Unit(partial(steps_of, composition, budget, trace), is_repeated=False)
+        Unit(partial(served_steps, composition, budget, trace), is_repeated=False)
         for composition, budget in _COMPOSITIONS
         for trace in _traces(extent.num_requests, longest)
     ]

@@ -132,6 +132,15 @@ def test_a_setting_that_goes_along_with_another_is_named(tmp_path: Path) -> None
     assert "The arms differ in more than their names say: num gpu blocks (900 in sarathi; 700 in vllm_v1)." in said
 
 
+def test_arms_that_share_a_value_are_named_by_the_level_that_they_share(tmp_path: Path) -> None:
+    for scheduler, blocks in (("vllm_v1", 700), ("sarathi", 900)):
+        for caching in (True, False):
+            cache = {"num_gpu_blocks": blocks, "prefix_caching": caching}
+            ran(tmp_path / f"{scheduler}{caching}", scheduler=scheduler, cache=cache)
+    said = report(tmp_path)
+    assert "say: num gpu blocks (900 in all with sarathi; 700 in all with vllm_v1)." in said
+
+
 def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:
     for scheduler in ("vllm_v1", "sarathi"):
         ran(tmp_path / scheduler, scheduler=scheduler)

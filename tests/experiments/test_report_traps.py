@@ -128,7 +128,7 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
         run.summary["throughput"]["offered_per_s"] = 1180.4
     (said,) = [text for text in cautions({"": arms}, 0.02) if "beyond capacity" in text]
     came = number(1180.4, "req/s")
-    assert said.startswith(f"{names} are beyond capacity: in these 3 of 4 runs on average {came} came, ")
+    assert said.startswith(f"{names} are beyond capacity: in 3 of 4 runs on average {came} came, ")
 
 
 def test_what_is_claimed_of_one_trace_says_so(tmp_path: Path) -> None:

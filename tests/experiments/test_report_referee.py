@@ -122,9 +122,7 @@ def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> N
         run.summary["steadiness"]["is_outrun"] = is_outrun
     beyond = f"{one.name} (in 1 of 3 replicates, 1 not judged)"
     assert light(arms, "load")[1] == f"beyond the capacity of {beyond}"
-    assert any(
-        text.startswith(f"{beyond} is beyond capacity: in 1 of 3 runs") for text in cautions({"": arms}, 0.02)
-    )
+    assert any(text.startswith(f"{beyond} is beyond capacity: in 1 of 3 runs") for text in cautions({"": arms}, 0.02))
     for run in one.runs:
         run.summary["steadiness"]["is_outrun"] = True
     other.runs[0].summary["steadiness"] = None

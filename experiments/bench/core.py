@@ -24,7 +24,7 @@ NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
 SCHEDULERS = ("vllm_v1", "decode_first", "prefill_first")
 QUEUE_LENGTHS = (100, 1_000, 10_000)
 QUEUE_ORDERS = (
-    "fcfs", "lcfs", "random", "priority", "sjf", "srpt", "hrrn", "edf", "vtc", "mlfq", "lpm", "dfs", "partial",
+    "fcfs", "lcfs", "random", "priority", "sjf", "ljf", "srpt", "hrrn", "edf", "vtc", "mlfq", "lpm", "dfs", "partial",
 )  # fmt: skip
 POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.keys import PLAIN, too_large
+from experiments.configuration.on_device import check_device
 from experiments.configuration.options import options
 from experiments.configuration.overrides import check, is_value, library_of, literal, parsed
 from testbed.errors import ConfigError
@@ -33,8 +34,6 @@ def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyTy
 
 def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
     """The configuration that the overrides made, if it is not refused for what they ask for."""
-    from experiments.configuration.on_device import check_device  # not at the top: it composes too
-
     check_device(overrides, config)
     return config
 

@@ -168,12 +168,10 @@ def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[st
     settings.append(f"scheduler={'vllm_v1_async' if is_async else 'vllm_v1'}")
     if values.get("dtype") is not None:
         settings.append(f"model.dtype={values['dtype']}")
-    for key in _COUNTS:
-        field = key.partition(".")[2]
-        if values.get(field) is not None:
-            settings.append(f"{key}={count(values, field, place)}")
-    max_num_seqs = values.get("max_num_seqs")
-    captured = _MAX_CAPTURED if max_num_seqs is None else min(_MAX_CAPTURED, 2 * max_num_seqs)
+    given_counts = {key: key.partition(".")[2] for key in _COUNTS}
+    counts = {key: count(values, field, place) for key, field in given_counts.items() if values.get(field) is not None}
+    settings += [f"{key}={num}" for key, num in counts.items()]
+    captured = min(_MAX_CAPTURED, 2 * counts.get("scheduler.max_num_seqs", _MAX_CAPTURED))
     return [*settings, f"cost.max_captured_tokens={captured}"]
 
 

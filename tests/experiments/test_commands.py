@@ -101,8 +101,11 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_says_nothing_or_two_things_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...],
+    said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     assert said in say(capsys, *arguments).error()
 
 

@@ -190,6 +190,7 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
         (300, [], 512),
         (None, [], 512),
         (64, ["cost=tables"], 128),
+        ("64", [], 128),
         (64, ["cost.max_captured_tokens=0"], 0),
         (64, ["cost=tables", "cost=linear"], None),  # of another cost model: a --beside, say
     ],

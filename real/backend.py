@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
-from typing import NamedTuple
 
 import torch
 
 from real.attention.interface import AttentionProvider, AttentionSpec
 from real.attention.registry import Choice, choose_together
-from real.batch import Layout
-from real.block_tables import HostTables
+from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import (
     Placement,
-    Stopwatch,
     describe_device,
     is_out_of_memory,
     memory_named,
@@ -28,20 +25,19 @@ from real.device import (
     stopwatch,
     weight_bytes,
 )
-from real.driver import Computed
+from real.driver import Computed, Work
 from real.graphs import CudaCapture, GraphShape, captured_shapes
 from real.host_memory import check_fits
 from real.loader import load_weights
-from real.max_load import BatchLimits, capture_steps, fitting_num_blocks, make_probe, warm_up
+from real.max_load import capture_steps, fitting_num_blocks, make_probe, warm_up
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
 from real.runner import ModelRunner
-from real.sampling.inputs import SampleInputs
-from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
+from real.sampling.sampler import outcomes, prompt_logprobs
 from testbed.checks import require_whole, require_whole_or_null
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, ScheduledSequence
+from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
@@ -49,48 +45,6 @@ LESS_MEMORY = (
     "lower cache.num_gpu_blocks or cache.gpu_memory_utilization, scheduler.max_num_batched_tokens or "
     "scheduler.max_num_seqs"
 )
-
-
-class Launched(NamedTuple):
-    """What chooses a step's tokens, on its way."""
-
-    inputs: SampleInputs
-    drawn: Drawn
-    eos_token_id: int | None
-
-
-class RealWork:
-    """A plan that was launched. `wait` may be called once."""
-
-    def __init__(
-        self,
-        sampled: list[ScheduledSequence],
-        launched: Launched | None,
-        clock: Stopwatch,
-        prepare_ns: int,
-        swap_ns: Callable[[], int],
-    ) -> None:
-        self._sampled = sampled
-        self._launched = launched
-        self._clock = clock
-        self._prepare_ns = prepare_ns
-        self._swap_ns = swap_ns  # of swaps beside the stream of the clock, once that has finished
-
-    def is_done(self) -> bool:
-        """Whether `wait` would not block."""
-        return self._clock.is_done()
-
-    def wait(self) -> Computed:
-        """Blocks until the device is done."""
-        swap_ns, forward_ns, sample_ns = self._clock.finish()
-        swap_ns += self._swap_ns()
-        spans = Spans(prepare_ns=self._prepare_ns, swap_ns=swap_ns, forward_ns=forward_ns, sample_ns=sample_ns)
-        if self._launched is None:
-            return Computed(None, spans)
-        inputs, drawn, eos_token_id = self._launched
-        are_forced = all(row.forced for row in self._sampled)
-        chosen = None if are_forced else outcomes(self._sampled, inputs, drawn, eos_token_id)
-        return Computed(chosen, spans, prompt_logprobs(inputs, drawn))
 
 
 class RealBackend:
@@ -137,18 +91,14 @@ class RealBackend:
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
             check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
-        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len or spec.max_length)
-        self.runner = ModelRunner(
-            model, choice.provider, placement, layout=Layout(block_size, spec.vocab_size, sliding_window),
-            tables=HostTables(max_num_seqs, -(-limits.max_model_len // block_size)), seed=seed,
-            eos_token_id=spec.eos_token_id,
-        )  # fmt: skip
+        max_model_len = max_model_len or spec.max_length
+        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
+        self.runner = ModelRunner(model, choice.provider, placement, spec, limits, seed)
         captured = _to_capture(config, limits, placement, choice.provider)
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
-                self.runner, spec, placement, limits, attention.cache_dtype, gpu_memory_utilization,
-                config.cpu_kv_bytes, captured,
-            )  # fmt: skip
+                self.runner, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes, captured
+            )
             num_gpu_blocks = int(_of_ranks(num_gpu_blocks, placement).min())  # they hold parts of the same blocks
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
@@ -161,18 +111,18 @@ class RealBackend:
         self.name_parts()
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
         self._eos_token_id = spec.eos_token_id
-        self.probe = make_probe(self.runner, self.cache, placement, limits)
+        self.probe = make_probe(self.runner, self.cache)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             if captured is not None:  # first: a capture gives back the pinned memory that a warm-up has brought
-                self.runner.graphs = capture_steps(self.runner, self.cache, placement, limits, *captured)
-            warm_up(self.runner, self.cache, placement, limits)
+                self.runner.graphs = capture_steps(self.runner, self.cache, *captured)
+            warm_up(self.runner, self.cache)
 
-    def start(self, plan: BatchPlan) -> RealWork:
+    def start(self, plan: BatchPlan) -> Work:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
         with memory_named(LESS_MEMORY), torch.inference_mode():
             return self._start(plan)
 
-    def _start(self, plan: BatchPlan) -> RealWork:
+    def _start(self, plan: BatchPlan) -> Work:
         began_ns = time.perf_counter_ns()
         rows = plan.scheduled
         with self._part("prepare"):
@@ -192,9 +142,20 @@ class RealBackend:
         clock.mark()
         if inputs is not None and hidden is not None and logits is not None:
             with self._part("sample"):
-                launched = Launched(inputs.sampling, self.runner.draw(hidden, logits, inputs), self._eos_token_id)
+                launched = inputs.sampling, self.runner.draw(hidden, logits, inputs)
         clock.mark()
-        return RealWork([row for row in rows if row.samples], launched, clock, prepare_ns, swap_ns)
+        sampled = [row for row in rows if row.samples]
+
+        def wait() -> Computed:
+            on_stream_ns, forward_ns, sample_ns = clock.finish()  # swaps beside the stream are known behind it
+            spans = Spans(0, prepare_ns, on_stream_ns + swap_ns(), forward_ns, sample_ns)
+            if launched is None:
+                return Computed(None, spans)
+            are_forced = all(row.forced for row in sampled)
+            chosen = None if are_forced else outcomes(sampled, *launched, self._eos_token_id)
+            return Computed(chosen, spans, prompt_logprobs(*launched))
+
+        return Work(wait, clock.is_done)
 
     def name_parts(self, ranges: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Puts the parts of steps into these ranges, by name; into none again."""
@@ -237,12 +198,9 @@ def _to_capture(
 
 def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
     """The scheduler's limits end them, as they end the simulator's."""
-    _, max_num_batched_tokens, max_num_seqs, _ = limits
-    return captured_shapes(
-        min(config.max_captured_size, max_num_seqs, max_num_batched_tokens),
-        min(config.max_captured_tokens, max_num_batched_tokens),
-        max_num_seqs,
-    )
+    most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    max_decodes = min(config.max_captured_size, most_rows, most_tokens)
+    return captured_shapes(max_decodes, min(config.max_captured_tokens, most_tokens), most_rows)
 
 
 def _of_ranks(number: int, placement: Placement) -> torch.Tensor:

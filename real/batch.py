@@ -40,15 +40,17 @@ class FlatBatch(NamedTuple):
         return self.num_tokens == self.num_rows
 
 
-class Layout(NamedTuple):
-    """What the arrays of any batch depend on besides its rows."""
+class BatchLimits(NamedTuple):
+    """The largest step that the core will plan, and what its arrays depend on besides its rows."""
 
     block_size: int
-    vocab_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
     sliding_window: int | None = None
 
 
-def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTables) -> FlatBatch:
+def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: int, tables: HostTables) -> FlatBatch:
     """The rows in their order; their block tables become known. Raises RequestError for a token id outside the
     vocabulary."""
     starts = np.array([row.start for row in rows])  # [num_rows]
@@ -61,9 +63,9 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTable
         awaiting = [(end - 1, row.seq_id) for end, row in zip(ends, rows, strict=True) if row.awaits_token]
         token_ids[[place for place, _ in awaiting]] = 0
         placeholders = tuple(awaiting)
-    _check_tokens(token_ids, rows, layout.vocab_size)
+    _check_tokens(token_ids, rows, vocab_size)
     context_lens = starts + query_lens
-    _check_windows(rows, starts, layout)
+    _check_windows(rows, starts, limits)
     table_rows, new_blocks = tables.update(rows)
     if len(token_ids) == len(rows):
         table_of_token, positions = table_rows, starts
@@ -71,9 +73,9 @@ def flatten(rows: Sequence[ScheduledSequence], layout: Layout, tables: HostTable
         before = np.cumsum(query_lens) - query_lens  # tokens of the rows before each
         positions = np.arange(len(token_ids)) + np.repeat(starts - before, query_lens)  # [num_tokens]
         table_of_token = np.repeat(table_rows, query_lens)
-    blocks, offsets = np.divmod(positions, layout.block_size)
-    slots = tables.blocks[table_of_token, blocks].astype(np.int64) * layout.block_size + offsets
-    max_blocks = -(-int(context_lens.max()) // layout.block_size)
+    blocks, offsets = np.divmod(positions, limits.block_size)
+    slots = tables.blocks[table_of_token, blocks].astype(np.int64) * limits.block_size + offsets
+    max_blocks = -(-int(context_lens.max()) // limits.block_size)
     return FlatBatch(
         token_ids, positions, slots, query_lens, context_lens, table_rows, new_blocks, max_blocks, placeholders
     )
@@ -86,12 +88,12 @@ def cumulative(lengths: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, layout: Layout) -> None:
+def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, limits: BatchLimits) -> None:
     """Of the blocks of its context, a row names all but those that none of its tokens looks at."""
-    window = layout.sliding_window
+    window = limits.sliding_window
     firsts = [0] * len(rows)
     if window is not None:
-        firsts = (np.maximum(0, starts + 1 - window) // layout.block_size).tolist()
+        firsts = (np.maximum(0, starts + 1 - window) // limits.block_size).tolist()
     named = [row.block_table[first] for row, first in zip(rows, firsts, strict=True)]
     assert min(named) >= 0, "a row names the blocks of its window"
 

@@ -33,6 +33,14 @@ class RunningWork(Protocol):
     def wait(self) -> Computed: ...
 
 
+class Work(NamedTuple):
+    """A RunningWork. wait: may be called once, and in the order of the plans. is_done: whether that would not block,
+    where the engine can say it."""
+
+    wait: Callable[[], Computed]
+    is_done: Callable[[], bool] = lambda: False
+
+
 class RunningBackend(Protocol):
     """What the driver asks of an engine; RealBackend is one."""
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
-from real.batch import FlatBatch, cumulative
-from real.cache_engine import LayerCaches
+from real.batch import BatchLimits, FlatBatch, cumulative
+from real.cache_engine import CacheEngine
 from real.models.interface import CausalLM
 from real.staging import layout, twofold_memory, views, write
 
@@ -174,37 +174,31 @@ class Captured(NamedTuple):
 
 
 class StepGraphs:
-    """The captured steps of one model over one KV cache.
-
-    shapes: the largest first. max_model_len: the longest context of any row. capture: how; CudaCapture on a GPU.
-    """
+    """The captured steps of one model over one KV cache. shapes: the largest first. capture: CudaCapture on a GPU."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionProvider,
-        caches: LayerCaches,
-        *,
+        cache: CacheEngine,
+        limits: BatchLimits,
         shapes: list[GraphShape],
-        block_size: int,
-        max_model_len: int,
-        scratch_block: int,
-        device: torch.device,
         capture: Capture,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._caches = caches
-        self._max_model_len = max_model_len
+        self._caches = cache.gpu
+        self._max_model_len = limits.max_model_len
         self._most_tokens = shapes[0].num_tokens
-        self._max_blocks = -(-max_model_len // block_size)
-        most_rows = max(shape.num_rows for shape in shapes)
+        self._max_blocks = -(-limits.max_model_len // limits.block_size)
+        scratch_slot = cache.scratch_block * limits.block_size
+        size, device = (max(shape.num_rows for shape in shapes), self._max_blocks), cache.gpu.whole.device
         with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
-            tables = torch.full((most_rows, self._max_blocks), scratch_block, dtype=torch.int32, device=device)
+            tables = torch.full(size, cache.scratch_block, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None  # [most tokens, hidden], where every graph leaves its result
         self._captured: dict[bool, list[Captured]] = {True: [], False: []}  # by is_decode, the smallest first
         for shape in shapes:  # the largest first: the smaller ones fit into its memory
-            inputs = GraphInputs(shape, tables[: shape.num_rows], scratch_block * block_size)
+            inputs = GraphInputs(shape, tables[: shape.num_rows], scratch_slot)
             self._captured[shape.is_decode].insert(0, Captured(inputs, capture(partial(self._forward, inputs))))
 
     def _forward(self, inputs: GraphInputs) -> Tensor:

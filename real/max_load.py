@@ -3,40 +3,28 @@ serve no request: the warm-up, captures, a probe of the machine's speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from real.attention.interface import metadata_of
+from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
-from real.device import Placement, memory_named
+from real.device import memory_named
 from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
 from real.layers.packed import make_code
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
 from testbed.specs.memory import num_kv_blocks
-from testbed.specs.model import ModelSpec
 
 WARM_UP_CONTEXT = 1024  # worth several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds
 
 
-class BatchLimits(NamedTuple):
-    """The largest step that the core will plan."""
-
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-
-
 def fitting_num_blocks(
     runner: ModelRunner,
-    spec: ModelSpec,
-    placement: Placement,
-    limits: BatchLimits,
     cache_dtype: torch.dtype,
     gpu_memory_utilization: float,
     cpu_kv_bytes: int,
@@ -46,20 +34,20 @@ def fitting_num_blocks(
 
     captured: the shapes of the steps that are to be captured beside the blocks, and how.
     """
-    size = block_bytes(spec, limits.block_size, cache_dtype, placement.group.size)
-    if placement.device.type == "cpu":
-        return _num_blocks_of_budget(size, limits.block_size, cpu_kv_bytes)
-    weights, temporaries = _measure(runner, spec, placement, limits, cache_dtype)
+    block_size, device = runner.limits.block_size, runner.placement.device
+    size = block_bytes(runner.spec, block_size, cache_dtype, runner.placement.group.size)
+    if device.type == "cpu":
+        return _num_blocks_of_budget(size, block_size, cpu_kv_bytes)
+    weights, temporaries = _measure(runner, cache_dtype)
     graphs = 0
     if captured is not None:
-        cache = _small_cache(spec, placement, limits.block_size, cache_dtype)
         with memory_named(
             "captured steps do not fit: lower backend.max_captured_tokens or backend.max_captured_size, or set "
             "cuda_graphs=false"
         ):
-            graphs = _measure_graphs(runner, cache, placement, limits, *captured)
+            graphs = _measure_graphs(runner, cache_dtype, *captured)
     return num_kv_blocks(
-        memory_bytes=torch.cuda.mem_get_info(placement.device)[1],
+        memory_bytes=torch.cuda.mem_get_info(device)[1],
         utilization=gpu_memory_utilization,
         weight_bytes=weights,
         activation_bytes=temporaries,
@@ -78,16 +66,14 @@ def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
 
 
 @torch.inference_mode()
-def _measure(
-    runner: ModelRunner, spec: ModelSpec, placement: Placement, limits: BatchLimits, cache_dtype: torch.dtype
-) -> tuple[int, int]:
+def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the weights, and of the peak of two steps at the maximum load (over two KV blocks, which count as well)
     plus what others hold of the GPU."""
-    block_size, max_num_batched_tokens, max_num_seqs, max_model_len = limits
-    device = placement.device
+    _, max_num_batched_tokens, max_num_seqs, max_model_len, _ = runner.limits
+    device = runner.placement.device
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
-    cache = _small_cache(spec, placement, block_size, cache_dtype)
+    cache = _small_cache(runner, cache_dtype)
     torch.cuda.reset_peak_memory_stats(device)
     chunk = min(max_num_batched_tokens, max_model_len)
     loads = [
@@ -99,8 +85,7 @@ def _measure(
         "scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
     ):
         for load in loads:
-            inputs = synthetic_load(load, max_num_seqs, block_size, spec.vocab_size, device)
-            run_load(runner, inputs, cache.gpu)
+            run_load(runner, synthetic_load(runner, load, max_num_seqs), cache)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - weights
     torch.cuda.empty_cache()
@@ -109,25 +94,12 @@ def _measure(
     return weights, activations + others
 
 
-def _small_cache(spec: ModelSpec, placement: Placement, block_size: int, dtype: torch.dtype) -> CacheEngine:
+def _small_cache(runner: ModelRunner, dtype: torch.dtype) -> CacheEngine:
     """Of two blocks: one that all rows of a synthetic load share, and a scratch block."""
-    return CacheEngine(spec, placement, block_size=block_size, num_gpu_blocks=1, num_cpu_blocks=0, dtype=dtype)
-
-
-class _Metered:
-    """A capture that notes how much of the GPU each one takes."""
-
-    def __init__(self, capture: Capture, device: torch.device) -> None:
-        self._capture, self._device = capture, device
-        self._free = _free_bytes(device)
-        self.taken: list[int] = []
-
-    def __call__(self, work: Work) -> Work:
-        replay = self._capture(work)
-        free = _free_bytes(self._device)
-        self.taken.append(self._free - free)
-        self._free = free
-        return replay
+    return CacheEngine(
+        runner.spec, runner.placement, block_size=runner.limits.block_size, num_gpu_blocks=1, num_cpu_blocks=0,
+        dtype=dtype,
+    )  # fmt: skip
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -138,12 +110,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _measure_graphs(
-    runner: ModelRunner,
-    cache: CacheEngine,
-    placement: Placement,
-    limits: BatchLimits,
-    shapes: list[GraphShape],
-    capture: CudaCapture,
+    runner: ModelRunner, cache_dtype: torch.dtype, shapes: list[GraphShape], capture: CudaCapture
 ) -> int:
     """Bytes that captured steps of these shapes will hold: tensors, and what the driver keeps of each.
 
@@ -151,24 +118,31 @@ def _measure_graphs(
     work in, and two more, which say what any other adds.
     """
     probes = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]}, reverse=True)
-    metered = _Metered(capture, placement.device)
-    capture_steps(runner, cache, placement, limits, probes, metered)
+    cache, device = _small_cache(runner, cache_dtype), runner.placement.device
+    free = [_free_bytes(device)]  # before the first capture, and behind each
+
+    def metered(work: Work) -> Work:
+        replay = capture(work)
+        free.append(_free_bytes(device))
+        return replay
+
+    capture_steps(runner, cache, probes, metered)
     capture.begin_anew()
-    first, *others = (max(0, num_bytes) for num_bytes in metered.taken)
+    first, *others = (max(0, before - after) for before, after in pairwise(free))
     per_graph = min(others, default=0)  # the other may have more in it: kernels loaded, another process's memory
     return first + per_graph * (len(shapes) - 1)
 
 
 @torch.inference_mode()
-def warm_up(runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: BatchLimits) -> None:
+def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
     """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls."""
-    is_cuda = placement.device.type == "cuda"
+    is_cuda = runner.placement.device.type == "cuda"
     if is_cuda:
         cache.warm_up()
-    for load in warm_up_loads(limits, is_cuda):
-        run_load(runner, synthetic_load(load, 2, limits.block_size, runner.vocab_size, placement.device), cache.gpu)
+    for load in warm_up_loads(runner.limits, is_cuda):
+        run_load(runner, synthetic_load(runner, load, 2), cache)
     if not is_cuda:
-        make_code(runner.model, limits.max_num_batched_tokens)
+        make_code(runner.model, runner.limits.max_num_batched_tokens)
     for layer in cache.gpu:
         layer.zero_()
 
@@ -186,15 +160,12 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
     return loads
 
 
-def make_probe(
-    runner: ModelRunner, cache: CacheEngine, placement: Placement, limits: BatchLimits
-) -> Callable[[], None] | None:
+def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | None:
     """The forward pass of one decode, in the block that nobody uses: what it takes says how fast this machine is at the
     moment. None: a GPU, which is not shared; ranks, which would have to do it together."""
-    if placement.device.type != "cpu" or placement.group.size > 1:
+    if runner.placement.device.type != "cpu" or runner.placement.group.size > 1:
         return None
-    size = limits.block_size
-    inputs = synthetic_load([(1, size)], 1, size, runner.vocab_size, placement.device, block=cache.scratch_block)
+    inputs = synthetic_load(runner, [(1, runner.limits.block_size)], 1, block=cache.scratch_block)
 
     @torch.inference_mode()
     def probe() -> None:  # nothing is drawn: a step in flight may wait for the tokens of the last draw
@@ -204,41 +175,22 @@ def make_probe(
 
 
 @torch.inference_mode()
-def capture_steps(
-    runner: ModelRunner,
-    cache: CacheEngine,
-    placement: Placement,
-    limits: BatchLimits,
-    shapes: list[GraphShape],
-    capture: Capture,
-) -> StepGraphs:
+def capture_steps(runner: ModelRunner, cache: CacheEngine, shapes: list[GraphShape], capture: Capture) -> StepGraphs:
     """Steps of these shapes over the cache, ready to be replayed; the KV memory is zeros again."""
-    graphs = StepGraphs(
-        runner.model,
-        runner.attention,
-        cache.gpu,
-        shapes=shapes,
-        block_size=limits.block_size,
-        max_model_len=limits.max_model_len,
-        scratch_block=cache.scratch_block,
-        device=placement.device,
-        capture=capture,
-    )
+    graphs = StepGraphs(runner.model, runner.attention, cache, runner.limits, shapes, capture)
     cache.gpu.whole[:, :, cache.scratch_block].zero_()
     return graphs
 
 
-def run_load(runner: ModelRunner, inputs: StepInputs, kv_caches: Iterable[torch.Tensor]) -> None:
-    hidden = runner.hidden_states(inputs, kv_caches)
+def run_load(runner: ModelRunner, inputs: StepInputs, cache: CacheEngine) -> None:
+    hidden = runner.hidden_states(inputs, cache.gpu)
     runner.draw(hidden, runner.token_logits(hidden, inputs.sample_tokens), inputs)
 
 
-def synthetic_load(
-    load: list[tuple[int, int]], num_samples: int, block_size: int, vocab_size: int, device: torch.device,
-    block: int = 0,
-) -> StepInputs:  # fmt: skip
+def synthetic_load(runner: ModelRunner, load: list[tuple[int, int]], num_samples: int, block: int = 0) -> StepInputs:
     """Inputs of (query length, context length) rows that all read and write one block: full work, little memory; the
     rows that sample ask for all that a sampler can do."""
+    block_size, device = runner.limits.block_size, runner.placement.device
     num_tokens = sum(num for num, _ in load)
     max_blocks = max(-(-context // block_size) for _, context in load)
     slots = torch.full((num_tokens,), block * block_size, dtype=torch.int64, device=device)
@@ -246,7 +198,7 @@ def synthetic_load(
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     sample_tokens = torch.arange(num_samples, device=device) % num_tokens
     sampling = sent(
-        sample_inputs(heaviest_rows(num_samples), Source(vocab_size)),
+        sample_inputs(heaviest_rows(num_samples), Source(runner.spec.vocab_size)),
         lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
     return StepInputs(EagerInputs(zeros, zeros, metadata_of(load, slots, tables)), sample_tokens, sampling, (), ())

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
-from real.batch import FlatBatch, Layout, cumulative, flatten
+from real.batch import BatchLimits, FlatBatch, cumulative, flatten
 from real.block_tables import DeviceTables, HostTables
 from real.device import Placement
 from real.graphs import Captured, StepGraphs
@@ -22,6 +22,7 @@ from real.sampling.inputs import SampleInputs, Source
 from real.sampling.sampler import Drawn, launch
 from real.staging import Staging, send_array
 from testbed.core.plan import ScheduledSequence
+from testbed.specs.model import ModelSpec
 
 
 class EagerInputs(NamedTuple):
@@ -43,27 +44,23 @@ class StepInputs(NamedTuple):
 
 
 class ModelRunner:
-    """A model, its attention provider, and the layout of its batches. graphs: captured steps, once there are any."""
+    """A model, its attention provider, and the limits of its batches. graphs: captured steps, once there are any."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionProvider,
         placement: Placement,
-        *,
-        layout: Layout,
-        tables: HostTables,
+        spec: ModelSpec,
+        limits: BatchLimits,
         seed: int,
-        eos_token_id: int | None = None,
     ) -> None:
-        self.model = model
-        self.attention = attention
+        self.model, self.attention = model, attention
+        self.placement, self.spec, self.limits = placement, spec, limits
         self.graphs: StepGraphs | None = None
-        self.vocab_size = layout.vocab_size
-        self._layout = layout
-        self._tables = tables
-        self._device_tables = DeviceTables(tables, placement.device)
-        self._samples = SampleFeed(Source(layout.vocab_size, seed, eos_token_id), placement.device)
+        self._tables = HostTables(limits.max_num_seqs, -(-limits.max_model_len // limits.block_size))
+        self._device_tables = DeviceTables(self._tables, placement.device)
+        self._samples = SampleFeed(Source(spec.vocab_size, seed, spec.eos_token_id), placement.device)
         self._newest: tuple[dict[int, int], Tensor] | None = None  # where each sequence's token of the last step lies
         self._staging = Staging(placement.device)
 
@@ -79,7 +76,7 @@ class ModelRunner:
             raise
 
     def _prepared(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
-        batch = flatten(rows, self._layout, self._tables)
+        batch = flatten(rows, self.limits, self.spec.vocab_size, self._tables)
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
         forward: EagerInputs | Captured

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from real.driver import Computed, RunningBackend, RunningWork
+from real.driver import Computed, RunningBackend, RunningWork, Work
 from testbed.core.plan import BatchPlan
 from testbed.records.schema import STEP_TRACE_FILE
 
@@ -56,12 +57,14 @@ class StepTrace:
         if self._profile is None:
             self._begin()
         with named_range(f"step {plan.step}"):
-            return _TracedWork(self, self._backend.start(plan), plan.step)
+            return Work(partial(self._wait, self._backend.start(plan), plan.step))
 
-    def waited(self, step: int) -> None:
-        """That step is over."""
+    def _wait(self, work: RunningWork, step: int) -> Computed:
+        with named_range(f"wait for step {step}"):
+            computed = work.wait()
         if step >= self._last:
             self._end()
+        return computed
 
     def close(self) -> None:
         """Writes what was traced, also of a run that ended before the last step."""
@@ -81,14 +84,3 @@ class StepTrace:
         self._profile = profile(activities=activities)
         self._profile.start()
         self._backend.name_parts(named_range)
-
-
-class _TracedWork:
-    def __init__(self, trace: StepTrace, work: RunningWork, step: int) -> None:
-        self._trace, self._work, self._step = trace, work, step
-
-    def wait(self) -> Computed:
-        with named_range(f"wait for step {self._step}"):
-            computed = self._work.wait()
-        self._trace.waited(self._step)
-        return computed

@@ -138,9 +138,8 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
 
     from real.backend import RealBackend
     from real.config import RealConfig
-    from real.device import Placement
     from real.graphs import captured_shapes
-    from real.max_load import BatchLimits, capture_steps
+    from real.max_load import capture_steps
     from real.models.interface import CausalLM
 
     spec = ModelSpec(
@@ -169,15 +168,13 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     hidden = torch.zeros(budget, 8)
     logits = torch.randn(max_num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
     backend.runner.model, backend.runner.attention = Nothing(), NoAttention()
-    limits = BatchLimits(BLOCK_SIZE, budget, max_num_seqs, max_model_len)
-    placement = Placement(torch.device("cpu"), torch.float32)
     shapes = captured_shapes(max_num_seqs, min(budget, RealConfig().max_captured_tokens), max_num_seqs)
 
     def capture(work: Any) -> Any:
         result = work()
         return lambda: result
 
-    backend.runner.graphs = capture_steps(backend.runner, backend.cache, placement, limits, shapes, capture)
+    backend.runner.graphs = capture_steps(backend.runner, backend.cache, shapes, capture)
     return backend
 
 

@@ -11,15 +11,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from real.attention.interface import cache_format
-from real.backend import RealBackend, RealWork, check_host_memory
+from real.backend import RealBackend, check_host_memory
 from real.config import RealConfig
 from real.device import resolve_device, resolve_dtype
-from real.driver import Computed
+from real.driver import Computed, Work
 from real.models.registry import check_supported
 from real.parallel.distributed import DistributedGroup, LostPeerError, host_store, join
 from real.parallel.processes import Ranks
@@ -31,23 +32,6 @@ from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
 ABORT_S = 5.0  # that an aborted collective may take to leave the GPU
-
-
-class RankedWork:
-    """A plan that all ranks have launched. `wait` may be called once."""
-
-    def __init__(self, backend: RankedBackend, work: RealWork, send_ns: int) -> None:
-        self._backend, self._work, self._send_ns = backend, work, send_ns
-
-    def is_done(self) -> bool:
-        """Whether `wait` would not block."""
-        return self._work.is_done()
-
-    def wait(self) -> Computed:
-        """As RealWork: times are those of this rank; preparing includes sending. Raises what ended another rank."""
-        computed = self._backend.finish(self._work)
-        spans = computed.spans
-        return computed._replace(spans=spans.replace(prepare_ns=spans.prepare_ns + self._send_ns))
 
 
 class RankedBackend:
@@ -96,8 +80,9 @@ class RankedBackend:
         self.device_description, self.load_format = self._local.device_description, self._local.load_format
         self.cache, self.runner = self._local.cache, self._local.runner  # this rank's share
 
-    def start(self, plan: BatchPlan) -> RankedWork:
-        """Launches one step on every rank. Raises DeviceError if the last one was not waited for."""
+    def start(self, plan: BatchPlan) -> Work:
+        """Launches one step on every rank; times are those of this one, and waiting raises what ended another. Raises
+        DeviceError if the last one was not waited for."""
         if self._ending.is_in_step or not self._end.alive:
             raise DeviceError("the ranks were stopped in the middle of a step, or closed; load the model again")
         self._ending.is_in_step = True
@@ -106,15 +91,17 @@ class RankedBackend:
         with self._explained():
             self._ranks.send(pack(plan, rows))
             send_ns = time.perf_counter_ns() - began_ns
-            return RankedWork(self, self._local.start(plan.replace(rows=MadeRows(rows))), send_ns)
+            work = self._local.start(plan.replace(rows=MadeRows(rows)))
+        return work._replace(wait=partial(self._finish, work, send_ns))
 
-    def finish(self, work: RealWork) -> Computed:
-        """Waits for a step that was started; for RankedWork."""
+    def _finish(self, work: Work, send_ns: int) -> Computed:
+        """Preparing includes sending."""
         with self._explained():
             self._ranks.wait_for(work.is_done)
             computed = work.wait()
         self._ending.is_in_step = False
-        return computed
+        spans = computed.spans
+        return computed._replace(spans=spans.replace(prepare_ns=spans.prepare_ns + send_ns))
 
     @property
     def largest_captured(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
-from real.driver import Computed
+from real.driver import Work
 from real.host_memory import available_bytes
 from real.parallel.channel import Channel, channel_pair
 from real.parallel.processes import Failure, describe_end, end_process, heard, spawn
@@ -79,18 +79,6 @@ def _unpacked(message: bytes) -> BatchPlan:
     return BatchPlan(**(fields | {"rows": MadeRows(fields["rows"])}))
 
 
-class ReplicaWork:
-    """A plan that was sent. `wait` may be called once, and in the order of the plans."""
-
-    def __init__(self, engine: ReplicaEngine) -> None:
-        self._engine = engine
-
-    def wait(self) -> Computed:
-        computed = self._engine.receive()
-        assert isinstance(computed, Computed)
-        return computed
-
-
 class ReplicaEngine:
     """A RealBackend, or several ranks of one, in another process. Implements real.fleet.ReplicaBackend.
 
@@ -113,14 +101,14 @@ class ReplicaEngine:
         assert isinstance(said, Described)
         return said
 
-    def start(self, plan: BatchPlan) -> ReplicaWork:
+    def start(self, plan: BatchPlan) -> Work:
         self._heard_s = time.monotonic()
         try:
             self._channel.send(_packed(plan))
         except OSError:
             while True:  # results that are on their way, and then why it does not listen
                 self.receive()
-        return ReplicaWork(self)
+        return Work(self.receive)
 
     @property
     def has_answer(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from real.clocks import Clock
-from real.driver import Computed, RunningBackend, RunningWork
+from real.driver import Computed, RunningBackend, RunningWork, Work
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
 from testbed.core.commands import Abort, Arrive, Event, StepView
@@ -132,11 +132,7 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
     return stage.measured
 
 
-class _NoWork:
-    """A step that is not computed."""
-
-    def wait(self) -> Computed:
-        return Computed(None, Spans())
+NOT_COMPUTED = Work(lambda: Computed(None, Spans()))
 
 
 class _Stage(NoRecords):
@@ -223,7 +219,7 @@ class _Stage(NoRecords):
     def start(self, plan: BatchPlan) -> RunningWork:
         if self._is_skipped:
             self._num_to_compute -= plan.shape.num_prefill_tokens
-            return _NoWork()
+            return NOT_COMPUTED
         if any(self._moves):
             plan = self._moving(plan)
         self._shape = plan.shape

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from real.max_load import BatchLimits, warm_up_loads
+from real.batch import BatchLimits
+from real.max_load import warm_up_loads
 from tests.kernels.paged_batches import Batch, make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

@@ -33,9 +33,8 @@ class Watched:
             assert self.gpu.syncs[before:] == ["an event"] * num
             return result
 
-        work.wait = waited
         self.num_steps += 1
-        return work
+        return work._replace(wait=waited)
 
     def step(self, *rows: Any, **moves: Any) -> Any:
         return self.start(plan_of(*rows, **moves)).wait()[0]

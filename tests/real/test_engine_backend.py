@@ -13,7 +13,6 @@ from transformers import Qwen3ForCausalLM
 from real import host_memory, max_load
 from real.cache_engine import block_bytes
 from real.config import RealConfig
-from real.device import Placement
 from real.runner import ModelRunner
 from real.sampling import sampler
 from testbed.core.interfaces import Backend
@@ -161,9 +160,7 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
         "hidden_states",
         lambda inputs, caches: loads.append(inputs.forward.attention) or compute(inputs, caches),
     )
-    limits = max_load.BatchLimits(4, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
-    placement = Placement(torch.device("cpu"), torch.float32)
-    assert max_load._measure(backend.runner, tiny_spec(), placement, limits, torch.float32) == (1000, 700 + 500)
+    assert max_load._measure(backend.runner, torch.float32) == (1000, 700 + 500)
     assert [(load.query_lens, load.context_lens) for load in loads] == [((64,), (256,)), ((1,) * 8, (256,) * 8)]
 
 

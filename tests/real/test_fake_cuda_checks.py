@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from real.cache_engine import LayerCaches
-from real.device import Placement
 from real.graphs import CudaCapture
 from real.max_load import _small_cache
 from real.staging import Staging, send_array
-from tests.real.engine_helpers import plan_of, row, tiny_spec
+from tests.real.engine_helpers import plan_of, row
 from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES
 from tests.real.fake_engine import Watched, on_gpu
 from tests.real.fake_streams import TroubleError
@@ -144,5 +143,5 @@ def test_memory_of_graphs_is_what_the_largest_takes_and_the_drivers_of_each(gpu)
 
 
 def test_the_small_cache_of_a_measurement_has_all_layers(gpu):
-    cache = _small_cache(tiny_spec(), Placement(torch.device("cuda", 0), torch.float32), 4, torch.float32)
+    cache = _small_cache(on_gpu(gpu).backend.runner, torch.float32)
     assert cache.gpu.whole.shape == (2, 2, 2, 4, 2, 16)

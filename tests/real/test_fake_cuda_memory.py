@@ -25,7 +25,7 @@ def test_blocks_leave_room_for_the_largest_steps_and_for_captured_decodes(gpu, a
     gpu.reset_peak()
     with torch.inference_mode():
         for load in ([(64, 64)], [(1, 64)] * 40):
-            run_load(engine.runner, synthetic_load(load, 40, 4, 512, torch.device("cuda", 0)), engine.cache.gpu)
+            run_load(engine.runner, synthetic_load(engine.runner, load, 40), engine.cache)
     least = free - (gpu.peak - gpu.allocated)
     assert least >= reserve - 2**16, "the largest step goes beyond its share"
     assert least <= reserve + 2**20, "memory is left unused"

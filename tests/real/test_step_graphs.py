@@ -11,8 +11,8 @@ import torch
 from experiments.configuration.compose import compose_config
 from experiments.wiring.costs import build_cost
 from real.backend import RealBackend, shapes_to_capture
+from real.batch import BatchLimits
 from real.config import RealConfig
-from real.device import Placement
 from real.graphs import (
     Captured,
     GraphShape,
@@ -20,7 +20,7 @@ from real.graphs import (
     captured_sizes,
     captured_token_counts,
 )
-from real.max_load import BatchLimits, capture_steps
+from real.max_load import capture_steps
 from real.staging import layout, views, write
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost
@@ -39,12 +39,8 @@ def graphed(shapes: list[GraphShape], device: str = "cpu", **options: object) ->
     """An engine whose steps are "captured" on a CPU: their work is called again over the same memory."""
     backend = tiny_backend(device=device, max_model_len=MAX_MODEL_LEN, **options)
     if device == "cpu":
-        limits = BatchLimits(options.get("block_size", 4), 64, 8, MAX_MODEL_LEN)
-        placement = Placement(torch.device("cpu"), torch.float32)
         shapes = sorted(shapes, reverse=True)
-        backend.runner.graphs = capture_steps(
-            backend.runner, backend.cache, placement, limits, shapes, lambda work: work
-        )
+        backend.runner.graphs = capture_steps(backend.runner, backend.cache, shapes, lambda work: work)
     return backend
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from real.backend import RealBackend
 from real.config import RealConfig
-from real.driver import Computed, run
+from real.driver import Computed, Work, run
 from real.parallel import backend as parallel
-from real.parallel.backend import RankedBackend, RankedWork
+from real.parallel.backend import RankedBackend
 from real.parallel.wire import pack, unpack
 from real.parallel.worker import Setup
 from testbed.core.outcome import Outcome, TokenLogprobs
@@ -84,7 +84,7 @@ def watch(backend: RealBackend | RankedBackend, seen: list[torch.Tensor]) -> Non
 
 
 class TwinWork:
-    def __init__(self, twin: Twin, works: Sequence[RankedWork]) -> None:
+    def __init__(self, twin: Twin, works: Sequence[Work]) -> None:
         self._twin, self._works = twin, works
 
     def wait(self) -> Computed:

@@ -71,7 +71,7 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
         eos_ids = (*end_tokens(folder), own.eos_token_id if own else None)
         return FoundModel(path.resolve().name, overrides, folder, given or own, eos_ids)
     if model == TINY:
-        from real.text.tiny_tokenizer import train_tokenizer
+        from real.text.tokenizer import train_tokenizer
 
         trained = given or train_tokenizer()
         size = f"model.vocab_size={trained.num_tokens}"

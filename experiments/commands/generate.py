@@ -14,8 +14,7 @@ from experiments.configuration.config import GROUPS
 from experiments.console import Parser, refuse_existing
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
-from real.text.generate import generate, sampling_of
-from real.text.prompts_file import Asked, read_prompts_file
+from real.text.generate import Asked, generate, read_prompts_file, sampling_of
 from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError, RunFolderError
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from real.text.detokenizer import Mute
+from real.text.detokenizer import ByteDetokenizer
 from real.text.outputs import (
     CompletionOutput,
     Logprob,
@@ -145,7 +145,7 @@ class Collector(NoRecords):
     def _new_text(self, live: _Live) -> SequenceText:
         sampling = live.asked.request.sampling
         if self._tokenizer is None:
-            return SequenceText(Mute(), sampling, live.end_tokens)
+            return SequenceText(ByteDetokenizer(lambda token: b""), sampling, live.end_tokens)
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
         return SequenceText(detokenizer, sampling, live.end_tokens)
 

@@ -101,19 +101,6 @@ class WindowDetokenizer:
         return self._decode(self._window)[len(self._released) :]
 
 
-class Mute:
-    """No tokenizer: no text."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def pending(self) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 @cache
 def byte_level_alphabet() -> dict[str, int]:
     """The characters that byte-level BPE writes its tokens in -> the byte that each stands for.

@@ -6,18 +6,23 @@ iterator, aborts what is left at the next step boundary: its blocks are free aga
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from real.clocks import RealTimeClock
-from real.driver import Drive, RunningBackend
+from real.driver import Computed, Drive, RunningBackend, RunningWork, Work
 from real.text.collector import Collector, Progress
-from real.text.inbox import LiveInbox
-from real.text.interrupt import deferred
 from real.text.outputs import TextRequest
 from real.text.status import CacheHits
-from real.text.stopping import StoppingBackend
 from real.text.tokenizer import Tokenizer
+from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.interfaces import Recorder
+from testbed.core.outcome import Finished
+from testbed.core.plan import BatchPlan
+from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence as CoreSequence
 from testbed.core.serve import serve
@@ -30,6 +35,61 @@ class OneClock(RealTimeClock):
 
     def start(self) -> None:
         """It runs already."""
+
+
+class LiveInbox:
+    """Requests that all arrive at once, and can all be given up: a testbed.core.interfaces.Inbox, open while any one of
+    them is unfinished; the loop then pauses after each step.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._waiting = list(requests)
+        self._live: dict[str, None] = {}
+        self._is_giving_up = False
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._waiting or self._live)
+
+    def give_up(self) -> None:
+        """At the next step boundary every request that is not finished is aborted; those not yet seen never come."""
+        self._waiting.clear()
+        self._is_giving_up = True
+
+    def due(self, now_ns: int) -> list[Event]:
+        if self._is_giving_up:
+            return [Abort(request_id) for request_id in self._live]
+        arrived, self._waiting = self._waiting, []
+        self._live.update(dict.fromkeys(request.request_id for request in arrived))
+        return [Arrive(request) for request in arrived]
+
+    def next_ns(self) -> int | None:
+        return self._waiting[0].arrival_ns if self._waiting else None
+
+    def finished(self, requests: list[Finished], now_ns: int) -> None:
+        for finished in requests:
+            del self._live[finished.request.request_id]
+
+
+class StoppingBackend:
+    """A backend around the backend, which marks the outcomes that complete a stop string. collector: knows the texts.
+
+    The core ends a sequence whose outcome says so with the same step, so no token more is computed.
+    """
+
+    def __init__(self, backend: RunningBackend, collector: Collector) -> None:
+        self._backend = backend
+        self._collector = collector
+
+    def start(self, plan: BatchPlan) -> RunningWork:
+        work = self._backend.start(plan)
+        self._collector.planned(plan)
+        return Work(lambda: self._marked(work.wait())) if self._collector.has_stops else work
+
+    def _marked(self, computed: Computed) -> Computed:
+        if computed.outcomes is None:
+            return computed
+        return computed._replace(outcomes=tuple(self._collector.marked(outcome) for outcome in computed.outcomes))
 
 
 class TextEngine:
@@ -141,3 +201,30 @@ class TextEngine:
             while not (drive.is_waiting or drive.is_over):
                 drive.step()
             self._is_in_turn = False
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within, the first Ctrl-C waits for the end, where the former handler gets it, so that a step that has begun is
+    finished; a second raises at once.
+
+    Outside the main thread, and where Ctrl-C is ignored, nothing changes.
+    """
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append((number, frame))
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if pressed:
+        former(*pressed[0])

@@ -1,4 +1,6 @@
-"""What `testbed generate` does with its prompts: texts to standard output as they come, or to a file as JSON lines."""
+"""What `testbed generate` does with its prompts, which may come from a file (a text a line, or JSON with parameters of
+its own): texts to standard output as they come, or to a file as JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,69 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from real.text.interrupt import deferred
+from real.text.engine import deferred
 from real.text.llm import LLM
 from real.text.outputs import Piece, RequestOutput
-from real.text.printer import Printer
-from real.text.prompts_file import Asked
 from testbed.core.sampling import SamplingParams
-from testbed.errors import RequestError
+from testbed.errors import RequestError, TraceError
+from testbed.foreign_text import parsed, unknown
+from testbed.traces.readers.fields import refuse_half_characters
+
+PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of the command line or of a file. sampling: what its row says differently. place: for messages."""
+
+    prompt: Any
+    sampling: dict[str, Any]
+    place: str
+    id: str | None = None
+
+
+def read_prompts_file(file: Path) -> list[Asked]:
+    """Prompts of a .txt (one a line) or a .jsonl file; `-` is standard input, as .txt. Empty lines are passed over.
+
+    Raises RequestError naming file and line.
+    """
+    try:
+        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
+    except OSError as error:
+        raise RequestError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
+    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if file.suffix in (".jsonl", ".json"):
+        return [_json_row(place, line) for place, line in rows]
+    return [Asked(line, {}, place) for place, line in rows]
+
+
+def _json_row(place: str, line: str) -> Asked:
+    try:
+        row = parsed(json.loads, line)
+    except ValueError as error:
+        raise RequestError(f"{place}: not JSON ({error})") from None
+    try:
+        refuse_half_characters(row, place)
+    except TraceError as error:
+        raise RequestError(str(error)) from None
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise RequestError(f"{place}: expected an object with prompt or prompt_token_ids")
+    for key in row:
+        if key not in (*PROMPT_KEYS, *SAMPLING_KEYS):
+            raise RequestError(unknown(f"{place}: unknown key {key!r}", key, (*PROMPT_KEYS, *SAMPLING_KEYS)))
+    if not row.get("prompt") and not row.get("prompt_token_ids"):
+        raise RequestError(f"{place}: the prompt is empty; give prompt or prompt_token_ids")
+    prompt = {key: row[key] for key in PROMPT_KEYS[1:] if key in row}
+    return Asked(prompt, {key: row[key] for key in SAMPLING_KEYS if key in row}, place, row.get("id"))
 
 
 def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> SamplingParams:
@@ -129,3 +183,67 @@ def _write_out(text: str) -> None:
         return
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+class Printer:
+    """Prints texts in the order of prompts and outputs: of the first that is not over as it comes, of others later.
+
+    labels: a line above each text; None where there is only one text, which is printed bare.
+    """
+
+    def __init__(self, labels: list[str] | None, write: Callable[[str], object]) -> None:
+        self._labels = labels
+        self._write = write
+        self._texts: dict[tuple[int, int], list[str]] = {}  # not printed yet, by (prompt, output)
+        self._over: dict[tuple[int, int], None] = {}
+        self._num_outputs: dict[int, int] = {}  # of prompts that are over
+        self._at = (0, 0)
+        self._has_begun = False
+
+    def add(self, index: int, place: int, text: str, is_over: bool) -> None:
+        self._texts.setdefault((index, place), []).append(text)
+        if is_over:
+            self._over[index, place] = None
+        self._print()
+
+    def close(self, index: int, num_outputs: int) -> None:
+        """All outputs of a prompt are over."""
+        self._num_outputs[index] = num_outputs
+        self._print()
+
+    def flush(self) -> None:
+        """Prints what waits for something before it that will not come."""
+        if self._has_begun:
+            self._end()
+        for at in sorted(self._texts):
+            self._at = at
+            self._begin()
+            self._end()
+
+    def _print(self) -> None:
+        while True:
+            index, place = self._at
+            if place >= self._num_outputs.get(index, place + 1):
+                self._at = (index + 1, 0)
+            elif self._at in self._texts:
+                self._begin()
+                if self._at not in self._over:
+                    return
+                self._end()
+                self._at = (index, place + 1)
+            else:
+                return
+
+    def _begin(self) -> None:
+        """Its label, if that is not there yet, and what there is of its text."""
+        index, place = self._at
+        if not self._has_begun and self._labels is not None:
+            self._write(f"[{index}{f'.{place}' if place else ''}] {self._labels[index]}\n")
+        self._has_begun = True
+        self._write("".join(self._texts[self._at]))
+        self._texts[self._at].clear()
+
+    def _end(self) -> None:
+        self._write("\n")
+        self._texts.pop(self._at, None)
+        self._has_begun = False

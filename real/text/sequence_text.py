@@ -1,12 +1,67 @@
-"""The text of one sequence as it grows: tokens in, text out, stop strings watched."""
+"""The text of one sequence as it grows: tokens in, text out, stop strings watched across the borders of tokens, and
+nothing shown that must be taken back.
+
+Which stop string ends a text does not depend on how it is cut into pieces: the one that is complete first, and of those
+that end at the same character the one that began first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
 from real.text.detokenizer import Detokenizer
-from real.text.stops import StopStrings
 from testbed.core.request import SamplingParams
+
+
+class StopStrings:
+    """Holds back what may be the beginning of a stop string. is_included: the stop string stays in the text."""
+
+    def __init__(self, stops: tuple[str, ...], *, is_included: bool = False) -> None:
+        self.found: str | None = None
+        self._stops = stops
+        self._is_included = is_included
+        self._held = ""
+
+    def push(self, piece: str, pending: str = "") -> str:
+        """More text; what of it may be shown. After a stop string is found it shows nothing.
+
+        pending: text that follows if the sequence ends here, and may still change. It counts, but is not shown unless
+        a stop string ends in it.
+        """
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        hit = self._first(text + pending)
+        if hit is not None:
+            start, end, self.found = hit
+            self._held = ""
+            return (text + pending)[: end if self._is_included else start]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def finish(self) -> str:
+        """The text that was held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> tuple[int, int, str] | None:
+        """(start, end, stop string) of the one that is complete first."""
+        hits = [(text.find(stop), stop) for stop in self._stops]
+        found = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
+        if not found:
+            return None
+        end, start, stop = min(found)
+        return start, end, stop
+
+    def _num_held(self, text: str) -> int:
+        """The length of the longest end of the text that some stop string begins with."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
 
 
 class SequenceText:

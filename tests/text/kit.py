@@ -10,8 +10,7 @@ from experiments.text import LLM
 from real.checkpoint import make_checkpoint
 from real.text.outputs import Piece, RequestOutput
 from real.text.sampling import SamplingParams
-from real.text.tiny_tokenizer import train_tokenizer
-from real.text.tokenizer import Tokenizer
+from real.text.tokenizer import Tokenizer, train_tokenizer
 from tests.real.engine_helpers import tiny_spec
 
 PROMPTS = ["The scheduler decides", "東京の朝は", "Emoji too: 🙂", "What runs can be measured, and what is"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from real.text.printer import Printer
+from real.text.generate import Printer
 
 
 @given(data=st.data(), nums=st.lists(st.integers(1, 3), min_size=1, max_size=4))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from real.text.detokenizer import ByteDetokenizer
-from real.text.sequence_text import SequenceText
-from real.text.stops import StopStrings
+from real.text.sequence_text import SequenceText, StopStrings
 from testbed.core.sampling import SamplingParams
 from tests.text.tokenizers_on_the_spot import byte_fallback
 

@@ -7,8 +7,7 @@ from functools import cache
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from real.text.tiny_tokenizer import SENTENCES, train_tokenizer
-from real.text.tokenizer import Tokenizer, wrap
+from real.text.tokenizer import SENTENCES, Tokenizer, train_tokenizer, wrap
 
 
 @cache

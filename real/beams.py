@@ -23,11 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from real.sampling.logprobs import MAX_SCORED_ELEMENTS, at_a_time, in_parts
 from testbed.core.outcome import Outcome, TokenLogprobs
 from testbed.core.plan import ScheduledSequence
 from testbed.core.request import SamplingParams
-
-MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary that are ranked at a time: bounds the memory of their copies
 
 
 class BeamInputs(NamedTuple):
@@ -128,9 +127,10 @@ def best_continuations(logits: Tensor, inputs: BeamInputs) -> Candidates:
     """The best next tokens of each beam. logits: float32 [num_rows, vocab]. Does not wait for the device."""
     vocab_size = logits.shape[-1]
     num_candidates = min(inputs.num_candidates, vocab_size)
-    parts = []
-    for rows in torch.split(inputs.rows, max(1, MAX_SCORED_ELEMENTS // vocab_size)):
+
+    def some(rows: Tensor) -> Candidates:
         chosen = logits[rows]  # [at most that many, vocab]
         best = chosen.topk(num_candidates, dim=-1)  # [at most that many, num_candidates]
-        parts.append(Candidates(best.values - chosen.logsumexp(dim=-1, keepdim=True), best.indices))
-    return Candidates(torch.cat([part.log_probs for part in parts]), torch.cat([part.token_ids for part in parts]))
+        return Candidates(best.values - chosen.logsumexp(dim=-1, keepdim=True), best.indices)
+
+    return Candidates(*in_parts(some, at_a_time(MAX_SCORED_ELEMENTS, vocab_size), inputs.rows))

@@ -77,35 +77,29 @@ class ReplayLag(NoRecords):
 class HostTimes:
     """Sums over the steps of a run: what the host spent in them, hidden behind the device or not."""
 
+    PARTS = ("schedule_s", "prepare_s", "launch_s", "exposed_s", "step_s")
+
     def __init__(self) -> None:
         self._num_steps = 0
-        self._schedule_ns = self._prepare_ns = self._launch_ns = self._exposed_ns = self._length_ns = 0
+        self._sums_ns = dict.fromkeys(self.PARTS, 0)
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
         """launch_ns: from the inputs' being ready until the backend returned; on a CPU that is the work itself.
         length_ns: as `StepLog` has it."""
         self._num_steps += 1
-        self._schedule_ns += spans.schedule_ns
-        self._prepare_ns += spans.prepare_ns
-        self._launch_ns += launch_ns
-        self._length_ns += length_ns
-        self._exposed_ns += max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
+        exposed_ns = max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
+        parts = spans.schedule_ns, spans.prepare_ns, launch_ns, exposed_ns, length_ns
+        for name, ns in zip(self.PARTS, parts, strict=True):
+            self._sums_ns[name] += ns
 
     def describe(self) -> dict[str, Any]:
         """For the manifest: mean seconds a step, and the share of the steps' time in which the device did nothing for
         them. Numbers are null without steps."""
-        parts = {
-            "schedule_s": self._schedule_ns,
-            "prepare_s": self._prepare_ns,
-            "launch_s": self._launch_ns,
-            "exposed_s": self._exposed_ns,
-            "step_s": self._length_ns,
-        }
-        num = self._num_steps
+        num, sums = self._num_steps, self._sums_ns
         return {
             "num_steps": num,
-            **{name: ns / num / 1e9 if num else None for name, ns in parts.items()},
-            "exposed_share": self._exposed_ns / self._length_ns if self._length_ns else None,
+            **{name: ns / num / 1e9 if num else None for name, ns in sums.items()},
+            "exposed_share": sums["exposed_s"] / sums["step_s"] if sums["step_s"] else None,
         }
 
 

@@ -167,7 +167,7 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     )  # fmt: skip
     hidden = torch.zeros(budget, 8)
     logits = torch.randn(max_num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
-    backend.runner.model, backend.runner.attention = Nothing(), NoAttention()
+    backend.runner.model, backend.runner.attention = Nothing(torch.nn.Identity(), torch.nn.Identity()), NoAttention()
     shapes = captured_shapes(max_num_seqs, min(budget, RealConfig().max_captured_tokens), max_num_seqs)
 
     def capture(work: Any) -> Any:

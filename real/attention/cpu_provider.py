@@ -7,13 +7,15 @@ use (real/kernels/host.py); where that cannot be, the reference stands in.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionSpec
-from real.attention.torch_provider import PrefillTile, TorchAttention, TorchStep
+from real.attention.torch_provider import Decodes, TorchAttention
 from real.kernels.host import HostCodeError, library
 
 LANES = 16  # as the kernel has it
@@ -52,42 +54,33 @@ class CpuAttention(TorchAttention):
 
     name = "cpu"
 
-    def _step(
-        self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int], tiles: list[PrefillTile]
-    ) -> TorchStep:
-        return CpuStep(self.spec, metadata, decodes, first_tokens, tiles, self._slopes)
-
-
-class CpuStep(TorchStep):
-    """One step's attention; see StepAttention for the shapes."""
-
-    def __init__(
-        self, spec: AttentionSpec, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int],
-        tiles: list[PrefillTile], slopes: Tensor | None,
-    ) -> None:  # fmt: skip
-        super().__init__(spec, metadata.slot_mapping, [], tiles, slopes)
-        self._attend = getattr(library("paged_decode"), _ENTRIES[spec.dtype])
+    def _decodes(self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int]) -> Decodes:
+        if not decodes:
+            return super()._decodes(metadata, decodes, first_tokens)
+        spec, slopes = self.spec, self._slopes
         tables, lengths = metadata.block_tables, metadata.context_lens_tensor
         if len(decodes) != metadata.num_rows:
             rows = torch.from_numpy(np.array(decodes, np.int64))
             tables, lengths = tables[rows], lengths[rows]
         tokens = torch.from_numpy(np.array([first_tokens[row] for row in decodes], np.int64))
         assert tables.dtype == lengths.dtype == torch.int32
-        self._held = tables, lengths, tokens, slopes  # what the kernel is told the places of
-        self._decode_rows = _Decode(
+        told = _Decode(
             tokens=tokens.data_ptr(), tables=tables.data_ptr(), lengths=lengths.data_ptr(),
             slopes=None if slopes is None else slopes.data_ptr(), rows=len(decodes), heads=spec.num_heads,
             kv_heads=spec.num_kv_heads, dim=spec.head_dim, block_size=spec.block_size, table_stride=tables.stride(0),
             window=spec.sliding_window or 0, scale=spec.scale,
         )  # fmt: skip
+        kernel = getattr(library("paged_decode"), _ENTRIES[spec.dtype])
+        return partial(_attend, kernel, told, (tables, lengths, tokens, slopes))
 
-    def _decodes(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        rows = self._decode_rows
-        if not rows.rows:
-            return
-        keys, values = kv_cache
-        assert keys.is_contiguous()
-        assert output.is_contiguous()
-        query = query.contiguous()
-        rows.query, rows.output, rows.keys, rows.values = (x.data_ptr() for x in (query, output, keys, values))
-        self._attend(ctypes.byref(rows), torch.get_num_threads())
+
+def _attend(
+    kernel: Any, told: _Decode, held: tuple[Tensor | None, ...], query: Tensor, kv_cache: Tensor, output: Tensor
+) -> None:
+    """held: what the kernel is told the places of."""
+    keys, values = kv_cache
+    assert keys.is_contiguous()
+    assert output.is_contiguous()
+    query = query.contiguous()
+    told.query, told.output, told.keys, told.values = (x.data_ptr() for x in (query, output, keys, values))
+    kernel(ctypes.byref(told), torch.get_num_threads())

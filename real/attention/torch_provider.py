@@ -10,6 +10,8 @@ ALiBi a mask holds what is added to the scores, for each head, and the attention
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,6 +44,9 @@ class DecodeGroup(NamedTuple):
     # float32 [n, num_kv_heads, query heads of a KV head, max blocks * block_size]
 
 
+Decodes = Callable[[Tensor, Tensor, Tensor], None]  # (query, KV memory, output): fills the output of all decodes
+
+
 class PrefillTile(NamedTuple):
     """Consecutive queries of one row: tokens first … last - 1 of the flat batch, the last of `num_keys` positions."""
 
@@ -72,13 +77,11 @@ class TorchAttention:
         for row, num_queries in enumerate(metadata.query_lens):
             if num_queries > 1:
                 tiles += self._tiles(metadata, row, first_tokens[row])
-        return self._step(metadata, decodes, first_tokens, tiles)
+        return TorchStep(self, metadata.slot_mapping, self._decodes(metadata, decodes, first_tokens), tiles)
 
-    def _step(
-        self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int], tiles: list[PrefillTile]
-    ) -> TorchStep:
+    def _decodes(self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int]) -> Decodes:
         groups = [self._decode_group(metadata, rows, first_tokens) for rows in self._group(decodes, metadata)]
-        return TorchStep(self.spec, metadata.slot_mapping, groups, tiles, self._slopes)
+        return partial(self._attend_groups, groups)
 
     def _group(self, rows: list[int], metadata: AttentionMetadata) -> list[list[int]]:
         """Splits decode rows by length class, and each class so that no gather exceeds its limit."""
@@ -151,42 +154,8 @@ class TorchAttention:
             tiles.append(PrefillTile(row_first + begin, row_first + end, last_key - first_key, table, window))
         return tiles
 
-
-class TorchStep:
-    """One step's attention; see StepAttention for the shapes."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        slot_mapping: Tensor,
-        groups: list[DecodeGroup],
-        tiles: list[PrefillTile],
-        slopes: Tensor | None,
-    ) -> None:
-        self._spec = spec
-        self._slot_mapping = slot_mapping
-        self._groups = groups
-        self._tiles = tiles
-        self._slopes = slopes
-
-    slots = None
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
-    ) -> Tensor:
-        assert not is_stored, "torch's operators store keys and values themselves"
-        spec = self._spec
-        store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
-        if self._tiles:
-            key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
-        output = torch.empty_like(query)
-        self._decodes(query, kv_cache, output)
-        for tile in self._tiles:
-            output[tile.first : tile.last] = self._prefill(tile, query, key, value, kv_cache)
-        return output
-
-    def _decodes(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        for group in self._groups:
+    def _attend_groups(self, groups: list[DecodeGroup], query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        for group in groups:
             if group.tokens is None:
                 output.copy_(self._decode(group, query, kv_cache))
             else:
@@ -195,24 +164,24 @@ class TorchStep:
     def _decode(self, group: DecodeGroup, query: Tensor, kv_cache: Tensor) -> Tensor:
         """Query [n, num_heads, head_dim] -> the same shape. The query heads of one KV head stand in as its queries."""
         num_rows = query.shape[0]
-        num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         queries = query.reshape(num_rows, num_kv_heads, -1, head_dim)
         shape = (num_rows, -1, num_kv_heads, head_dim)
         keys, values = (blocks.view(shape).transpose(1, 2) for blocks in self._gather(kv_cache, group.blocks))
         if self._slopes is not None:
             queries, keys, values = queries.float(), keys.float(), values.float()
         output = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=group.mask, scale=self._spec.scale
+            queries, keys, values, attn_mask=group.mask, scale=self.spec.scale
         )
         return output.to(query.dtype).reshape(num_rows, -1, head_dim)
 
     def _gather(self, kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of some blocks, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        raw, spec = as_bytes(kv_cache), self._spec
+        raw, spec = as_bytes(kv_cache), self.spec
         keys, values = (raw[i].index_select(0, blocks).view(kv_cache.dtype) for i in range(2))
         return dequantize(keys, spec.k_scale, spec.dtype), dequantize(values, spec.v_scale, spec.dtype)
 
-    def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+    def prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         """One tile's rows of the output, [last - first, num_heads, head_dim]."""
         if tile.block_table is None:
             first = tile.last - tile.num_keys
@@ -221,7 +190,7 @@ class TorchStep:
             keys, values = (
                 blocks.flatten(0, 1)[: tile.num_keys] for blocks in self._gather(kv_cache, tile.block_table)
             )
-        num_kv_heads, head_dim = self._spec.num_kv_heads, self._spec.head_dim
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         num_queries = tile.last - tile.first
         queries = query[tile.first : tile.last].reshape(num_queries, num_kv_heads, -1, head_dim)
         mask = self._mask(tile, query.device)
@@ -234,7 +203,7 @@ class TorchStep:
             values.transpose(0, 1)[:, None].expand(shape),
             attn_mask=mask,
             is_causal=mask is None,
-            scale=self._spec.scale,
+            scale=self.spec.scale,
         )
         return output.to(query.dtype).permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
 
@@ -254,3 +223,28 @@ class TorchStep:
         if self._slopes is None:
             return mask
         return (self._slopes[..., None] * (positions - own)).masked_fill(~mask, float("-inf"))
+
+
+class TorchStep:
+    """One step's attention; see StepAttention for the shapes."""
+
+    slots = None
+
+    def __init__(
+        self, attention: TorchAttention, slot_mapping: Tensor, decodes: Decodes, tiles: list[PrefillTile]
+    ) -> None:
+        self._attention, self._slot_mapping, self._decodes, self._tiles = attention, slot_mapping, decodes, tiles
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+    ) -> Tensor:
+        assert not is_stored, "torch's operators store keys and values themselves"
+        spec = self._attention.spec
+        store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
+        if self._tiles:
+            key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
+        output = torch.empty_like(query)
+        self._decodes(query, kv_cache, output)
+        for tile in self._tiles:
+            output[tile.first : tile.last] = self._attention.prefill(tile, query, key, value, kv_cache)
+        return output

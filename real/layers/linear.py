@@ -98,7 +98,7 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
 
     in_features, out_features: a number lies whole on every rank. Several projections of the same input are packed in
-    one multiplication, by the checkpoint's name of each, their outputs side by side.
+    one multiplication, by the checkpoint's name of each (see `even_parts`), their outputs side by side.
     """
 
     bias: Tensor | None
@@ -129,27 +129,7 @@ class Linear(nn.Module):
         return self.method.slots(self.kept, name, parameter)
 
 
-class ColumnParallel(Linear):
-    """One projection, or several of the same input, of which each rank computes some output features.
-
-    out_features: shared out evenly among the ranks; of several, by the checkpoint's name of each, or a Part.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | Mapping[str, int | Part],
-        placement: Placement,
-        *,
-        bias: bool = False,
-        method: LinearMethod | None = None,
-    ) -> None:
-        sizes = {"": out_features} if isinstance(out_features, int) else out_features
-        rows = {name: even_part(size, placement) if isinstance(size, int) else size for name, size in sizes.items()}
-        super().__init__(in_features, rows, placement, bias=bias, method=method)
-
-
-class QKVParallel(ColumnParallel):
+class QKVParallel(Linear):
     """The query, key and value projections of grouped-query attention in one multiplication.
 
     The arguments count the heads of the whole model, the attributes those of this rank. Where there are more ranks than
@@ -173,7 +153,7 @@ class QKVParallel(ColumnParallel):
         self.head_dim = head_dim
         first_kv_head = rank * num_kv_heads // size
         kv = Part(num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
-        parts: dict[str, int | Part] = {"q_proj": num_heads * head_dim, "k_proj": kv, "v_proj": kv}
+        parts = {"q_proj": even_part(num_heads * head_dim, placement), "k_proj": kv, "v_proj": kv}
         super().__init__(hidden_size, parts, placement, bias=bias, method=method)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,3 +197,8 @@ def even_part(size: int, placement: Placement) -> Part:
     """Of features that are shared out evenly."""
     kept = share(size, placement)
     return Part(size, placement.group.rank * kept, kept)
+
+
+def even_parts(size: int, placement: Placement, *names: str) -> dict[str, Part]:
+    """Of projections whose output features are shared out evenly, so many of each."""
+    return dict.fromkeys(names, even_part(size, placement))

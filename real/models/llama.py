@@ -18,10 +18,9 @@ from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
-from real.layers.heads import turn_and_store_heads, turned_heads
-from real.layers.linear import ColumnParallel, QKVParallel, RowParallel
+from real.layers.linear import Linear, QKVParallel, RowParallel, even_parts
 from real.layers.norm import RMSNorm
-from real.layers.rotary import RotaryEmbedding
+from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
 from testbed.specs.quantization import Fp8Scheme
@@ -56,10 +55,15 @@ class LlamaAttention(nn.Module):
     ) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        if attention.slots is not None:
-            turn_and_store_heads(query, key, value, norms, rotation, kv_cache, attention.slots)
+        if attention.slots is not None:  # one launch, in place; key and value are stored too
+            from real.kernels.heads import HeadNorm, turn_and_store  # not at the top: needs Triton
+
+            norm = None if norms is None else HeadNorm(norms[0].weight, norms[1].weight, norms[0].eps)
+            turn_and_store(query, key, value, norm, rotation, kv_cache, *attention.slots)
         else:
-            query, key = turned_heads(query, key, norms, rotation)
+            if norms is not None:
+                query, key = norms[0](query), norms[1](key)
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         attended = attention(query, key, value, kv_cache, is_stored=attention.slots is not None)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
@@ -69,8 +73,8 @@ class LlamaMLP(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         inner, bias, method = spec.intermediate_size, spec.mlp_bias, linear_method(scheme)
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = ColumnParallel(spec.hidden_size, parts, placement, bias=bias, method=method)
+        parts = even_parts(inner, placement, "gate_proj", "up_proj")
+        self.gate_up_proj = Linear(spec.hidden_size, parts, placement, bias=bias, method=method)
         self.down_proj = RowParallel(inner, spec.hidden_size, placement, bias=bias, method=method)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -135,17 +139,6 @@ class LlamaForCausalLM(CausalLM):
     def __init__(
         self, spec: ModelSpec, placement: Placement, family: Family = LLAMA, scheme: Fp8Scheme | None = None
     ) -> None:
-        super().__init__()
-        self.model = LlamaModel(spec, placement, family, scheme)
-        tied_to = self.model.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to)
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
-    ) -> Tensor:
-        output: Tensor = self.model(token_ids, positions, kv_caches, attention)
-        return output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.lm_head(hidden)
-        return output
+        model = LlamaModel(spec, placement, family, scheme)
+        tied_to = model.embed_tokens if spec.tie_word_embeddings else None
+        super().__init__(model, LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to))

@@ -7,6 +7,7 @@ dimensions than the layers have. Module names follow those of Hugging Face, so t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,7 +16,7 @@ from real.attention.interface import StepAttention
 from real.device import Placement
 from real.layers.activation import PLAIN
 from real.layers.embedding import LMHead, VocabEmbedding
-from real.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel
+from real.layers.linear import Linear, QKVParallel, RowParallel, even_parts
 from real.layers.slots import empty_parameter
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
@@ -60,7 +61,8 @@ class OPTLayer(nn.Module):
         self.activation = PLAIN[spec.hidden_act]
         self.self_attn = OPTAttention(spec, placement)
         self.self_attn_layer_norm = layer_norm(spec.hidden_size, placement)
-        self.fc1 = ColumnParallel(spec.hidden_size, spec.intermediate_size, placement, bias=spec.mlp_bias)
+        inner = even_parts(spec.intermediate_size, placement, "")
+        self.fc1 = Linear(spec.hidden_size, inner, placement, bias=spec.mlp_bias)
         self.fc2 = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=spec.mlp_bias)
         self.final_layer_norm = layer_norm(spec.hidden_size, placement)
 
@@ -110,22 +112,15 @@ class OPTModel(nn.Module):
         super().__init__()
         self.decoder = OPTDecoder(spec, placement)
 
+    def forward(self, *inputs: Any) -> Tensor:
+        hidden: Tensor = self.decoder(*inputs)
+        return hidden
+
 
 class OPTForCausalLM(CausalLM):
     """See CausalLM for the shapes; `hidden` there is the size of the embedding."""
 
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
-        super().__init__()
-        self.model = OPTModel(spec, placement)
-        tied_to = self.model.decoder.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.embedding_size, placement, tied_to)
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
-    ) -> Tensor:
-        output: Tensor = self.model.decoder(token_ids, positions, kv_caches, attention)
-        return output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.lm_head(hidden)
-        return output
+        model = OPTModel(spec, placement)
+        tied_to = model.decoder.embed_tokens if spec.tie_word_embeddings else None
+        super().__init__(model, LMHead(spec.vocab_size, spec.embedding_size, placement, tied_to))

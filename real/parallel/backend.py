@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,6 +79,7 @@ class RankedBackend:
         self.attention_name, self.attention_reasons = self._local.attention_name, self._local.attention_reasons
         self.device_description, self.load_format = self._local.device_description, self._local.load_format
         self.cache, self.runner = self._local.cache, self._local.runner  # this rank's share
+        self.largest_captured, self.name_parts = self._local.largest_captured, self._local.name_parts
 
     def start(self, plan: BatchPlan) -> Work:
         """Launches one step on every rank; times are those of this one, and waiting raises what ended another. Raises
@@ -103,18 +104,9 @@ class RankedBackend:
         spans = computed.spans
         return computed._replace(spans=spans.replace(prepare_ns=spans.prepare_ns + send_ns))
 
-    @property
-    def largest_captured(self) -> tuple[int, int]:
-        """As RealBackend; the same on all ranks."""
-        return self._local.largest_captured
-
     def close(self) -> None:
         """Ends the other ranks. May be called again; the engine is of no use after it."""
         self._end()
-
-    def name_parts(self, *ranges: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Of this rank's steps; see RealBackend."""
-        self._local.name_parts(*ranges)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from real.config import RealConfig
 from real.driver import Work
 from real.host_memory import available_bytes
-from real.parallel.channel import Channel, channel_pair
-from real.parallel.processes import Failure, describe_end, end_process, heard, spawn
+from real.parallel.processes import Channel, Failure, channel_pair, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows

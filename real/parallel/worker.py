@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from real.config import RealConfig
-from real.parallel.channel import Channel
-from real.parallel.processes import READY, Failure
+from real.parallel.processes import READY, Channel, Failure
 from testbed.errors import TestbedError
 from testbed.specs.model import ModelSpec
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from real.beams import BeamInputs, beam_inputs, stop_tokens
+from real.sampling.logprobs import at_a_time
 from real.sampling.noise import Streams, draw_keys, streams_of
 from real.sampling.shaping import Edits, Filters, Penalties
 from testbed.core.plan import ScheduledSequence
@@ -155,7 +156,7 @@ def _ends_too_early(row: ScheduledSequence) -> bool:
 
 
 def draws_at_a_time(vocab_size: int) -> int:
-    return max(1, MAX_NOISE_ELEMENTS // vocab_size)
+    return at_a_time(MAX_NOISE_ELEMENTS, vocab_size)
 
 
 def _parts(kind: Kind, draws: list[Draw], source: Source) -> list[list[Draw]]:

@@ -7,7 +7,7 @@ the device's choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,13 +29,23 @@ class Scored(NamedTuple):
 
 def score(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Scored:
     """How likely `token_ids` int64 [n] were in `rows` int64 [n] of logits float32 [num_rows, vocab]. Does not wait."""
-    vocab_size = logits.shape[-1]
-    size = max(1, MAX_SCORED_ELEMENTS // vocab_size)
-    parts = [
-        _score(logits.index_select(0, some), tokens, min(num_top, vocab_size))
-        for some, tokens in zip(torch.split(rows, size), torch.split(token_ids, size), strict=True)
-    ]
-    return Scored(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    num_top = min(num_top, logits.shape[-1])
+
+    def some(rows: Tensor, token_ids: Tensor) -> Scored:
+        return _score(logits.index_select(0, rows), token_ids, num_top)
+
+    return Scored(*in_parts(some, at_a_time(MAX_SCORED_ELEMENTS, logits.shape[-1]), rows, token_ids))
+
+
+def in_parts(work: Callable[..., Sequence[Tensor]], size: int, *columns: Tensor) -> list[Tensor]:
+    """What `work` makes of at most `size` elements of the columns at a time, one behind the other."""
+    parts = [work(*some) for some in zip(*(torch.split(column, size) for column in columns), strict=True)]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def at_a_time(max_elements: int, vocab_size: int) -> int:
+    """Rows of a vocabulary that together have at most so many elements; at least one."""
+    return max(1, max_elements // vocab_size)
 
 
 def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scored:

@@ -20,7 +20,7 @@ from torch import Tensor
 from real import kernels
 from real.beams import Candidates, advance, best_continuations, is_beam
 from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, draws_at_a_time
-from real.sampling.logprobs import Scored, score, to_lists
+from real.sampling.logprobs import Scored, at_a_time, in_parts, score, to_lists
 from real.sampling.noise import log_exponential
 from real.sampling.shaping import Filters, edit, filter_, penalise
 from testbed.core.outcome import Outcome, PromptLogprobs, TokenLogprobs
@@ -145,12 +145,11 @@ def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
 
 
 def _score_prompts(prompts: PromptInputs, vocab_size: int, to_logits: ToLogits) -> Scored:
-    size = max(1, MAX_PROMPT_ELEMENTS // vocab_size)
-    parts = []
-    for places, token_ids in zip(*(torch.split(column, size) for column in prompts[:2]), strict=True):
-        logits = to_logits(places)  # [at most size, vocab]
-        parts.append(score(logits, torch.arange(len(places), device=logits.device), token_ids, max(prompts.num_top)))
-    return Scored(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    def some(places: Tensor, token_ids: Tensor) -> Scored:
+        logits = to_logits(places)  # [at most that many, vocab]
+        return score(logits, torch.arange(len(places), device=logits.device), token_ids, max(prompts.num_top))
+
+    return Scored(*in_parts(some, at_a_time(MAX_PROMPT_ELEMENTS, vocab_size), prompts.places, prompts.token_ids))
 
 
 # --- on the host again ---

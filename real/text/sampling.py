@@ -12,14 +12,8 @@ from testbed.errors import ModelError
 from testbed.foreign_text import parsed
 
 GENERATION_FILE = "generation_config.json"
-DEFAULTS = {  # our parameter -> its key in a checkpoint's generation_config.json
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_new_tokens",
-}
+SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # with a checkpoint's generation_config.json
+DEFAULTS = {name: name for name in SHARED} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from real.driver import Computed
 from real.vllm.config import VllmConfig
-from real.vllm.seat import Seat
+from real.vllm.own_loop import Seat
 from testbed.core.commands import Abort, Arrive, Event
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, Spans

@@ -1,7 +1,8 @@
-"""The loop as vLLM turns it: asked for a plan when vLLM has a step to fill, told what came when it has. Needs no vLLM.
+"""Who steers vLLM's scheduler (real.vllm.scheduler.Steering): a loop that vLLM turns, asked for a plan when there is a
+step to fill and told what came of it; or a seat, in which a backend of ours lays its plans. Needs no vLLM.
 
-It is the loop that every backend runs (testbed.core.serve): here nobody drives it, so it rests in a wait between two
-calls, and its clock is the time at which it is called.
+The loop is the one that every backend runs (testbed.core.serve): here nobody drives it, so it rests in a wait between
+two calls, and its clock is the time at which it is called.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
+from testbed.errors import RequestError
 from testbed.foreign_text import some
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class ServedInbox:
 
 
 class OwnLoop:
-    """Steers vLLM with a core of its own. Implements real.vllm.scheduler.Steering.
+    """Steers vLLM with a core of its own.
 
     make_request: our request of one of vLLM's, given when it came. close: called once, after the last step. checks:
     raise for a plan that is not to be carried out. failed: called with what ended the loop; what is raised in its
@@ -167,3 +169,38 @@ class OwnLoop:
         """Each instant is later than the one before it."""
         self._last_ns = max(self._read_ns() - self._origin_ns, self._last_ns + 1)
         return self._last_ns
+
+
+class Seat:
+    """Where plans are laid from outside for vLLM to carry out, and results taken from."""
+
+    cached_block_size: int | None = None  # nobody asks for vLLM's own statistics
+
+    def __init__(self) -> None:
+        self.expected = ""  # our id of the request that is being added
+        self.plan: BatchPlan | None = None
+        self.outcomes: tuple[Outcome, ...] | None = None  # of the oldest plan in flight; None: it still is
+        self.planned_ns = self.taken_ns = 0  # when a plan was last told, and when a result last came
+
+    def added(self, name: str, request: Any) -> None: ...
+    def aborted(self, name: str) -> None: ...
+
+    def reset_prefixes(self) -> None:
+        """Plans come from a loop, which takes its events from elsewhere."""
+        raise RequestError("backend=vllm takes a reset of the prefix cache from the run's inbox, not from vLLM")
+
+    def next_plan(self) -> BatchPlan | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+    def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
+        self.outcomes = outcomes
+        return []
+
+    def num_requests(self) -> tuple[int, int]:
+        return 0, 0
+
+    def kv_usage(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from real.vllm.own_loop import Seat
 from real.vllm.scheduler import CoreInVllm, Steering
-from real.vllm.seat import Seat
 
 
 class SeatedScheduler(CoreInVllm):

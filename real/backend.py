@@ -10,7 +10,7 @@ from itertools import cycle
 
 import torch
 
-from real.attention.interface import AttentionProvider, AttentionSpec
+from real.attention.interface import AttentionSpec
 from real.attention.registry import Choice, choose_together
 from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
@@ -94,7 +94,9 @@ class RealBackend:
         max_model_len = max_model_len or spec.max_length
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
         self.runner = ModelRunner(model, choice.provider, placement, spec, limits, seed)
-        captured = _to_capture(config, limits, placement, choice.provider)
+        captured = None  # the shapes of the steps that are captured as graphs, and the memory that they share
+        if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
+            captured = shapes_to_capture(config, limits), CudaCapture()
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes, captured
@@ -185,15 +187,6 @@ def check_host_memory(
     size = block_bytes(spec, block_size, cache_dtype, num_ranks)
     num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
-
-
-def _to_capture(
-    config: RealConfig, limits: BatchLimits, placement: Placement, provider: AttentionProvider
-) -> tuple[list[GraphShape], CudaCapture] | None:
-    """The shapes of the steps that are captured as graphs, and the memory that they share; None: none are."""
-    if not config.cuda_graphs or placement.device.type != "cuda" or not provider.supports_graphs:
-        return None
-    return shapes_to_capture(config, limits), CudaCapture()
 
 
 def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:

@@ -99,9 +99,10 @@ def captured_shapes(max_decodes: int, max_tokens: int, max_num_seqs: int) -> lis
     return sorted(shapes, reverse=True)
 
 
-class GraphInputs:
-    """The fixed memory of one shape: pinned on the host, twofold as in Staging, its twin on the device.
+class Captured:
+    """A graph and its fixed memory: pinned on the host, twofold as in Staging, its twin on the device.
 
+    token_ids: int64 [num_tokens], of what was loaded; they may be overwritten.
     tables: int32 [num_rows, max_blocks] on the device, shared with the other shapes. Only what a batch uses of it is to
     be written: decodes that pad read one position of some block, which means nothing, and write to the scratch block;
     rows that pad another step have no token.
@@ -109,6 +110,7 @@ class GraphInputs:
 
     def __init__(self, shape: GraphShape, tables: Tensor, scratch_slot: int) -> None:
         self.shape = shape
+        self.replay: Work  # -> final hidden states [num_tokens, hidden]; set once it is captured
         self.tables = tables
         num_tokens, num_rows, is_decode = shape
         self._padding_len = int(is_decode)  # tokens, and positions, of a row that pads
@@ -143,8 +145,9 @@ class GraphInputs:
             are_bounds=True,
         )
 
-    def load(self, batch: FlatBatch) -> None:
-        """Overwrites all but the tables with a batch that the shape holds, padded. Waits for nothing."""
+    def load(self, batch: FlatBatch) -> Tensor:
+        """Overwrites all but the tables with a batch that the shape holds, padded; returns where the batch's tables are
+        to be written, int32 [num_rows, max blocks of a row]. Waits for nothing."""
         token_ids, positions, slots, context_lens, query_starts, context_starts = self._arrays
         num_tokens, num_rows = batch.num_tokens, batch.num_rows
         token_ids[:num_tokens], token_ids[num_tokens:] = batch.token_ids, 0
@@ -156,21 +159,12 @@ class GraphInputs:
             np.cumsum(batch.query_lens, out=query_starts[1 : num_rows + 1])
             query_starts[num_rows + 1 :] = num_tokens
         self._send()
+        return self.tables[:num_rows, : batch.max_blocks]
 
     def _send(self) -> None:
         self._hosts.reverse()
         write(self._arrays, self._offsets, self._hosts[0].numpy())
         self._twin.copy_(self._hosts[0], non_blocking=True)
-
-
-class Captured(NamedTuple):
-    inputs: GraphInputs
-    replay: Work  # -> final hidden states [num_tokens, hidden]
-
-    @property
-    def token_ids(self) -> Tensor:
-        """Of what was loaded, int64 [num_tokens]; they may be overwritten."""
-        return self.inputs.token_ids
 
 
 class StepGraphs:
@@ -198,37 +192,32 @@ class StepGraphs:
         self._hidden: Tensor | None = None  # [most tokens, hidden], where every graph leaves its result
         self._captured: dict[bool, list[Captured]] = {True: [], False: []}  # by is_decode, the smallest first
         for shape in shapes:  # the largest first: the smaller ones fit into its memory
-            inputs = GraphInputs(shape, tables[: shape.num_rows], scratch_slot)
-            self._captured[shape.is_decode].insert(0, Captured(inputs, capture(partial(self._forward, inputs))))
+            captured = Captured(shape, tables[: shape.num_rows], scratch_slot)
+            captured.replay = capture(partial(self._forward, captured))
+            self._captured[shape.is_decode].insert(0, captured)
 
-    def _forward(self, inputs: GraphInputs) -> Tensor:
+    def _forward(self, captured: Captured) -> Tensor:
         """Into memory that all shapes share: a graph that kept its own result would take room in the pool for good."""
-        attention = self._attention.prepare(inputs.metadata(self._max_model_len))
-        hidden = self._model.hidden_states(inputs.token_ids, inputs.positions, self._caches, attention)
+        attention = self._attention.prepare(captured.metadata(self._max_model_len))
+        hidden = self._model.hidden_states(captured.token_ids, captured.positions, self._caches, attention)
         if self._hidden is None:  # work runs once before it is captured
             self._hidden = hidden.new_empty((self._most_tokens, *hidden.shape[1:]))
-        return self._hidden[: inputs.shape.num_tokens].copy_(hidden)
+        return self._hidden[: captured.shape.num_tokens].copy_(hidden)
 
     @property
     def largest(self) -> tuple[int, int]:
         """Tokens of the largest graph of decodes alone, and of other steps; 0: there is none."""
-        most = [own[-1].inputs.shape.num_tokens if own else 0 for own in (self._captured[True], self._captured[False])]
+        most = [own[-1].shape.num_tokens if own else 0 for own in (self._captured[True], self._captured[False])]
         return most[0], most[1]
 
     def find(self, batch: FlatBatch) -> Captured | None:
         """The smallest graph that the batch runs in; None: it has too many tokens, a row is too long, or steps of its
         kind are not captured."""
         captured = self._captured[batch.is_decode]
-        place = bisect_left(captured, batch.num_tokens, key=lambda one: one.inputs.shape.num_tokens)
+        place = bisect_left(captured, batch.num_tokens, key=lambda one: one.shape.num_tokens)
         if place == len(captured) or batch.max_blocks > self._max_blocks:
             return None
-        return captured[place] if batch.num_rows <= captured[place].inputs.shape.num_rows else None
-
-    def load(self, captured: Captured, batch: FlatBatch) -> Tensor:
-        """Sends a batch to the graph that was found for it; returns where its block tables are to be written, int32
-        [num_rows, max blocks of a row]. Does not wait."""
-        captured.inputs.load(batch)
-        return captured.inputs.tables[: batch.num_rows, : batch.max_blocks]
+        return captured[place] if batch.num_rows <= captured[place].shape.num_rows else None
 
     def replay(self, captured: Captured) -> Tensor:
         """Final hidden states [num_tokens, hidden] of what was loaded; those behind the batch mean nothing. The graph

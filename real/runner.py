@@ -81,10 +81,10 @@ class ModelRunner:
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
         forward: EagerInputs | Captured
         captured = None if self.graphs is None else self.graphs.find(batch)
-        if self.graphs is not None and captured is not None:
+        if captured is not None:
             fed = [sample_tokens, batch.table_rows, *batch.new_blocks]
             sample_tokens_tensor, *tables = self._staging.send(fed)
-            self._device_tables.gather(self.graphs.load(captured, batch), *tables)
+            self._device_tables.gather(captured.load(batch), *tables)
             forward = captured
         else:
             forward, sample_tokens_tensor = self._send_eager(batch, sample_tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
 from experiments.runs.in_vllm import USUAL
-from real.vllm.versions import SPAN, is_known
+from real.vllm import SPAN, is_known
 from testbed.core.request import Request
 
 _ALIKE = (  # settings that cases call as logs do

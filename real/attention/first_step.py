@@ -6,7 +6,6 @@ and no traceback later. It compiles what the engine would compile anyway.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +21,8 @@ MAX_MESSAGE = 200  # characters; compilers tell more
 PROMPT, CHUNK, SHORT, LONG = (20, 20), (5, 45), (1, 18), (1, 700)  # (new tokens, context): a row of each kind
 
 
-class Inputs(NamedTuple):
-    """What a layer hands to a step, and the step."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    kv_cache: Tensor
-    metadata: AttentionMetadata
+# what a layer hands to a step (query, key, value, KV memory), and the step
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]
 
 
 @torch.inference_mode()
@@ -109,4 +102,4 @@ def _inputs(spec: AttentionSpec, rows: list[tuple[int, int]]) -> Inputs:
     query = normal(len(slots), spec.num_heads, spec.head_dim).to(device, spec.dtype)
     key, value = normal(2, len(slots), *kv_shape).to(device, spec.dtype)
     metadata = metadata_of(rows, torch.tensor(slots, device=device), torch.from_numpy(tables).to(device))
-    return Inputs(query, key, value, cache, metadata)
+    return query, key, value, cache, metadata

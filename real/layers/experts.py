@@ -18,7 +18,7 @@ from real.device import Placement
 from real.kernels import why_not
 from real.layers.activation import silu_and_mul
 from real.layers.fp8 import Matrix, fp8_matrix, linear_method
-from real.layers.linear import Kept, Linear, even_part, even_parts, whole_part
+from real.layers.linear import Kept, Linear, even_part, whole_part
 from real.layers.slots import Slot
 from testbed.errors import DeviceError
 from testbed.specs.model import ExpertsShape, ModelSpec
@@ -56,7 +56,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         hidden, inner = whole_part(hidden_size), even_part(shape.inner_size, placement)
-        gate_up = even_parts(shape.inner_size, placement, "gate_proj", "up_proj")  # gate above up
+        gate_up = {"gate_proj": inner, "up_proj": inner}  # gate above up
         self.gate_up_proj = ExpertProjection(shape.num, Kept(gate_up, hidden), placement, scheme)
         self.down_proj = ExpertProjection(shape.num, Kept({"down_proj": hidden}, inner), placement, scheme)
 

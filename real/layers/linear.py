@@ -17,6 +17,7 @@ from torch.nn import functional
 from real.device import Placement
 from real.layers.packed import multiply_packed, packed
 from real.layers.slots import Slot, empty_parameter, shared
+from testbed.specs.model import ModelSpec
 
 
 class Part(NamedTuple):
@@ -98,7 +99,7 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
 
     in_features, out_features: a number lies whole on every rank. Several projections of the same input are packed in
-    one multiplication, by the checkpoint's name of each (see `even_parts`), their outputs side by side.
+    one multiplication, by the checkpoint's name of each, their outputs side by side.
     """
 
     bias: Tensor | None
@@ -132,29 +133,22 @@ class Linear(nn.Module):
 class QKVParallel(Linear):
     """The query, key and value projections of grouped-query attention in one multiplication.
 
-    The arguments count the heads of the whole model, the attributes those of this rank. Where there are more ranks than
-    KV heads, several hold the same KV head.
+    The spec counts the heads of the whole model, the attributes those of this rank. Where there are more ranks than KV
+    heads, several hold the same KV head.
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        placement: Placement,
-        *,
-        bias: bool = False,
-        method: LinearMethod | None = None,
+        self, spec: ModelSpec, placement: Placement, *, bias: bool = False, method: LinearMethod | None = None
     ) -> None:
-        rank, size = placement.group.rank, placement.group.size
-        self.num_heads = share(num_heads, placement)
-        self.num_kv_heads = max(1, num_kv_heads // size)
-        self.head_dim = head_dim
+        (rank, size), num_kv_heads = (placement.group.rank, placement.group.size), spec.num_key_value_heads
+        self.num_heads = share(spec.num_attention_heads, placement)
+        self.num_kv_heads = spec.num_kv_heads_per_rank(size)
+        self.head_dim = head_dim = spec.head_dim
         first_kv_head = rank * num_kv_heads // size
         kv = Part(num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
-        parts = {"q_proj": even_part(num_heads * head_dim, placement), "k_proj": kv, "v_proj": kv}
-        super().__init__(hidden_size, parts, placement, bias=bias, method=method)
+        query = even_part(spec.num_attention_heads * head_dim, placement)
+        parts = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        super().__init__(spec.hidden_size, parts, placement, bias=bias, method=method)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden] -> query [num_tokens, num_heads, head_dim], key and value with num_kv_heads."""
@@ -165,21 +159,9 @@ class QKVParallel(Linear):
 
 
 class RowParallel(Linear):
-    """A projection back into the hidden size: the ranks hold input features, sum their results, add the bias once.
-
-    Its input is this rank's part, [num_tokens, in_features / ranks].
+    """A projection back into the hidden size, of a Part of the input features: the ranks sum their results, and add the
+    bias once. Its input is this rank's part, [num_tokens, in_features / ranks].
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        placement: Placement,
-        *,
-        bias: bool = False,
-        method: LinearMethod | None = None,
-    ) -> None:
-        super().__init__(even_part(in_features, placement), out_features, placement, bias=bias, method=method)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -197,8 +179,3 @@ def even_part(size: int, placement: Placement) -> Part:
     """Of features that are shared out evenly."""
     kept = share(size, placement)
     return Part(size, placement.group.rank * kept, kept)
-
-
-def even_parts(size: int, placement: Placement, *names: str) -> dict[str, Part]:
-    """Of projections whose output features are shared out evenly, so many of each."""
-    return dict.fromkeys(names, even_part(size, placement))

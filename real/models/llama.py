@@ -18,7 +18,7 @@ from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
-from real.layers.linear import Linear, QKVParallel, RowParallel, even_parts
+from real.layers.linear import Linear, QKVParallel, RowParallel, even_part
 from real.layers.norm import RMSNorm
 from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
@@ -39,13 +39,11 @@ LLAMA = Family()
 class LlamaAttention(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-        method = linear_method(scheme)
+        head_dim, method = spec.head_dim, linear_method(scheme)
         qkv_bias, o_bias = (True, False) if family.has_qkv_bias else (spec.attention_bias, spec.attention_bias)
-        self.qkv_proj = QKVParallel(
-            spec.hidden_size, heads, kv_heads, head_dim, placement, bias=qkv_bias, method=method
-        )
-        self.o_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=o_bias, method=method)
+        self.qkv_proj = QKVParallel(spec, placement, bias=qkv_bias, method=method)
+        attended = even_part(spec.num_attention_heads * head_dim, placement)
+        self.o_proj = RowParallel(attended, spec.hidden_size, placement, bias=o_bias, method=method)
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, spec.rms_norm_eps, placement) if family.normalizes_heads else None for _ in range(2)
         )
@@ -72,9 +70,9 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
-        inner, bias, method = spec.intermediate_size, spec.mlp_bias, linear_method(scheme)
-        parts = even_parts(inner, placement, "gate_proj", "up_proj")
-        self.gate_up_proj = Linear(spec.hidden_size, parts, placement, bias=bias, method=method)
+        inner, bias, method = even_part(spec.intermediate_size, placement), spec.mlp_bias, linear_method(scheme)
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = Linear(spec.hidden_size, gate_up, placement, bias=bias, method=method)
         self.down_proj = RowParallel(inner, spec.hidden_size, placement, bias=bias, method=method)
 
     def forward(self, hidden: Tensor) -> Tensor:

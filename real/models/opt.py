@@ -16,7 +16,7 @@ from real.attention.interface import StepAttention
 from real.device import Placement
 from real.layers.activation import PLAIN
 from real.layers.embedding import LMHead, VocabEmbedding
-from real.layers.linear import Linear, QKVParallel, RowParallel, even_parts
+from real.layers.linear import Linear, QKVParallel, RowParallel, even_part
 from real.layers.slots import empty_parameter
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
@@ -44,9 +44,9 @@ def layer_norm(size: int, placement: Placement) -> nn.LayerNorm:
 class OPTAttention(nn.Module):
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
         super().__init__()
-        heads, head_dim, bias = spec.num_attention_heads, spec.head_dim, spec.attention_bias
-        self.qkv_proj = QKVParallel(spec.hidden_size, heads, spec.num_key_value_heads, head_dim, placement, bias=bias)
-        self.out_proj = RowParallel(heads * head_dim, spec.hidden_size, placement, bias=bias)
+        self.qkv_proj = QKVParallel(spec, placement, bias=spec.attention_bias)
+        attended = even_part(spec.num_attention_heads * spec.head_dim, placement)
+        self.out_proj = RowParallel(attended, spec.hidden_size, placement, bias=spec.attention_bias)
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, attention: StepAttention) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
@@ -61,9 +61,9 @@ class OPTLayer(nn.Module):
         self.activation = PLAIN[spec.hidden_act]
         self.self_attn = OPTAttention(spec, placement)
         self.self_attn_layer_norm = layer_norm(spec.hidden_size, placement)
-        inner = even_parts(spec.intermediate_size, placement, "")
-        self.fc1 = Linear(spec.hidden_size, inner, placement, bias=spec.mlp_bias)
-        self.fc2 = RowParallel(spec.intermediate_size, spec.hidden_size, placement, bias=spec.mlp_bias)
+        inner = even_part(spec.intermediate_size, placement)
+        self.fc1 = Linear(spec.hidden_size, {"": inner}, placement, bias=spec.mlp_bias)
+        self.fc2 = RowParallel(inner, spec.hidden_size, placement, bias=spec.mlp_bias)
         self.final_layer_norm = layer_norm(spec.hidden_size, placement)
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, attention: StepAttention) -> Tensor:

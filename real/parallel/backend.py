@@ -52,7 +52,8 @@ class RankedBackend:
             cache_dtype = cache_format(options.get("kv_dtype"), dtype)
             blocks = options["block_size"], options.get("num_gpu_blocks")
             check_host_memory(spec, config, dtype, cache_dtype, *blocks, num_ranks)
-            config = replace(config, num_threads=_threads_per_rank(config, num_ranks))
+            num_threads = config.num_threads or torch.get_num_threads()
+            config = replace(config, num_threads=max(1, num_threads // num_ranks))
         store = host_store(num_ranks)
         setups = [
             Setup(rank, num_ranks, store.port, device.type, spec, config, options) for rank in range(1, num_ranks)
@@ -171,7 +172,3 @@ def _check_gpus(num_ranks: int) -> None:
             f"device.tensor_parallel_size is {num_ranks}, but torch finds {found} GPU{'s' * (found != 1)} here; lower "
             "it, or set backend.device=cpu"
         )
-
-
-def _threads_per_rank(config: RealConfig, num_ranks: int) -> int:
-    return max(1, (config.num_threads or torch.get_num_threads()) // num_ranks)

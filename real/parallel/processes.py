@@ -29,7 +29,7 @@ from testbed.errors import DeviceError, TestbedError
 
 GRACE_S = 2.0  # who lost a peer says so before the peer's own end is known
 END_S = 5.0  # to end in peace
-LOST = "LostPeerError"
+LOST = "LostPeerError"  # of a rank that did not fail by itself, but because another had gone
 HEADER_BYTES = 8  # of a message: its length
 READY = "ready"  # what a rank says once it is connected
 
@@ -89,11 +89,6 @@ class Failure(NamedTuple):
     kind: str
     message: str
     traceback: str = ""  # for the log
-
-    @property
-    def is_cause(self) -> bool:
-        """Whether it failed by itself, and not because another had gone."""
-        return self.kind != LOST
 
     def error(self, who: str) -> TestbedError:
         """As an exception."""
@@ -231,7 +226,7 @@ class Ranks:
         return message is not None
 
     def _first_cause(self) -> TestbedError | None:
-        causes = (failure.error(f"rank {rank}") for rank, failure in self._failures.items() if failure.is_cause)
+        causes = (failure.error(f"rank {rank}") for rank, failure in self._failures.items() if failure.kind != LOST)
         return next(causes, None)
 
 

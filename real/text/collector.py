@@ -87,7 +87,6 @@ class Collector(NoRecords):
             sampling = asked.request.sampling
             ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
             self._live[asked.request.request_id] = _Live(asked, ends, streams and not is_ranked(sampling))
-        self._num_with_stops = sum(live.has_stops for live in self._live.values())
         self._watched: dict[int, tuple[_Live, SequenceText]] = {}  # sequences with stop strings, by id
         self._pieces: list[Piece] = []
         self._outputs: list[RequestOutput] = []
@@ -101,8 +100,8 @@ class Collector(NoRecords):
 
     @property
     def has_stops(self) -> bool:
-        """Whether any request that is live has stop strings."""
-        return self._num_with_stops > 0
+        """Whether any sequence that is live has stop strings."""
+        return bool(self._watched)
 
     def planned(self, plan: BatchPlan) -> None:
         for admission in plan.admitted:
@@ -164,7 +163,6 @@ class Collector(NoRecords):
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for item in finished:
             live = self._live.pop(item.request.request_id)
-            self._num_with_stops -= live.has_stops
             for seq_id in live.members:
                 self._watched.pop(seq_id, None)
             self._outputs.append(self._output(live, item, now_ns))

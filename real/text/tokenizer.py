@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def wrap(backend: Any, **special_tokens: str) -> Tokenizer:
     return Tokenizer(make(tokenizer_object=backend, **special_tokens))
 
 
-def train_tokenizer(vocab_size: int = 512, sentences: Iterable[str] = SENTENCES) -> Tokenizer:
+def train_tokenizer(vocab_size: int = 512) -> Tokenizer:
     """A byte-level BPE tokenizer, trained on the spot on a few sentences: for a model of random weights, and for tests.
 
     At most `vocab_size` tokens (at least the 256 bytes and an end token are needed), the end token the first.
@@ -195,7 +195,7 @@ def train_tokenizer(vocab_size: int = 512, sentences: Iterable[str] = SENTENCES)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(sentences, trainer)
+    backend.train_from_iterator(SENTENCES, trainer)
     return wrap(backend, eos_token=END)
 
 

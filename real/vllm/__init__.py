@@ -10,12 +10,14 @@ of pyproject.toml).
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final
 
-from real.vllm.versions import check_version
 from testbed.errors import ConfigError
 
 GROUP = "testbed.vllm"
+OLDEST: Final = (0, 28)
+NEWEST: Final = (0, 33)
+SPAN: Final = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"  # vLLM: where this testbed fits into
 
 
 def __getattr__(name: str) -> Any:
@@ -49,3 +51,21 @@ def _not_installed(name: str, why: str) -> ConfigError:
         f"{__name__}.{name} is found through this package's entry points, {why}: pip install this repository (again) "
         "in vLLM's environment"
     )
+
+
+def is_known(version: str) -> bool:
+    """Whether it is of those that this was written for."""
+    parts = version.split(".")
+    try:
+        found = int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        return False
+    return OLDEST <= found <= NEWEST
+
+
+def check_version(version: str) -> None:
+    """Raises ConfigError for a vLLM that this was not written for."""
+    if not is_known(version):
+        raise ConfigError(
+            f"vLLM {version} is installed, and this testbed's scheduler fits into {SPAN}: install one of these"
+        )

@@ -11,9 +11,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from real.driver import Computed
+from real.driver import Computed, Work
 from real.vllm.config import VllmConfig
 from real.vllm.own_loop import Seat
 from testbed.core.commands import Abort, Arrive, Event
@@ -29,16 +30,12 @@ _STOOD_FOR = (  # arguments of vllm.LLM that keys of the run stand for
 )  # fmt: skip
 
 
-class VllmWork:
-    """A plan that vLLM was given, or is about to be. `wait` may be called once, and in the order of the plans."""
+@dataclass(slots=True)
+class _InFlight:
+    """A plan that vLLM was given, or is about to be."""
 
-    def __init__(self, backend: VllmBackend) -> None:
-        self._backend = backend
-        self.prepare_ns = 0
-        self.launched_ns = 0  # on the process's clock
-
-    def wait(self) -> Computed:
-        return self._backend.result_of_oldest()
+    prepare_ns: int = 0
+    launched_ns: int = 0  # on the process's clock
 
 
 class VllmBackend:
@@ -61,7 +58,7 @@ class VllmBackend:
             import vllm
         except ImportError as error:
             _refuse_absent(error)
-        from real.vllm.versions import check_version
+        from real.vllm import check_version
 
         check_version(vllm.__version__)
         from real.vllm.observer import device_name
@@ -91,7 +88,7 @@ class VllmBackend:
                 f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
             )
         self.is_async, self.max_model_len = is_async, max_model_len
-        self._in_flight: deque[VllmWork] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._results: deque[Computed] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came
         self._scheduler: Any = scheduler
@@ -125,18 +122,17 @@ class VllmBackend:
         """The same events, which vLLM is told of as the loop is."""
         return VllmInbox(source, self)
 
-    def start(self, plan: BatchPlan) -> VllmWork:
+    def start(self, plan: BatchPlan) -> Work:
         """Where vLLM schedules asynchronously, a plan is launched at once; with another in flight vLLM launches it on
         its way to waiting for that one."""
-        work = VllmWork(self)
-        self._in_flight.append(work)
+        self._in_flight.append(_InFlight())
         self._seat.plan = plan
         if self.is_async and len(self._in_flight) == 1:
             self._turn()
-        return work
+        return Work(self._result_of_oldest)
 
-    def result_of_oldest(self) -> Computed:
-        """What came of the oldest plan in flight, and when; for VllmWork."""
+    def _result_of_oldest(self) -> Computed:
+        """What came of the oldest plan in flight, and when."""
         while not self._results:
             self._turn()
         return self._results.popleft()

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import RequestStatus
 
+from real.vllm import check_version
 from real.vllm.observer import unknown_to_us
 from real.vllm.told import Launched, Translator
-from real.vllm.versions import check_version
 from testbed.core.outcome import Outcome
 from testbed.core.plan import BatchPlan
 from testbed.errors import ConfigError, RequestError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from real.vllm.versions import check_version
+from real.vllm import check_version
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 from tests.properties.setups import Setup

@@ -47,7 +47,7 @@ def graphed(shapes: list[GraphShape], device: str = "cpu", **options: object) ->
 def shape_of(backend: RealBackend, rows: list[ScheduledSequence]) -> GraphShape | None:
     """Of the graph that the rows run in; None: in none."""
     prepared = backend.runner.prepare(rows).forward
-    return prepared.inputs.shape if isinstance(prepared, Captured) else None
+    return prepared.shape if isinstance(prepared, Captured) else None
 
 
 @pytest.mark.parametrize("seed", range(3))

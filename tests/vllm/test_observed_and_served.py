@@ -19,9 +19,9 @@ from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
+from real.vllm import check_version
 from real.vllm.observer import unknown_to_us
 from real.vllm.scheduler import check_engine
-from real.vllm.versions import check_version
 from testbed.errors import ConfigError
 from tests.vllm.conftest import no_veto
 

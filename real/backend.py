@@ -112,7 +112,6 @@ class RealBackend:
         )  # fmt: skip
         self.name_parts()
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
-        self._eos_token_id = spec.eos_token_id
         self.probe = make_probe(self.runner, self.cache)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
             if captured is not None:  # first: a capture gives back the pinned memory that a warm-up has brought
@@ -146,7 +145,7 @@ class RealBackend:
             with self._part("sample"):
                 launched = inputs.sampling, self.runner.draw(hidden, logits, inputs)
         clock.mark()
-        sampled = [row for row in rows if row.samples]
+        sampled, eos_token_id = [row for row in rows if row.samples], self.runner.spec.eos_token_id
 
         def wait() -> Computed:
             on_stream_ns, forward_ns, sample_ns = clock.finish()  # swaps beside the stream are known behind it
@@ -154,7 +153,7 @@ class RealBackend:
             if launched is None:
                 return Computed(None, spans)
             are_forced = all(row.forced for row in sampled)
-            chosen = None if are_forced else outcomes(sampled, *launched, self._eos_token_id)
+            chosen = None if are_forced else outcomes(sampled, *launched, eos_token_id)
             return Computed(chosen, spans, prompt_logprobs(*launched))
 
         return Work(wait, clock.is_done)

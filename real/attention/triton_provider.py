@@ -133,8 +133,14 @@ class PagedRows:
         self._prefills: Prefills | None = None
         self._has_decodes = bool(decodes)
         if decodes:
-            num_decodes = 1 if is_mixed and metadata.are_bounds else len(decodes)
-            self._parts = _cut(spec, metadata, self._query_starts, max(decodes), num_decodes)
+            from real.kernels.decode import num_programs
+            from real.kernels.parts import plan_parts
+
+            self._parts = plan_parts(
+                metadata.context_lens_tensor, self._query_starts, spec.sliding_window,
+                programs=num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads),
+                max_context=max(decodes), num_decodes=1 if is_mixed and metadata.are_bounds else len(decodes),
+            )  # fmt: skip
         if others:
             self._prefills = _lay_out(spec, metadata, others, skips_fresh=takes < Takes.EVERYTHING)
 
@@ -154,19 +160,6 @@ class PagedRows:
             paged_prefill(
                 query, kv_cache, tables, lens, metadata.query_starts, *self._prefills, output, self._scoring
             )  # fmt: skip
-
-
-def _cut(
-    spec: AttentionSpec, metadata: AttentionMetadata, query_starts: Tensor | None, max_context: int, num_decodes: int
-) -> Parts | None:
-    from real.kernels.decode import num_programs
-    from real.kernels.parts import plan_parts
-
-    programs = num_programs(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads)
-    return plan_parts(
-        metadata.context_lens_tensor, query_starts, spec.sliding_window,
-        programs=programs, max_context=max_context, num_decodes=num_decodes,
-    )  # fmt: skip
 
 
 def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, query_lens: list[int], *, skips_fresh: bool) -> Prefills:

@@ -169,7 +169,8 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
         setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
     engines: list[ReplicaEngine] = []
     try:
-        engines += [ReplicaEngine(setup, number, gpus) for number, gpus in enumerate(visible)]
+        for number, gpus in enumerate(visible):
+            engines.append(ReplicaEngine(setup, number, gpus))
         described = [engine.wait_until_ready() for engine in engines]
     except BaseException:
         close_all(engines)

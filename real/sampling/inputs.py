@@ -281,10 +281,9 @@ def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> Prompt
         first += row.num_tokens
     if not parts:
         return None
-    if max(token_ids) >= vocab_size or min(token_ids) < 0:
-        raise RequestError(
-            f"a prompt has a token id outside the model's vocabulary of {vocab_size} tokens: {max(token_ids)}"
-        )
+    outside = next((token for token in (max(token_ids), min(token_ids)) if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise RequestError(f"a prompt has a token id outside the model's vocabulary of {vocab_size} tokens: {outside}")
     return PromptInputs(torch.tensor(places), torch.tensor(token_ids), tuple(num_top), tuple(parts))
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 import pytest
@@ -192,3 +193,28 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert replica.gpus_of_each(4, 1) == ["7", "5", "3", "1"]
     with pytest.raises(DeviceError, match=r"backend.num_replicas is 3, of 2 GPUs each, but torch finds 4"):
         replica.gpus_of_each(3, 2)
+
+
+def test_a_replica_that_cannot_start_leaves_none_before_it_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[replica.ReplicaEngine] = []
+    closed: list[replica.ReplicaEngine] = []
+    make, close = replica.ReplicaEngine.__init__, replica.ReplicaEngine.close
+
+    def make_one(self: replica.ReplicaEngine, *given: Any) -> None:
+        if made:
+            raise DeviceError("no process may be started any more")
+        make(self, *given)
+        made.append(self)
+
+    def close_one(self: replica.ReplicaEngine) -> None:
+        close(self)
+        closed.append(self)
+
+    monkeypatch.setattr(replica.ReplicaEngine, "__init__", make_one)
+    monkeypatch.setattr(replica.ReplicaEngine, "close", close_one)
+    with pytest.raises(DeviceError, match="no process may be started"):
+        real_run(tmp_path, real_config("vllm_v1", **TWO))
+    assert closed == made
+    assert len(made) == 1

@@ -108,18 +108,26 @@ def test_lengths_are_kept_whatever_would_end_a_sequence():
 def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monkeypatch):
     """What the model does is the same: the rows whose logits are made and drawn from, step by step."""
     from real.backend import RealBackend  # not at the top: it needs torch
+    from real.runner import ModelRunner
 
     counts: list[list[int]] = []
-    start = RealBackend.start
+    drawn: list[int] = []
+    start, draw = RealBackend.start, ModelRunner.draw
 
     def counting(self, plan):
+        drawn.clear()
         work = start(self, plan)
         counts[-1].append(plan.shape.num_samples)
-        drawn = 0 if work._launched is None else len(work._launched.drawn.token_ids)
-        assert drawn == plan.shape.num_samples
+        assert sum(drawn) == plan.shape.num_samples
         return work
 
+    def counted(self, *given):
+        launched = draw(self, *given)
+        drawn.append(len(launched.token_ids))
+        return launched
+
     monkeypatch.setattr(RealBackend, "start", counting)
+    monkeypatch.setattr(ModelRunner, "draw", counted)
     for forced in ("tokens", "lengths"):
         counts.append([])
         replayed(tmp_path / forced, trace__forced=forced, trace__arrival="all_at_once")

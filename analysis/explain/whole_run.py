@@ -20,7 +20,8 @@ def explain_run(run: Run) -> str:
     told = Told(run)
     waits, preemptions = told.waits, told.preemptions
     requests = told.requests.set_index("request_id")
-    last_ns = max([0, *waits["end_ns"].tolist(), *requests["finish_ns"].dropna().tolist()])
+    ends = (waits["end_ns"], requests["finish_ns"].dropna())
+    last_ns = max((int(column.max()) for column in ends if len(column)), default=0)
     requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
     requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
     requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)

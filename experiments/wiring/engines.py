@@ -18,8 +18,6 @@ from experiments.configuration.settings import RecordConfig, SimConfig
 from experiments.wiring import build
 from experiments.wiring.foreign import PolicyError, own_classes
 from real.config import RealConfig
-from sim.backend import SimBackend
-from sim.fleet import Fleet
 from testbed.core.commands import StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.limits import Limits
@@ -33,6 +31,8 @@ from testbed.routing.routers import bind as bind_router
 
 if TYPE_CHECKING:
     from real.text.status import CacheHits, StatusLine
+    from sim.backend import SimBackend
+    from sim.fleet import Fleet
 
 
 def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
@@ -47,6 +47,8 @@ def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet 
 
     backend: prices the steps of all of them.
     """
+    from sim.fleet import Fleet  # not at the top: an engine in vLLM's process has no use for SimPy
+
     settings = config.backend
     assert isinstance(settings, SimConfig)
     router = build_router(config, settings)

@@ -20,7 +20,7 @@ class LateRecords:
     """
 
     def __init__(self) -> None:
-        self._recorder: Recorder  # once `of` has said it
+        self._recorder: Recorder | None = None
         self._events: deque[Callable[[], None]] = deque()
 
     def of(self, recorder: Recorder) -> LateRecords:
@@ -28,20 +28,25 @@ class LateRecords:
         self._recorder = recorder
         return self
 
+    @property
+    def recorder(self) -> Recorder:
+        assert self._recorder is not None, "nobody is to see the events"
+        return self._recorder
+
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
-        self._events.append(partial(self._recorder.arrived, request, now_ns, step))
+        self._events.append(partial(self.recorder.arrived, request, now_ns, step))
 
     def aborted(self, request_id: str, now_ns: int, step: int) -> None:
-        self._events.append(partial(self._recorder.aborted, request_id, now_ns, step))
+        self._events.append(partial(self.recorder.aborted, request_id, now_ns, step))
 
     def prefixes_reset(self, now_ns: int, step: int) -> None:
-        self._events.append(partial(self._recorder.prefixes_reset, now_ns, step))
+        self._events.append(partial(self.recorder.prefixes_reset, now_ns, step))
 
     def committed(self, step: StepView) -> None:
-        self._events.append(partial(self._recorder.committed, step))
+        self._events.append(partial(self.recorder.committed, step))
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
-        self._events.append(partial(self._recorder.ended, finished, now_ns))
+        self._events.append(partial(self.recorder.ended, finished, now_ns))
 
     def catch_up(self) -> None:
         """Raises what the recorder raises; what comes behind that is still to be seen."""

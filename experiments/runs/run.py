@@ -157,6 +157,20 @@ def _reading(config: RunConfig, file: Path) -> RunConfig:
     return replace(config, trace=settings, raw={**config.raw, "trace": {**asdict(settings), "transforms": []}})
 
 
+def _log_trace(described: dict[str, Any]) -> None:
+    log = logging.getLogger("testbed")
+    later = "known at the end"  # of a stream
+    num, digest = described["num_requests"], described["fingerprint"]
+    log.info("%s: requests: %s, fingerprint: %s", described["name"], later if num is None else num, digest or later)
+    for note in described["notes"]:
+        log.info("trace: %s", note)
+
+
+def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:
+    is_fleet = num_engines > 1  # the loop of a replica is asked from outside, by the router's driver
+    return [TapeWriter(folder / file, decision, is_live=is_fleet) for file in tape_names(num_engines)]
+
+
 def _run(
     config: RunConfig,
     folder: Path,
@@ -167,16 +181,9 @@ def _run(
     watcher: Recorder | None,
 ) -> RunResult:
     """Drives the loops and closes the folder, whatever happens."""
-    log = logging.getLogger("testbed")
-    name, num, digest = (manifest["trace"][key] for key in ("name", "num_requests", "fingerprint"))
-    later = "known at the end"  # of a stream
-    log.info("%s: requests: %s, fingerprint: %s", name, later if num is None else num, digest or later)
-    for note in manifest["trace"]["notes"]:
-        log.info("trace: %s", note)
+    _log_trace(manifest["trace"])
     records = engines.RunRecords(config.record, folder, len(schedulers))
-    is_fleet = len(schedulers) > 1  # the loop of a replica is asked from outside, by the router's driver
-    tape_files = [] if config.is_simulated else [folder / file for file in tape_names(len(schedulers))]
-    tapes = [TapeWriter(file, decision, is_live=is_fleet) for file in tape_files]
+    tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])

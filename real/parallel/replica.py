@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
-from real.driver import Work
+from real.driver import Computed, Work
 from real.host_memory import available_bytes
 from real.parallel.processes import Channel, Failure, channel_pair, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
@@ -107,7 +107,7 @@ class ReplicaEngine:
         except OSError:
             while True:  # results that are on their way, and then why it does not listen
                 self.receive()
-        return Work(self.receive)
+        return Work(self._computed)
 
     @property
     def has_answer(self) -> bool:
@@ -126,6 +126,12 @@ class ReplicaEngine:
         if not self._channel.has_message(self._timeout_s):
             raise self._silent()
         return self._heard()
+
+    def _computed(self) -> Computed:
+        """What came of the oldest plan that was sent."""
+        computed = self.receive()
+        assert isinstance(computed, Computed)
+        return computed
 
     def _silent(self) -> DeviceError:
         return DeviceError(

@@ -47,7 +47,11 @@ def test_cpu_attention_equals_a_float64_reference(
         output = attended(spec, batch)
     finally:
         torch.set_num_threads(before)
-    tolerance = (5e-6 if dtype == torch.float32 else 2**-7) * max(1.0, float(expected.abs().max()))
+    unit = (3e-6 if dtype == torch.float32 else 2**-7) * max(1.0, float(expected.abs().max()))
+    is_decode = torch.tensor([new == 1 for _, new in rows for _ in range(new)])
+    torch.testing.assert_close(output[is_decode].double(), expected[is_decode], atol=unit, rtol=0)
+    # prefills are torch's own function: in float32 a sum over a head rounds by the root of its length
+    tolerance = unit * max(1.0, (head_dim / 64) ** 0.5) if dtype == torch.float32 else unit
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 

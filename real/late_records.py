@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 
 
-class LateRecords:
-    """Keeps a run's events until it catches up: then `recorder` sees them, in their order. A `Recorder`.
+class LateRecords(Recorder):
+    """Keeps a run's events until it catches up: then `recorder` sees them, in their order.
 
     Who drives the loop catches up when it has launched a step, and when there is nothing to launch. An event is seen
     once, also if the recorder raises. The recorder is not closed here.

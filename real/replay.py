@@ -12,18 +12,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request
-from testbed.records.recorders import NoRecords
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
 MAX_CORE_WAIT = 0.2  # above it the times of a run are of a busy machine
 _SCHEDULED = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready to run without one
 
 
-class ReplayLag(NoRecords):
-    """Lag and boundary wait of every arrival: 16 bytes each. A `Recorder`."""
+class ReplayLag(Recorder):
+    """Lag and boundary wait of every arrival: 16 bytes each."""
 
     def __init__(self) -> None:
         self._lag_ns = array("q")

@@ -33,7 +33,7 @@ class SchedulerTime(Value):
         time_ns = self.ns + (shape.num_decodes + len(shape.prefills)) * self.ns_per_seq
         if not self.ns_per_1k_tokens:
             return time_ns
-        num_tokens = shape.decode_context_tokens + sum([start + length for start, length in shape.prefills])
+        num_tokens = shape.decode_context_tokens + sum([chunk.start + chunk.num_tokens for chunk in shape.prefills])
         return time_ns + num_tokens * self.ns_per_1k_tokens // 1024
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import simpy
 
+from sim.backend import SimBackend
 from sim.link import HostLink, Process
-from sim.replica import Phases, Replica, SwappingBackend
+from sim.replica import Phases, Replica
 from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -31,7 +32,7 @@ class Fleet:
         self,
         source: Inbox,
         router: Router,
-        backends: Sequence[SwappingBackend],
+        backends: Sequence[SimBackend],
         *,
         replicas_per_link: int | None = None,
     ) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
-from sim.backend import SimWork
+from sim.backend import SimBackend
 from sim.driver import MAX_NS, Device, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
@@ -16,14 +16,6 @@ from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.routing.dispatch import ReplicaInbox
-
-
-class SwappingBackend(Protocol):
-    """A priced backend that also says what a transfer takes."""
-
-    def start(self, plan: BatchPlan) -> SimWork: ...
-
-    def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int: ...
 
 
 class _At(simpy.Event):
@@ -81,7 +73,7 @@ class Replica:
         loop: Loop,
         inbox: ReplicaInbox,
         block_size: int,
-        backend: SwappingBackend,
+        backend: SimBackend,
         link: HostLink | None,
         on_idle: Callable[[], None],
     ) -> None:

@@ -27,4 +27,4 @@ def seeded(request: Request, run_seed: int) -> Request:
     """The request with all that it needs to draw."""
     if not needs_seed(request.sampling):
         return request
-    return replace(request, sampling=replace(request.sampling, seed=request_seed(run_seed, request.request_id)))
+    return request.replace(sampling=replace(request.sampling, seed=request_seed(run_seed, request.request_id)))

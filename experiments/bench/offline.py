@@ -186,15 +186,15 @@ class Ours:
         from experiments.wiring.build import Pools, build_scheduler
         from real.clocks import RealTimeClock
         from real.driver import run
+        from testbed.core.commands import Recorder
         from testbed.core.serve import serve
-        from testbed.records.recorders import NoRecords
 
         scheduler = build_scheduler(self._config, Pools(self._backend.num_gpu_blocks, self._backend.num_cpu_blocks))
         sampling = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
         asked = zip(prompts, sampling, strict=True)
         inbox = AllAtOnce([Request(str(i), prompt, sampling=params) for i, (prompt, params) in enumerate(asked)])
         host = HostTimes()
-        run(serve(inbox, scheduler, NoRecords()), self._backend, RealTimeClock(), log=host)
+        run(serve(inbox, scheduler, Recorder()), self._backend, RealTimeClock(), log=host)
         self.host_share = host.describe()["exposed_share"]
         return [inbox.outputs[str(i)] for i in range(len(prompts))]
 

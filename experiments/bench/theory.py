@@ -25,9 +25,8 @@ from experiments.configuration.config import RunConfig
 from experiments.console import Parser
 from experiments.wiring import build
 from sim.driver import run as drive
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.serve import serve
-from testbed.records.recorders import NoRecords
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import arrivals, stream
 from testbed.traces.inbox import TraceInbox
@@ -176,8 +175,8 @@ def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
     return [waits.start_ns[row.request_id] - row.arrival_ns for row in trace]
 
 
-class _Waits(NoRecords):
-    """When each request was first scheduled. A `Recorder`."""
+class _Waits(Recorder):
+    """When each request was first scheduled."""
 
     def __init__(self) -> None:
         self.start_ns: dict[str, int] = {}

@@ -28,15 +28,14 @@ from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.linear import fit_linear, save_fit
-from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.policies.config import SchedulerConfig
 from testbed.records.recorder import RunRecorder
-from testbed.records.recorders import NoRecords, Recorders
+from testbed.records.recorders import Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.specs.profiles import Profile, ProfileManifest, number_repeats, write_profile
@@ -296,8 +295,8 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
     ]
 
 
-class _Collector(NoRecords):
-    """Keeps shape, spans and duration of each step. A `Recorder`."""
+class _Collector(Recorder):
+    """Keeps shape, spans and duration of each step."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[BatchShape, Spans, int]] = []

@@ -16,12 +16,11 @@ from analysis.measures.metrics import SLO
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
-from testbed.records.recorders import NoRecords
 from testbed.records.schema import COMPLETED
 
 
@@ -40,7 +39,7 @@ class _Open:
     has_failed: bool = False
 
 
-class SloWatch(NoRecords):
+class SloWatch(Recorder):
     """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
 
     A request has failed when that is certain: its first token is overdue, or it ended beyond a limit. The arithmetic is

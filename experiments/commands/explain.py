@@ -23,9 +23,8 @@ from experiments.runs.parity import check_parity, num_tapes
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite
 from experiments.wiring.engines import RunRecords, fleet_digest
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.errors import RunFolderError
-from testbed.records.recorders import NoRecords
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +102,7 @@ def _repeat(run: Run, target: Path) -> str:
     return f"the run was simulated again: the same decision digest ({run.manifest['digest'] or 'of every step'})"
 
 
-class _Until(NoRecords):
+class _Until(Recorder):
     """Ends a simulation after so many steps: what was recorded of the run says nothing of more."""
 
     def __init__(self, num_steps: int) -> None:

@@ -25,10 +25,10 @@ from experiments.runs.identity import identity_of
 from experiments.runs.in_vllm import device_of, manifest_in_vllm, why_unpriced, with_model
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
+from testbed.core.commands import Recorder
 from testbed.errors import IllegalTransitionError, RunFolderError, TestbedError
 from testbed.foreign_text import shortened
 from testbed.records.recorder import RunRecorder
-from testbed.records.recorders import NoRecords
 from testbed.specs.profiles import ProfileManifest, number_repeats, write_profile
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
@@ -106,7 +106,7 @@ def import_log(
 def _try(log: ObservedLog, file: Path) -> None:
     """Raises RunFolderError for steps that no scheduler can have taken."""
     try:
-        replay(log, NoRecords())
+        replay(log, Recorder())
         if not why_no_case(log):
             case_of(log, file.name)
     except (ArithmeticError, LookupError, TypeError, ValueError, IllegalTransitionError, TestbedError) as error:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from experiments.observe.case import request_of
 from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
 from testbed.core.batch import Batch
-from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished, FinishReason, Spans, StepResult
 from testbed.core.plan import RESET, Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
 from testbed.core.sequence import Sequence

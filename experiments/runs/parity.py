@@ -16,13 +16,12 @@ from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import forcing
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
-from testbed.core.commands import Execute, Resume, StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Execute, Recorder, Resume, StepView
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.serve import Loop, serve
 from testbed.errors import LivelockError, RunFolderError, TestbedError
-from testbed.records.recorders import NoRecords, together
+from testbed.records.recorders import together
 from testbed.records.schema import decision, num_scheduled
 from testbed.records.tape import Tape, TapeInbox, read_tape, tape_names
 from testbed.traces.fingerprint import fingerprint
@@ -157,7 +156,7 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
     return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut, failure)
 
 
-class _Checker(NoRecords):
+class _Checker(Recorder):
     """A device and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
 
     is_whole: whether the run that left the tape came to its end.

@@ -21,7 +21,8 @@ from real.replay import CoreWait, HostTimes, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.front_end import FrontEnd
-from testbed.core.interfaces import Inbox, Recorder
+from testbed.core.commands import Recorder
+from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError

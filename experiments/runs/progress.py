@@ -6,13 +6,13 @@ import sys
 import time
 from typing import Any, ClassVar
 
+from testbed.core.commands import Recorder
 from testbed.core.outcome import Finished
-from testbed.records.recorders import NoRecords
 
 
-class Progress(NoRecords):
+class Progress(Recorder):
     """Finished requests, with rate and time left: a bar on a terminal, elsewhere a line every LINE_S seconds on
-    standard error. A `Recorder`."""
+    standard error."""
 
     LINE_S: ClassVar[float] = 30.0
 

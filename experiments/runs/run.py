@@ -45,7 +45,7 @@ from real.vllm.config import VllmConfig
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.tables import TablesCost
 from testbed import compiled
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.errors import RunFolderError, TestbedError

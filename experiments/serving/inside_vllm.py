@@ -27,11 +27,11 @@ from experiments.wiring.foreign import policy_failure
 from real.vllm.observer import describe
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
+from testbed.core.commands import Recorder
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import unknown
-from testbed.records.recorders import NoRecords
 from testbed.traces.schema import MAX_NUM_TOKENS
 
 KEYS: dict[str, tuple[type, ...]] = {
@@ -198,6 +198,6 @@ def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
     )  # fmt: skip
 
 
-class _Nothing(NoRecords):
+class _Nothing(Recorder):
     def failed(self, error: BaseException) -> None: ...
     def finish(self) -> None: ...

@@ -20,11 +20,12 @@ from experiments.runs.in_vllm import manifest_in_vllm
 from experiments.runs.run_folder import claim, describe_failure, refuse_overwrite, write_json  # fmt: skip
 from experiments.wiring.engines import describe_engine
 from testbed import compiled
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.records.recorder import RunRecorder
-from testbed.records.recorders import NoRecords, together
+from testbed.records.recorders import together
 from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.traces.arrange import arrange
@@ -36,7 +37,7 @@ from testbed.traces.serialize import row_to_json, write_jsonl
 _BOUNDS = "of requests that had not ended, outputs are as long as they had leave for"
 
 
-class _Trace(NoRecords):
+class _Trace(Recorder):
     """trace.jsonl, a row for each request as it comes, with as many tokens of output as it has leave for; in the end
     with those that came, which lie in a file without a name until then: an engine may serve for days."""
 
@@ -98,7 +99,7 @@ class _Trace(NoRecords):
         return TokenIds(array("i", self._ended.read(num_bytes)))
 
 
-class ServedFolder:
+class ServedFolder(Recorder):
     """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed.
 
     Serving goes on where the folder cannot be written any more; `say` is told so.
@@ -122,26 +123,32 @@ class ServedFolder:
         self._recorder = RunRecorder(self._folder)
         self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
         self._trace = _Trace(self._folder / TRACE_FILE)
-        records = together([self._recorder, self._trace, self._tape])  # who is on the tape has a row in the trace
-        kept = self._while_it_can
-        self.arrived, self.aborted, self.committed = (
-            kept(records.arrived),
-            kept(records.aborted),
-            kept(records.committed),
-        )
-        self.ended, self.prefixes_reset = kept(records.ended), kept(records.prefixes_reset)
+        self._records = together([self._recorder, self._trace, self._tape])  # who is on the tape has a row in the trace
         self._manifest = self._describe(said) | {"unpriced": unpriced or None}
         write_json(self._folder / "manifest.json", self._manifest)
 
-    def _while_it_can(self, tell: Callable[..., None]) -> Callable[..., None]:
-        def told(*given: Any) -> None:
-            if self._lost is None:
-                try:
-                    tell(*given)
-                except OSError as error:
-                    self._lose(error)
+    def arrived(self, request: Request, now_ns: int, step: int) -> None:
+        self._tell(self._records.arrived, request, now_ns, step)
 
-        return told
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
+        self._tell(self._records.aborted, request_id, now_ns, step)
+
+    def prefixes_reset(self, now_ns: int, step: int) -> None:
+        self._tell(self._records.prefixes_reset, now_ns, step)
+
+    def committed(self, step: StepView) -> None:
+        self._tell(self._records.committed, step)
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self._tell(self._records.ended, finished, now_ns)
+
+    def _tell(self, method: Callable[..., None], *given: Any) -> None:
+        """Tells the records, while they can be written."""
+        if self._lost is None:
+            try:
+                method(*given)
+            except OSError as error:
+                self._lose(error)
 
     def _lose(self, error: OSError) -> None:
         """What was written until now is kept, as far as the files can be closed."""

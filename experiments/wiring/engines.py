@@ -18,14 +18,13 @@ from experiments.configuration.settings import RecordConfig, SimConfig
 from experiments.wiring import build
 from experiments.wiring.foreign import PolicyError, own_classes
 from real.config import RealConfig
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.limits import Limits
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.recorder import RunRecorder
-from testbed.records.recorders import NoRecords
 from testbed.routing.routers import Router, RouterContext
 from testbed.routing.routers import bind as bind_router
 
@@ -158,8 +157,8 @@ def fleet_digest(digests: Sequence[int]) -> str:
     return xxh64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
-class BatchLimits(NoRecords):
-    """Holds a user's batch composition to the limits of a step, which ours keep by themselves. A `Recorder`.
+class BatchLimits(Recorder):
+    """Holds a user's batch composition to the limits of a step, which ours keep by themselves.
 
     A prompt alone, and decodes alone, may exceed the token budget, as with ours: there is nothing to leave out.
     """

@@ -236,7 +236,7 @@ def forcing(request: Request, forced: str) -> Request:
     sampling = request.sampling
     if forced == "lengths":
         sampling = replace(sampling, max_tokens=len(output), ignore_eos=True, stop_token_ids=(), stop=())
-    return replace(request, forced_output=None, sampling=sampling)
+    return request.replace(forced_output=None, sampling=sampling)
 
 
 def check_simulated_output(forced: str) -> None:

@@ -23,15 +23,13 @@ from real.clocks import Clock
 from real.driver import Computed, RunningBackend, RunningWork, Work
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
-from testbed.core.commands import Abort, Arrive, Event, StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Abort, Arrive, Event, Recorder, StepView
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
-from testbed.records.recorders import NoRecords
 
 Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
 Recorded = tuple[Recorder, Callable[[], None] | None]  # and what the driver catches up with
@@ -135,7 +133,7 @@ def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
 NOT_COMPUTED = Work(lambda: Computed(None, Spans()))
 
 
-class _Stage(NoRecords):
+class _Stage(Recorder):
     """One episode: sends the requests (an Inbox), executes or skips the plans (a backend), keeps steps (a Recorder)."""
 
     is_open = False

@@ -23,12 +23,11 @@ from real.text.outputs import (
 from real.text.sequence_text import SequenceText
 from real.text.tokenizer import Tokenizer
 from testbed.core import outcome as core
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Completion, Finished, FinishReason, Outcome
 from testbed.core.plan import BatchPlan
 from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
-from testbed.records.recorders import NoRecords
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class Progress(NamedTuple):
     outputs: list[RequestOutput]
 
 
-class Collector(NoRecords):
+class Collector(Recorder):
     """Implements testbed.core.interfaces.Recorder.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.

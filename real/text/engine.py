@@ -18,8 +18,7 @@ from real.text.collector import Collector, Progress
 from real.text.outputs import TextRequest
 from real.text.status import CacheHits
 from real.text.tokenizer import Tokenizer
-from testbed.core.commands import Abort, Arrive, Event
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Abort, Arrive, Event, Recorder
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request

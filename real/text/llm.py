@@ -19,7 +19,7 @@ from real.text.prompts import Prompt, check_text, read_prompts
 from real.text.sampling import default_sampling
 from real.text.status import StatusLine, ThroughputBar
 from real.text.tokenizer import Message, Tokenizer
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams as AnySamplingParams
 from testbed.core.scheduler import Scheduler

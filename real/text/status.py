@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
-from testbed.records.recorders import NoRecords
 
 BAR_INTERVAL_NS = 200_000_000  # rates of the bar are of about this long
 
@@ -43,7 +42,7 @@ class Rates:
         return rates
 
 
-class StatusLine(NoRecords):
+class StatusLine(Recorder):
     """Says one line about the steps of the last `interval_s` seconds of the run's clock.
 
     pools: how many GPU and CPU blocks there are. cache_hits: asked when a line is due. say: takes the line.
@@ -79,7 +78,7 @@ class StatusLine(NoRecords):
         )
 
 
-class ThroughputBar(NoRecords):
+class ThroughputBar(Recorder):
     """Finished requests, with live prefill and decode rates; silent when standard error is no terminal."""
 
     def __init__(self, total: int) -> None:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from testbed.core.commands import Abort, Arrive, Event, Execute, ResetPrefixes, Resume, WaitUntil
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Abort, Arrive, Event, Execute, Recorder, ResetPrefixes, Resume, WaitUntil
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request

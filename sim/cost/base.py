@@ -76,7 +76,7 @@ def pairs_doubled(start: int, num_tokens: int, window: int | None = None) -> int
 
 def attention_pairs_doubled(shape: BatchShape, window: int | None = None) -> int:
     """Twice the number of (query, key) pairs of all prefill chunks."""
-    return sum([pairs_doubled(start, num_tokens, window) for start, num_tokens in shape.prefills])
+    return sum([pairs_doubled(chunk.start, chunk.num_tokens, window) for chunk in shape.prefills])
 
 
 def decode_skew(shape: BatchShape) -> int:

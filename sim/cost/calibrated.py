@@ -157,11 +157,11 @@ class CalibratedCost:
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Tokens of all chunks, and the ns of their attention."""
         num_tokens = reads = pairs = own_pairs = 0
-        for start, length in shape.prefills:
-            num_tokens += length
-            own_pairs += pairs_doubled(0, length, self._window)
-            reads += start + length
-            pairs += pairs_doubled(start, length, self._window)
+        for chunk in shape.prefills:
+            num_tokens += chunk.num_tokens
+            own_pairs += pairs_doubled(0, chunk.num_tokens, self._window)
+            reads += chunk.start + chunk.num_tokens
+            pairs += pairs_doubled(chunk.start, chunk.num_tokens, self._window)
         c = self._c
         pairs_ns = pairs * (c.prefill_pair / 2) + own_pairs * (c.prefill_own_pair / 2)
         return num_tokens, to_ns(len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs_ns)

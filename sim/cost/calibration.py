@@ -177,9 +177,9 @@ def _forward(
         shape.decode_context_tokens if has_prefills else 0,
         decode_skew(shape) if has_prefills else 0,
         len(shape.prefills),
-        sum(start + num for start, num in shape.prefills),
+        sum(chunk.start + chunk.num_tokens for chunk in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,
-        sum(pairs_doubled(0, num, window) for _, num in shape.prefills) / 2,
+        sum(pairs_doubled(0, chunk.num_tokens, window) for chunk in shape.prefills) / 2,
         shape.num_samples,
     ]
 

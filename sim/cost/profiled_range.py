@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
-from testbed.records.recorders import NoRecords
 
 REGIONS = ("decode", "prefill", "mixed", "moves")  # the kinds of a shape
 
@@ -49,7 +48,7 @@ def features_of(shape: BatchShape) -> dict[str, int]:
     if shape.prefills:
         features["num_tokens"] = shape.num_tokens
         features["num_prefills"] = len(shape.prefills)
-        features["prefill_end"] = max(start + num_tokens for start, num_tokens in shape.prefills)
+        features["prefill_end"] = max(chunk.start + chunk.num_tokens for chunk in shape.prefills)
     return features
 
 
@@ -96,8 +95,8 @@ def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
     return found
 
 
-class RangeWatch(NoRecords):
-    """Counts the steps of a run whose price is extrapolated, as a `Recorder`. policy: one of OUTSIDE."""
+class RangeWatch(Recorder):
+    """Counts the steps of a run whose price is extrapolated. policy: one of OUTSIDE."""
 
     def __init__(self, ranges: Ranges, policy: str) -> None:
         self._ranges = ranges

@@ -18,10 +18,9 @@ from sim.cost.collectives import Collectives
 from sim.cost.config import RooflineConfig
 from sim.cost.grid import Grid
 from sim.cost.roofline import LOGIT_BYTES, KVLayout, RooflineCost
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.core.value import Value
-from testbed.records.recorders import NoRecords
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
@@ -136,10 +135,10 @@ class TablesCost(RooflineCost):
         each = shape.decode_context_tokens / num if num else 0.0
         if not shape.prefills:
             return {"attention_decode": _origin(measured.decode, (num, each))} if num else {}
-        start, length = _largest(shape.prefills)
-        found = {"attention_prefill": _origin(measured.prefill, (length, start))}
+        largest = _largest(shape.prefills)
+        found = {"attention_prefill": _origin(measured.prefill, (largest.num_tokens, largest.start))}
         if num:
-            beside = _origin(measured.mixed, (shape.num_prefill_tokens, start, num, each))
+            beside = _origin(measured.mixed, (shape.num_prefill_tokens, largest.start, num, each))
             found["attention_decode"] = beside
         return found
 
@@ -188,7 +187,7 @@ class TablesCost(RooflineCost):
         prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
-        grid, num_tokens = measured.mixed.grid, sum([num for _, num in prefills])
+        grid, num_tokens = measured.mixed.grid, sum([chunk.num_tokens for chunk in prefills])
         grid.seek(0, num_tokens)
         grid.seek(1, _largest(prefills).start)
         grid.seek(2, num_decodes)
@@ -199,10 +198,10 @@ class TablesCost(RooflineCost):
     def _prefill_ratio(self, grid: Grid, prefills: tuple[PrefillChunk, ...]) -> float:
         """How far chunks lie from the roofline: the mean over them, weighted by (query, key) pairs, nearly."""
         ratios = weights = 0.0
-        for start, length in prefills:
-            pairs = length * (start + length)
-            grid.seek(0, length)
-            grid.seek(1, start)
+        for chunk in prefills:
+            pairs = _pairs(chunk)
+            grid.seek(0, chunk.num_tokens)
+            grid.seek(1, chunk.start)
             ratios += pairs * grid.value()
             weights += pairs
         return ratios / weights
@@ -218,12 +217,17 @@ class TablesCost(RooflineCost):
 
 
 def _largest(prefills: tuple[PrefillChunk, ...]) -> PrefillChunk:
-    """The chunk with the most (query, key) pairs, nearly: a table of mixed attention has one."""
+    """The chunk with the most pairs: a table of mixed attention has one."""
     found = prefills[0]
     for chunk in prefills:
-        if chunk.num_tokens * (chunk.start + chunk.num_tokens) > found.num_tokens * (found.start + found.num_tokens):
+        if _pairs(chunk) > _pairs(found):
             found = chunk
     return found
+
+
+def _pairs(chunk: PrefillChunk) -> int:
+    """Its (query, key) pairs, nearly."""
+    return chunk.num_tokens * (chunk.start + chunk.num_tokens)
 
 
 def _origin(part: Part | None, point: tuple[float, ...]) -> str:
@@ -232,8 +236,8 @@ def _origin(part: Part | None, point: tuple[float, ...]) -> str:
     return MEASURED if part.is_exact and (not point or part.grid.clamped(point) == point) else SCALED
 
 
-class OriginWatch(NoRecords):
-    """Adds up, over every 64th step of a run, how much of the prices came from where. A `Recorder`."""
+class OriginWatch(Recorder):
+    """Adds up, over every 64th step of a run, how much of the prices came from where."""
 
     def __init__(self, cost: TablesCost) -> None:
         self._cost = cost

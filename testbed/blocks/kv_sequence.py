@@ -17,8 +17,8 @@ class KVSequence(TokenSource):
 
     `num_tokens` tokens are known; `num_computed_tokens` of them have their KV in blocks. Logical block i is physical
     block `block_table[i]` on the GPU or, while the sequence is swapped out, `cpu_table[i]` on the CPU. salt: sequences
-    share cached prefixes only with those of the same. computes_whole_prompt: it wants no hits. Compiled, the counts are
-    machine words: each is read several times in a row of a step, and Python's integers took a quarter of its time.
+    share cached prefixes only with those of the same. computes_whole_prompt: it wants no hits. The counts are machine
+    words (docs/compiled.md).
     """
 
     def __init__(

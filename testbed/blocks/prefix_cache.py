@@ -169,8 +169,8 @@ class PrefixCache:
         content = self.content_of[block]
         if isinstance(content, UnlistedPrefix):
             num_blocks = len(content.blocks)
-            if content.blocks[num_blocks - 1] == block:
-                content.blocks, _ = pop(content.blocks)
+            if content.blocks[num_blocks - 1] == i64(block):
+                content.blocks, _last = pop(content.blocks)
                 self.content_of[block] = None
                 if num_blocks == 1:
                     self._give_up(content)

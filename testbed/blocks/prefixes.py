@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from mypy_extensions import i64
 
@@ -15,12 +15,11 @@ from testbed.blocks.kv_sequence import KVSequence
 from testbed.blocks.merged_content import MergedContent
 
 
-class PrefixHit(NamedTuple):
+class PrefixHit:
     """A cached prefix. num_unreferenced: how many of its blocks count as free until the hit takes them."""
 
-    num_tokens: int
-    blocks: list[int]
-    num_unreferenced: int
+    def __init__(self, num_tokens: int, blocks: list[int], num_unreferenced: int) -> None:
+        self.num_tokens, self.blocks, self.num_unreferenced = num_tokens, blocks, num_unreferenced
 
 
 NO_HIT: Final = PrefixHit(0, [], 0)

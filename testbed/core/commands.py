@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from testbed.core.outcome import Spans, StepResult
+from testbed.core.outcome import Finished, Spans, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -82,6 +82,7 @@ class Resume(Value):
 @mypyc_attr(free_list_len=1)
 class StepView(Value):
     """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
+    Made with the plan; its result, digest and emitters come with the commit.
 
     digest_bytes: after the step, the highest byte first. emitters: the sequences that emitted, once for each token, in
     the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free. looked_ns:
@@ -117,3 +118,15 @@ class StepView(Value):
     def digest(self) -> int:
         """The decision digest after the step."""
         return int.from_bytes(self.digest_bytes, "big")
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Recorder:
+    """Sees everything that happens in the loop, and changes nothing. It keeps nothing; a subclass keeps what it says.
+    No protocol: the loop tells it of each step, and compiled code calls a class of ours at once."""
+
+    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
+    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
+    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
+    def committed(self, step: StepView) -> None: ...
+    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

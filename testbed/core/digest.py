@@ -17,6 +17,7 @@ from testbed.core.plan import PreemptionMode
 from testbed.core.step import Step
 
 VERSION: Final = 2  # of the definition below; tapes do not compare across versions
+_xxh64: Final = xxh64_digest  # compiled, what is final is found without a look at its name
 _REASONS: Final = tuple(FinishReason)
 _MODES: Final = tuple(PreemptionMode)
 
@@ -74,6 +75,6 @@ class Digest:
 
     def _hash(self) -> bytes:
         """Of the numbers, of which none is left."""
-        digest: bytes = xxh64_digest(self._numbers.getvalue())
+        digest: bytes = _xxh64(self._numbers.getvalue())
         self._numbers.truncate(0)
         return digest

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
-from testbed.core.commands import Event, StepView
+from testbed.core.commands import Event
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan, PreemptionMode
-from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 
 # --- where requests come from ---
@@ -50,19 +49,6 @@ class Backend(Protocol):
     """Executes plans. The simulator prices them, the real engine launches them."""
 
     def start(self, plan: BatchPlan) -> Work: ...
-
-
-# --- who watches ---
-
-
-class Recorder(Protocol):
-    """Sees everything that happens in the loop, and changes nothing."""
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
 
 # --- policies ---

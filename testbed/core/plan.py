@@ -59,12 +59,15 @@ class Admission(NamedTuple):
     is_resumed: bool
 
 
-class PrefillChunk(NamedTuple):
+class PrefillChunk(Value):
     """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window start
     is at most what the window reaches back to; the chunk's own tokens all count."""
 
-    start: int
-    num_tokens: int
+    FIELDS: ClassVar = ("start", "num_tokens")
+    __slots__ = FIELDS
+
+    def __init__(self, start: int, num_tokens: int) -> None:
+        self.start, self.num_tokens = start, num_tokens
 
 
 class ScheduledSequence(Value):
@@ -129,7 +132,7 @@ class BatchShape(Value):
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.prefills)
+        return sum([chunk.num_tokens for chunk in self.prefills])
 
     @property
     def num_tokens(self) -> int:

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 from testbed.core.sampling import GREEDY as GREEDY
 from testbed.core.sampling import SamplingParams as SamplingParams
+from testbed.core.value import Value
 from testbed.errors import RequestError
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Value):
     """One prompt and what is wanted of it.
 
     `forced_output` holds the very tokens that are emitted, one whenever the computed tokens reach all known ones; the
     model still runs and samples. None means that the backend's sampled tokens count, up to `sampling.max_tokens`.
-    All instants are ns on the run's clock, which starts at 0.
+    cache_salt: requests share cached prefixes only with requests of the same. All instants are ns on the run's clock,
+    which starts at 0. Raises RequestError for what nobody can serve.
     """
 
-    request_id: str
-    prompt_token_ids: Seq[int]
-    arrival_ns: int = 0
-    forced_output: Seq[int] | None = None
-    sampling: SamplingParams = field(default=GREEDY)
-    priority: int = 0
-    tenant: str | None = None
-    session_id: str | None = None
-    turn: int | None = None
-    deadline_ns: int | None = None
-    cancel_after_ns: int | None = None
-    cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
+    FIELDS: ClassVar = (
+        "request_id", "prompt_token_ids", "arrival_ns", "forced_output", "sampling", "priority", "tenant", "session_id",
+        "turn", "deadline_ns", "cancel_after_ns", "cache_salt",
+    )  # fmt: skip
+    __slots__ = FIELDS
 
-    def __post_init__(self) -> None:
-        if len(self.prompt_token_ids) == 0:
-            raise RequestError(f"request {self.request_id!r} has an empty prompt; give it at least one token")
-        if self.forced_output is not None and len(self.forced_output) == 0:
-            raise RequestError(f"request {self.request_id!r} forces an empty output; force at least one token")
-        if self.arrival_ns < 0:
-            raise RequestError(f"request {self.request_id!r} arrives at {self.arrival_ns} ns; it must be 0 or later")
+    def __init__(
+        self, request_id: str, prompt_token_ids: Seq[int], arrival_ns: int = 0, forced_output: Seq[int] | None = None,
+        sampling: SamplingParams = GREEDY, priority: int = 0, tenant: str | None = None, session_id: str | None = None,
+        turn: int | None = None, deadline_ns: int | None = None, cancel_after_ns: int | None = None,
+        cache_salt: str = "",
+    ) -> None:  # fmt: skip
+        self.request_id, self.prompt_token_ids, self.arrival_ns = request_id, prompt_token_ids, arrival_ns
+        self.forced_output, self.sampling, self.priority = forced_output, sampling, priority
+        self.tenant, self.session_id, self.turn = tenant, session_id, turn
+        self.deadline_ns, self.cancel_after_ns, self.cache_salt = deadline_ns, cancel_after_ns, cache_salt
+        if len(prompt_token_ids) == 0:
+            raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
+        if forced_output is not None and len(forced_output) == 0:
+            raise RequestError(f"request {request_id!r} forces an empty output; force at least one token")
+        if arrival_ns < 0:
+            raise RequestError(f"request {request_id!r} arrives at {arrival_ns} ns; it must be 0 or later")

@@ -7,9 +7,10 @@ step boundaries only. Where `limits.max_num_plans` is 2, a plan is launched and 
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Final
 
-from testbed.core.commands import Abort, Arrive, Event, Execute, Resume, StepView, WaitUntil
-from testbed.core.interfaces import Inbox, Recorder
+from testbed.core.commands import Abort, Arrive, Event, Execute, Recorder, Resume, StepView, WaitUntil
+from testbed.core.interfaces import Inbox
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
@@ -18,30 +19,20 @@ from testbed.errors import LivelockError
 from testbed.foreign_text import some
 
 Loop = Generator[WaitUntil | Execute, Resume, None]
-
-
-class Planned:
-    """A plan in flight, when it was made, what there was after it, and when nothing more was found to plan."""
-
-    def __init__(self, plan: BatchPlan, plan_ns: int, scheduler: Scheduler) -> None:
-        self.plan, self.plan_ns = plan, plan_ns
-        self.looked_ns: int | None = None
-        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
-        self.num_swapped = scheduler.num_swapped
-        self.free_gpu_blocks, self.free_cpu_blocks = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
+NOT_YET: Final = StepResult(0)
 
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     """Serves the inbox to its end. Raises LivelockError for work that nothing will move, or that goes in circles."""
     thrash = Thrash()
-    in_flight: tuple[Planned, ...] = ()
+    in_flight: tuple[StepView, ...] = ()
     first_ns = inbox.next_ns()
     now_ns = 0 if first_ns is None else (yield WaitUntil(first_ns)).now_ns
     while True:
         for event in inbox.due(now_ns):
             _take(event, inbox, scheduler, recorder, now_ns)
         plan = scheduler.plan(now_ns) if scheduler.has_work else None
-        newest = None if plan is None or plan.is_empty else Planned(plan, now_ns, scheduler)
+        newest = None if plan is None or plan.is_empty else _planned(plan, now_ns, scheduler)
         if newest is not None:
             in_flight += (newest,)
         elif in_flight and in_flight[-1].looked_ns is None:
@@ -73,15 +64,20 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         now_ns = (yield WaitUntil(next_ns)).now_ns
 
 
+def _planned(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
+    """A step in flight, and what there was after its plan."""
+    return StepView(
+        plan, now_ns, NOT_YET, b"", [], scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped,
+        scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,
+    )  # fmt: skip
+
+
 def _commit(
-    planned: Planned, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
+    step: StepView, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
 ) -> bool:
     """Commits the oldest plan in flight; whether a request ended with it."""
     finished = scheduler.commit(result, now_ns)
-    step = StepView(
-        planned.plan, planned.plan_ns, result, scheduler.digest_bytes, scheduler.emitters, planned.num_running,
-        planned.num_waiting, planned.num_swapped, planned.free_gpu_blocks, planned.free_cpu_blocks, planned.looked_ns,
-    )  # fmt: skip
+    step.result, step.digest_bytes, step.emitters = result, scheduler.digest_bytes, scheduler.emitters
     recorder.committed(step)
     if finished:
         recorder.ended(finished, now_ns)

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
-from testbed.records.recorders import NoRecords
 
 FORMAT = 1
 OPERATORS_FILE = "operators.json"
@@ -29,7 +28,7 @@ PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a shape, as the
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 
 
-class OperatorLedger(NoRecords):
+class OperatorLedger(Recorder):
     """Sums the parts of every step by phase. itemise: from a step's shape and spans to its parts, which must add up to
     the spans; None: the parts are the spans."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from librt.vecs import append, vec
 from mypy_extensions import i64
 
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import Admission, BatchPlan, Preemption, PreemptionMode
 from testbed.core.request import Request
@@ -19,8 +19,8 @@ from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, decision, explana
 from testbed.records.tables import RowTable, StepTable
 
 
-class RunRecorder:
-    """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder, as a `Recorder`.
+class RunRecorder(Recorder):
+    """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder.
 
     Rows are flushed in groups, of which nothing stays but what Parquet notes of each column. A thread of their own
     writes them, and what it could not write is raised by the next group or by `close`. `close` adds a row for every
@@ -101,7 +101,9 @@ class RunRecorder:
 
     def _emitted(self, emitters: list[Sequence], end_ns: i64) -> None:
         for seq in emitters:
-            self._open[seq.request_id].emitted(end_ns)
+            if seq.record is None:
+                seq.record = self._open[seq.request_id]
+            cast("OpenRequest", seq.record).emitted(end_ns)
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
         """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""

@@ -1,29 +1,15 @@
-"""Recorders in general: one that keeps nothing, and several as one."""
+"""Several recorders as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mypy_extensions import mypyc_attr
-
-from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class NoRecords:
-    """A `Recorder` that keeps nothing; a subclass keeps what it says."""
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
-
-
-class Recorders:
+class Recorders(Recorder):
     """Shows the loop's events to several recorders, in order."""
 
     def __init__(self, *recorders: Recorder) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testbed.core.commands import Abort, Arrive, Event, ResetPrefixes, StepView
+from testbed.core.commands import Abort, Arrive, Event, Recorder, ResetPrefixes, StepView
 from testbed.core.digest import VERSION as DIGEST_VERSION
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans
 from testbed.core.request import Request
@@ -71,8 +71,8 @@ class Tape:
         return max(steps, max((event.now_ns for event in self.events), default=0))
 
 
-class TapeWriter:
-    """Records a run, as a `Recorder`. One line an event, flushed at each step."""
+class TapeWriter(Recorder):
+    """Records a run. One line an event, flushed at each step."""
 
     def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]], *, is_live: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -241,7 +241,7 @@ class TapeInbox:
             else:
                 request = self._make_request(event.request_id, event.arrival_ns)
                 if event.max_tokens is not None:
-                    request = replace(request, sampling=replace(request.sampling, max_tokens=event.max_tokens))
+                    request = request.replace(sampling=replace(request.sampling, max_tokens=event.max_tokens))
                 events.append(Arrive(request))
         return events
 

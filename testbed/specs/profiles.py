@@ -237,7 +237,7 @@ def write_profile(path: str | Path, manifest: ProfileManifest, steps: Iterable[M
 
 
 def _as_row(step: MeasuredStep) -> dict[str, Any]:
-    shape = step.shape.as_dict() | {"prefills": [chunk._asdict() for chunk in step.shape.prefills]}
+    shape = step.shape.as_dict() | {"prefills": [chunk.as_dict() for chunk in step.shape.prefills]}
     return {**shape, **step.spans.as_dict(), "total_ns": step.total_ns, "repeat": step.repeat}
 
 

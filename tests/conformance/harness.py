@@ -17,13 +17,13 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from sim.driver import drive as drive_device
 from sim.driver import run as drive_simulated
 from testbed.blocks.config import KVRules
-from testbed.core.commands import Execute, Resume, StepView, WaitUntil
+from testbed.core.commands import Execute, Recorder, Resume, StepView, WaitUntil
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
-from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
+from testbed.records.recorders import Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
 from testbed.specs.device import DeviceSpec
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     cached: dict[str, int]  # prefix tokens found at the first admission
 
 
-class Watch:
+class Watch(Recorder):
     """Between driver and backend, and a recorder: reads every plan's rows in start(), as a device would.
 
     backend: or a device of the simulator's driver.
@@ -78,29 +78,11 @@ class Watch:
         for item in plan.admitted:
             self.seen.cached.setdefault(item.request_id, item.num_cached_tokens)
 
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-
     def committed(self, step: StepView) -> None:
         self.seen.steps.append(step)
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         self.seen.ended.update({item.request.request_id: item for item in finished})
-
-
-class Both:
-    """Two recorders as one."""
-
-    def __init__(self, *recorders: Any) -> None:
-        self._recorders = recorders
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            for recorder in self._recorders:
-                getattr(recorder, name)(*arguments)
-
-        return call
 
 
 Core = Callable[[], Scheduler]  # makes a fresh one
@@ -152,7 +134,7 @@ class Recorded(Simulated):
         watch = Watch(self.backend)
         tape_file = folder / "tape.jsonl"
         writer = TapeWriter(tape_file, decision)
-        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), make(), Both(watch, writer)), watch)
+        self.drive(serve(TraceInbox(trace, VOCAB_SIZE), make(), Recorders(watch, writer)), watch)
         writer.close()
         tape = read_tape(tape_file)
         rows = {row.request_id: row for row in trace.rows}

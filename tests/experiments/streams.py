@@ -11,8 +11,7 @@ from unittest.mock import patch
 from experiments.configuration.config import RunConfig
 from experiments.runs import run
 from experiments.wiring import build
-from testbed.core.commands import StepView
-from testbed.core.interfaces import Recorder
+from testbed.core.commands import Recorder
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -20,7 +19,7 @@ from tests.experiments.kit import manifest_of
 
 
 @dataclass
-class Observer:
+class Observer(Recorder):
     """What was seen; every dict is by request id."""
 
     arrivals: list[str] = field(default_factory=list)  # in the order in which they came
@@ -52,10 +51,6 @@ class Observer:
             self.open_arrivals_ns[name] = request.arrival_ns
         else:
             self.thinks_ns[name] = request.arrival_ns - before
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-    def committed(self, step: StepView) -> None: ...
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for item in finished:

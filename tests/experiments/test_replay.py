@@ -101,7 +101,7 @@ def test_lengths_are_kept_whatever_would_end_a_sequence():
     lengths = forcing(request, "lengths")
     assert lengths.forced_output is None
     assert lengths.sampling == replace(sampling, max_tokens=5, ignore_eos=True, stop_token_ids=(), stop=())
-    unrecorded = replace(request, forced_output=None)
+    unrecorded = request.replace(forced_output=None)
     assert forcing(unrecorded, "lengths") is unrecorded
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from testbed.core.outcome import Finished, FinishReason
@@ -103,7 +102,7 @@ class World:
         due = [request for operation, request in self._turns if operation <= self._num_operations]
         self._turns = [item for item in self._turns if item[0] > self._num_operations]
         for request in due:
-            self._add(replace(request, arrival_ns=self._now_ns))
+            self._add(request.replace(arrival_ns=self._now_ns))
         choice = self._rng.random()
         if choice < share_added:
             self._add(random_request(self._rng, self._new_name(), self._now_ns))
@@ -180,8 +179,7 @@ class World:
         """The old prompt, what was answered, and a few new tokens."""
         before, rng = finished.request, self._rng
         new = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 5))]
-        return replace(
-            random_request(rng, self._new_name(), self._now_ns),
+        return random_request(rng, self._new_name(), self._now_ns).replace(
             prompt_token_ids=array("i", [*before.prompt_token_ids, *finished.output_token_ids, *new]),
             session_id=before.session_id or before.request_id,
             turn=turn,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from real.driver import run
-from testbed.core.commands import Arrive, Event
+from testbed.core.commands import Arrive, Event, Recorder
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.serve import serve
@@ -34,7 +34,7 @@ KINDS = [
 REQUESTS = requests_of(KINDS, PROMPTS, NUM_TOKENS)
 
 
-class Requests:
+class Requests(Recorder):
     """An inbox that keeps what finished; a recorder that counts what happened to the blocks."""
 
     is_open = False
@@ -62,11 +62,6 @@ class Requests:
         self.num_swapped_in += len(plan.swap_in)
         self.num_copied += len(plan.copies)
         self.num_cached_tokens += sum(admission.num_cached_tokens for admission in plan.admitted)
-
-    def arrived(self, request, now_ns, step) -> None: ...
-    def aborted(self, request_id, now_ns, step) -> None: ...
-    def prefixes_reset(self, now_ns, step) -> None: ...
-    def ended(self, finished, now_ns) -> None: ...
 
 
 def serve_on_engine(composition: str, num_blocks: int, caching: bool) -> Requests:

@@ -9,7 +9,7 @@ import pytest
 
 from real.backend import RealBackend
 from real.driver import run
-from testbed.core.commands import Arrive, Event, ResetPrefixes
+from testbed.core.commands import Arrive, Event, Recorder, ResetPrefixes
 from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
@@ -46,7 +46,7 @@ class TickingClock:
         self.time = max(self.time, until_ns)
 
 
-class Requests:
+class Requests(Recorder):
     """An inbox that keeps what finished; a recorder that counts preemptions and hits."""
 
     is_open = False
@@ -73,11 +73,6 @@ class Requests:
     def committed(self, step) -> None:
         self.num_preemptions += len(step.plan.preempted)
         self.num_cached_tokens += sum(admission.num_cached_tokens for admission in step.plan.admitted)
-
-    def arrived(self, request, now_ns, step) -> None: ...
-    def aborted(self, request_id, now_ns, step) -> None: ...
-    def prefixes_reset(self, now_ns, step) -> None: ...
-    def ended(self, finished, now_ns) -> None: ...
 
 
 class ProbingClock(TickingClock):
@@ -136,7 +131,7 @@ def test_what_a_reset_has_computed_again_are_the_same_tokens(alone, plans, compo
 def sampled(index: int, **changes: object) -> Request:
     """Stops by surprise, and draws that want to know all tokens before."""
     stops = tuple(range(0, 512, 9))
-    return replace(REQUESTS[index], sampling=replace(SAMPLING[index], stop_token_ids=stops, **changes))
+    return REQUESTS[index].replace(sampling=replace(SAMPLING[index], stop_token_ids=stops, **changes))
 
 
 @pytest.mark.parametrize("num_blocks", [24, 128], ids=["tight", "roomy"])

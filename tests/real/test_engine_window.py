@@ -316,7 +316,7 @@ def test_groups_get_the_tokens_they_get_alone(window, composition):
     requests = requests_of(KINDS, PROMPTS, NUM_TOKENS)
     alone = {}
     for request in requests:
-        alone |= serve_groups([replace(request, arrival_ns=0)], window, "prefill_first", 64, caching=False).outputs
+        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).outputs
     for caching in (True, False):
         together = serve_groups(requests, window, composition, 18, caching)
         assert together.outputs == alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -129,7 +129,7 @@ def test_each_request_ends_once_on_the_replica_that_the_router_named(
 ) -> None:
     draw, clock = random.Random(seed), Clock()
     arrivals = requests(draw, draw.randint(1, 25))
-    turns = {one.request_id: replace(two, request_id=f"{one.request_id}-2", arrival_ns=draw.randint(0, 90_000))
+    turns = {one.request_id: two.replace(request_id=f"{one.request_id}-2", arrival_ns=draw.randint(0, 90_000))
              for one, two in zip(arrivals[:4], requests(draw, 4), strict=False)}  # fmt: skip
     aborts = [(draw.randint(0, 400_000), one.request_id) for one in arrivals[4:7]]
     router = Watched(ROUTERS[name]())

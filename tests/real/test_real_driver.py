@@ -10,7 +10,7 @@ from real.clocks import RealTimeClock, SkippingClock, make_clock
 from real.config import RealConfig
 from real.driver import Computed, run
 from real.late_records import LateRecords
-from testbed.core.commands import Execute, Resume, WaitUntil
+from testbed.core.commands import Execute, Recorder, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
 from testbed.errors import LivelockError
 from tests.real.engine_helpers import plan_of, row, tiny_backend
@@ -160,7 +160,7 @@ def test_the_engine_runs_under_the_driver(pace):
 # --- what is recorded while the device computes ---
 
 
-class Seen:
+class Seen(Recorder):
     """A recorder that notes, beside what it is shown, what the driver had done by then."""
 
     def __init__(self, notes: list) -> None:

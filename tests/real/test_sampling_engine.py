@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def test_emitted_tokens_come_with_what_transformers_gives_them(alone, reference)
 def test_prompts_are_scored_whole_whatever_is_cached_or_chunked(spec, reference, composition, budget):
     prompts = [PROMPTS[3], PROMPTS[3], PROMPTS[3], PROMPTS[4]]
     kinds = [{}, {"prompt_logprobs": 2, "n": 2}, {}, {"prompt_logprobs": 0}]
-    requests = [replace(one, arrival_ns=10**8 * i) for i, one in enumerate(requests_of(kinds, prompts, NUM_TOKENS))]
+    requests = [one.replace(arrival_ns=10**8 * i) for i, one in enumerate(requests_of(kinds, prompts, NUM_TOKENS))]
     ends = serve_on_engine(spec, requests, composition, 64, budget=budget)
     assert ends.cached["r1"] == ends.cached["r3"] == 0
     assert ends.cached["r2"] > 0  # and others go on to hit what is cached
@@ -162,10 +161,8 @@ def test_prompts_are_scored_whole_whatever_is_cached_or_chunked(spec, reference,
 
 
 def test_a_forced_output_still_scores_its_prompt(spec, reference):
-    request = replace(
-        requests_of([{"prompt_logprobs": 1, "logprobs": 1}], PROMPTS, NUM_TOKENS)[0],
-        forced_output=array("i", [9, 8, 7]),
-    )
+    request = requests_of([{"prompt_logprobs": 1, "logprobs": 1}], PROMPTS, NUM_TOKENS)[0]
+    request = request.replace(forced_output=array("i", [9, 8, 7]))
     done = serve_on_engine(spec, [request], "unified", 64).done["r0"]
     assert list(done.output_token_ids) == [9, 8, 7]
     assert done.completions[0].logprobs == ()

@@ -17,8 +17,7 @@ from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
 from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
-from testbed.core.commands import StepView
-from testbed.core.outcome import Finished
+from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request as OurRequest
 from testbed.core.serve import serve
@@ -297,7 +296,7 @@ class InVllm:
         assert again.digest == self.core.digest, "what came after the last step differs"
 
 
-class _Digests:
+class _Digests(Recorder):
     """A recorder that keeps the digest of each step."""
 
     def __init__(self) -> None:
@@ -305,8 +304,3 @@ class _Digests:
 
     def committed(self, step: StepView) -> None:
         self.found.append(step.digest)
-
-    def arrived(self, request: OurRequest, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...

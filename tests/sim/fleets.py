@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sim.backend import SimBackend
 from sim.cost.base import CostModel
@@ -73,9 +73,9 @@ def _on_boundaries(
         return instant_ns // (STEP_NS // 2) * (STEP_NS // 2)
 
     return (
-        [replace(one, arrival_ns=near(one.arrival_ns)) for one in arrivals],
+        [one.replace(arrival_ns=near(one.arrival_ns)) for one in arrivals],
         [(near(instant_ns), name) for instant_ns, name in aborts],
-        {name: replace(one, arrival_ns=near(one.arrival_ns)) for name, one in turns.items()},
+        {name: one.replace(arrival_ns=near(one.arrival_ns)) for name, one in turns.items()},
     )
 
 

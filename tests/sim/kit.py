@@ -18,7 +18,7 @@ from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
 from sim.driver import run
 from sim.fleet import Fleet
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
@@ -48,7 +48,7 @@ def trace_of(arrivals_ns: Sequence[int], outputs: Sequence[int], num_prompt_toke
 
 
 @dataclass
-class Instants:
+class Instants(Recorder):
     """A recorder of three instants, in ns, by request id: arrival, start of the first step, end."""
 
     arrival: dict[str, int] = field(default_factory=dict)
@@ -57,9 +57,6 @@ class Instants:
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self.arrival[request.request_id] = request.arrival_ns
-
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         for admission in step.plan.admitted:
@@ -90,16 +87,11 @@ class StopRun(Exception):  # noqa: N818  (it stops a run, and is no error)
     """The run was cut short, as by Ctrl-C."""
 
 
-class Cut:
+class Cut(Recorder):
     """Ends the run after so many steps, as a recorder: not every policy promises that everything ends."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
-
-    def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
-    def prefixes_reset(self, now_ns: int, step: int) -> None: ...
-    def ended(self, finished: list[Finished], now_ns: int) -> None: ...
 
     def committed(self, step: StepView) -> None:
         self._num_left -= 1

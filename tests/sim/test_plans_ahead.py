@@ -20,6 +20,7 @@ from testbed.core.outcome import FinishReason, Spans
 from testbed.core.plan import BatchShape
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
+from testbed.records.recorders import Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import TapeInbox, TapeWriter, read_tape
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
@@ -92,7 +93,7 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
     writer = TapeWriter(tape_file, decision)
     backend = SimBackend(price(rng), seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
     try:
-        run(serve(Sessions(requests, aborts, turns), scheduler, Tee(log, writer)), backend)
+        run(serve(Sessions(requests, aborts, turns), scheduler, Recorders(log, writer)), backend)
     except Exception as error:
         if type(error).__name__ != "LivelockError":
             raise
@@ -106,24 +107,10 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
             assert request.forced_output is not None
             assert tokens == list(request.forced_output)[:room]
     tape, again = read_tape(tape_file), Log()
-    inbox = TapeInbox(tape, lambda name, arrival_ns: replace(asked[name], arrival_ns=arrival_ns))
+    inbox = TapeInbox(tape, lambda name, arrival_ns: asked[name].replace(arrival_ns=arrival_ns))
     drive(serve(inbox, setup.scheduler(), again), RecordedDevice(tape))
     seen = [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in log.views]
     assert [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in again.views] == seen
-
-
-class Tee:
-    """Two recorders as one."""
-
-    def __init__(self, *recorders: object) -> None:
-        self._recorders = recorders
-
-    def __getattr__(self, name: str) -> object:
-        def call(*arguments: object) -> None:
-            for recorder in self._recorders:
-                getattr(recorder, name)(*arguments)
-
-        return call
 
 
 @pytest.mark.parametrize("max_num_plans", [1, 2])

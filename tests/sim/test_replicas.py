@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -177,7 +176,7 @@ def test_a_reset_goes_to_all_replicas() -> None:
 def test_steps_that_are_over_count_when_a_router_looks() -> None:
     """A prompt of 2: after 3 steps 4 tokens are computed and 5 known. At 30 the third is over, and the next not yet
     planned: one block of 4 is held, and full, so it is cached. At 35 the fourth step has its second block."""
-    same = replace(request("same", 30, 1), prompt_token_ids=[2, 3, 0, 0, 9])
+    same = request("same", 30, 1).replace(prompt_token_ids=[2, 3, 0, 0, 9])
     inbox = Sessions([request("a", 0, 9), same, request("other", 35, 1, num_prompt=5), request("c", 40, 1)], [], {})
     watched = Watched(To(a=0, same=1, other=1, c=1))
     fleet_of(inbox, watched, 2)
@@ -302,7 +301,7 @@ def test_what_a_loop_raises_ends_the_run_as_it_is() -> None:
 
 def test_replicas_may_have_different_prices() -> None:
     schedulers = [ROOMY.scheduler(), ROOMY.scheduler()]
-    arrivals = [request("a", 0, 4), request("b", 0, 4), replace(request("c", 15, 1), priority=0)]
+    arrivals = [request("a", 0, 4), request("b", 0, 4), request("c", 15, 1).replace(priority=0)]
     slow, quick = drive(Sessions(arrivals, [], {}), To(a=0, b=1, c=1), schedulers, [step_of(30), step_of(7)])
     assert [event[4] for event in slow.events if event[0] == "a"] == [120]
     assert [event[2] for event in quick.events if event[:2] == ("arrived", "c")] == [21]

@@ -108,7 +108,7 @@ def test_a_recomputed_sequence_in_chunks_of_one_token_is_priced_as_prefill_and_t
     """Within the prompt such a chunk is a prefill, beyond it a decode. A world that was found at random."""
     arrivals = {"r7": 276_784, "r2": 9_850_979, "r6": 20_680_378, "r0": 22_045_607}
     known = {request.request_id: request for request in world(700153)[0]}
-    requests = [replace(known[name], arrival_ns=instant) for name, instant in sorted(arrivals.items(), reverse=True)]
+    requests = [known[name].replace(arrival_ns=instant) for name, instant in sorted(arrivals.items(), reverse=True)]
     setup = random_setup(random.Random(700153))
     log = drive(setup.scheduler(), Sessions(requests, [], {}), price(random.Random(700153)), 700153)
     assert any(step.plan.preempted for step in log.views)
@@ -141,7 +141,7 @@ def test_an_arrival_in_a_step_is_seen_at_its_end() -> None:
     log = served(ROOMY, forced("a", [1] * 4, [2] * 60), late)
     assert ("arrived", "late", 21 * STEP_NS, 21) in log.events
     assert log.views[21].plan.admitted[0].request_id == "late"
-    punctual = served(ROOMY, forced("a", [1] * 4, [2] * 60), replace(late, arrival_ns=20 * STEP_NS))
+    punctual = served(ROOMY, forced("a", [1] * 4, [2] * 60), late.replace(arrival_ns=20 * STEP_NS))
     assert ("arrived", "late", 20 * STEP_NS, 20) in punctual.events, "what comes with the end of a step is seen there"
 
 
@@ -246,8 +246,9 @@ def test_the_files_of_a_run_say_what_happened(composition: str, tmp_path: Path) 
         rng = random.Random(seed)
         setup = replace(ROOMY, composition=composition, num_blocks=rng.choice((30, 60, 200)), num_cpu_blocks=40)
         requests = [
-            replace(forced(f"r{i}", [i] * rng.randint(1, 30), [2] * rng.randint(1, 60), rng.randrange(90) * STEP_NS),
-                    sampling=SamplingParams(n=rng.choice((1, 1, 1, 2))))
+            forced(
+                f"r{i}", [i] * rng.randint(1, 30), [2] * rng.randint(1, 60), rng.randrange(90) * STEP_NS
+            ).replace(sampling=SamplingParams(n=rng.choice((1, 1, 1, 2))))
             for i in range(8)
         ]  # fmt: skip
         inbox = Sessions(requests, [(40 * STEP_NS, "r0")], {})

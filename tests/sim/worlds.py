@@ -15,7 +15,7 @@ from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import RooflineCost
 from sim.driver import run
-from testbed.core.commands import Abort, Arrive, Event, ResetPrefixes, StepView
+from testbed.core.commands import Abort, Arrive, Event, Recorder, ResetPrefixes, StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
@@ -67,7 +67,7 @@ class Sessions:
             turn = self._turns.get(item.request.request_id)
             if turn is not None:
                 instant = now_ns + turn.arrival_ns
-                self._push(instant, Arrive(replace(turn, arrival_ns=instant)))
+                self._push(instant, Arrive(turn.replace(arrival_ns=instant)))
 
 
 MAX_STEPS = 50_000  # of a world that takes some hundreds
@@ -78,7 +78,7 @@ def emitted(step: StepView) -> list[str]:
     return [seq.request_id for seq in step.emitters]
 
 
-class Log:
+class Log(Recorder):
     """A recorder of everything, step by step."""
 
     def __init__(self) -> None:
@@ -132,11 +132,11 @@ def world(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Re
         request = random_request(rng, f"r{index}", rng.randint(0, span_ns))
         if request.forced_output is None and not request.sampling.beam_width > 1:
             tokens = [rng.randrange(2) for _ in range(rng.choice((1, 5, 20, 60)))]
-            request = replace(request, forced_output=tokens)
+            request = request.replace(forced_output=tokens)
         elif request.sampling.beam_width > 1:
-            request = replace(request, forced_output=[0] * rng.randint(1, 12))
+            request = request.replace(forced_output=[0] * rng.randint(1, 12))
         if scored.random() < 0.2:  # computes its prompt whole, whatever is cached
-            request = replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
+            request = request.replace(sampling=replace(request.sampling, prompt_logprobs=0))
         requests.append(request)
     aborts = [
         (rng.randint(0, span_ns + 20 * STEP_NS), rng.choice(requests).request_id) for _ in range(rng.randrange(3))
@@ -146,8 +146,8 @@ def world(seed: int) -> tuple[list[Request], list[tuple[int, str]], dict[str, Re
         if rng.random() < 0.3:
             prompt = [*request.prompt_token_ids, *(request.forced_output or ()), rng.randrange(2)]
             think_ns = rng.choice((0, 1, 5 * STEP_NS))
-            turns[request.request_id] = replace(
-                request, request_id=f"{request.request_id}+", prompt_token_ids=prompt, arrival_ns=think_ns
+            turns[request.request_id] = request.replace(
+                request_id=f"{request.request_id}+", prompt_token_ids=prompt, arrival_ns=think_ns
             )
     return requests, aborts, turns
 

@@ -34,7 +34,7 @@ class Job(NamedTuple):
     output: array[int]
 
     def given(self, *, is_hidden: bool) -> Request:
-        return self.request if is_hidden else replace(self.request, forced_output=self.output)
+        return self.request if is_hidden else self.request.replace(forced_output=self.output)
 
 
 def jobs_of(seed: int, num: int = 24) -> list[Job]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from testbed.core.commands import Abort, Arrive, Event, Execute, ResetPrefixes, Resume, StepView, WaitUntil
+from testbed.core.commands import Abort, Arrive, Event, Execute, Recorder, ResetPrefixes, Resume, StepView, WaitUntil
 from testbed.core.outcome import Finished, StepResult
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
@@ -47,7 +47,7 @@ class ListInbox:
                 self.events.append(self.after[item.request.request_id])
 
 
-class Log:
+class Log(Recorder):
     """A recorder that keeps everything."""
 
     def __init__(self) -> None:

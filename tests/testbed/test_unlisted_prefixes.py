@@ -15,6 +15,7 @@ from testbed.blocks.eviction import FIFO, LFU, LRU
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.blocks.prefixes import PrefixHit
 from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
@@ -89,7 +90,7 @@ class World:
         elif choice < 0.97 and self.running:
             self.fork(self.pick(self.running))
         elif self.waiting:
-            self.seen.append(self.blocks.lookup(self.pick(self.waiting)))
+            self.look_up(self.pick(self.waiting))
 
     def pick(self, seqs: list[Sequence]) -> Sequence:
         return seqs[self.rng.randrange(len(seqs))]
@@ -101,9 +102,13 @@ class World:
         self.waiting.append(Sequence(self.num_seqs, request, 4096))
         self.num_seqs += 1
 
+    def look_up(self, seq: Sequence) -> PrefixHit:
+        hit = self.blocks.lookup(seq)
+        self.seen.append((hit.num_tokens, hit.blocks, hit.num_unreferenced))
+        return hit
+
     def admit(self, seq: Sequence) -> None:
-        blocks, hit = self.blocks, self.blocks.lookup(seq)
-        self.seen.append(hit)
+        blocks, hit = self.blocks, self.look_up(seq)
         num_tokens = self.rng.randint(hit.num_tokens + 1, seq.num_tokens)
         if blocks.can_admit(seq, num_tokens, hit, is_idle=False) is not Verdict.OK:
             return

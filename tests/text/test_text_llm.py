@@ -14,7 +14,7 @@ from experiments.llm_settings import find_model
 from experiments.text import LLM
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from testbed.errors import ConfigError, ModelError
 from tests.text.kit import (
     PROMPTS,
@@ -83,7 +83,7 @@ def test_texts_do_not_depend_on_how_they_were_scheduled(llm: LLM, folder: Path, 
             assert (text, tokens, ends[-1]) == (one.text, one.token_ids, one.finish_reason)
 
 
-class Preempted:
+class Preempted(Recorder):
     """A recorder of who was preempted."""
 
     def __init__(self) -> None:
@@ -91,11 +91,6 @@ class Preempted:
 
     def committed(self, step: StepView) -> None:
         self.names += [item.request_id for item in step.plan.preempted]
-
-    def arrived(self, *_: object) -> None: ...
-    def aborted(self, *_: object) -> None: ...
-    def prefixes_reset(self, *_: object) -> None: ...
-    def ended(self, *_: object) -> None: ...
 
 
 def count_preemptions(llm: LLM) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.text import LLM
 from real.text.status import StatusLine, ThroughputBar
-from testbed.core.commands import StepView
+from testbed.core.commands import Recorder, StepView
 from tests.experiments.kit import SHORT, TINY, say
 from tests.text.kit import PROMPTS, ROOMY, greedy
 
@@ -20,7 +20,7 @@ LINE = re.compile(
 )
 
 
-class Seen:
+class Seen(Recorder):
     """Counts the steps of a run by itself."""
 
     def __init__(self) -> None:
@@ -31,11 +31,6 @@ class Seen:
         self.steps.append(step)
         self.num_prompt += step.plan.shape.num_prefill_tokens
         self.num_generated += len(step.emitters)
-
-    def arrived(self, *_: object) -> None: ...
-    def aborted(self, *_: object) -> None: ...
-    def prefixes_reset(self, *_: object) -> None: ...
-    def ended(self, *_: object) -> None: ...
 
 
 def test_a_line_has_rates_queues_memory_and_hits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,16 +200,20 @@ def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str,
 
 REGIONS = ("decode", "prefill", "mixed")
 _COLUMNS = ("region", "decodes", "prefill", "context")
+_STRETCHES, _STEPS_EACH = 20, 25  # of a run, to see whether a step takes as long in all of it
 
 
 class StepErrors(NamedTuple):
     """One row each group: group, num_steps, measured_s and sim_s (medians over those steps of their cells' medians),
-    error (median over steps of the signed error of their cell). num_compared, num_steps: of the measured steps."""
+    error (median over steps of the signed error of their cell). num_compared, num_steps: of the measured steps. paces:
+    how many times as long as simulated a step of its shape took, the median of each of 20 stretches of the measured run
+    (float64 [20], in order; empty where they would be short)."""
 
     by_region: pd.DataFrame
     by_decodes: pd.DataFrame
     num_compared: int
     num_steps: int
+    paces: FloatArray
 
 
 def step_errors(sim: Run, real: Run) -> StepErrors | None:
@@ -224,8 +228,15 @@ def step_errors(sim: Run, real: Run) -> StepErrors | None:
     only_decodes = joined[joined["region"] == "decode"]
     return StepErrors(
         _by(joined, "region", REGIONS), _by(only_decodes, "decodes", sorted(only_decodes["decodes"].unique())),
-        len(joined), len(cells[1]),
+        len(joined), len(cells[1]), _paces(joined.sort_index()),
     )  # fmt: skip
+
+
+def _paces(steps: pd.DataFrame) -> FloatArray:
+    if len(steps) < _STRETCHES * _STEPS_EACH:
+        return np.empty(0)
+    ratios = numbers(steps, "time_s") / numbers(steps, "sim_s")
+    return np.array([np.median(part) for part in np.array_split(ratios, _STRETCHES)])
 
 
 def _cells(run: Run) -> pd.DataFrame:

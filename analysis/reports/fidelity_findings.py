@@ -8,17 +8,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, is_measured, repeats, replicates
 from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of
-from analysis.comparison.fidelity import worst_errors
+from analysis.comparison.fidelity import StepErrors, worst_errors
 from analysis.load import Run
+from analysis.reading.frames import numbers
 
 _MAX_MISSED = 3  # picks that are named; the table has all
 _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
+_UNEVEN = 1.15  # on an idle machine, or scaled by a probe, parts of a run lie within 1.10 of each other
+_ANOTHER = 1.12  # likewise the kinds of steps, of what they took when they were fitted
+_OFTEN = 25  # steps of a kind that say something of it
+_PROBE = "on a CPU that others use too, measure and calibrate with backend.pace=probe_scaled"
 UNMEASURED = (
     "How far the real engine differs from itself was not measured, so a difference may be its own noise: run an arm "
     "again on the same trace, and give both folders."
@@ -50,8 +56,32 @@ def too_noisy(noise: Mapping[str, float]) -> list[str]:
     return [
         "The machine was too noisy for a comparison with the real engine: two equal real runs differed by up to "
         f"{fmt.significant(100 * largest, 2)} % in {metric_of(path).label}. Run it again when the machine is idle; "
-        "on a CPU backend.pace=probe_scaled helps."
+        f"{_PROBE}."
     ]
+
+
+def pace_said(steps: StepErrors | None, *, is_fitted: bool) -> tuple[str, ...]:
+    """Warnings, a sentence each, where the machine may be off, and not the simulator: it was not as fast all along, or
+    not as fast as when the prices were fitted (is_fitted: they were, on it)."""
+    if steps is None or not len(steps.paces):
+        return ()
+    said: tuple[str, ...] = ()
+    low, high = np.quantile(steps.paces, (0.1, 0.9))
+    if high > _UNEVEN * low:
+        said = (
+            f"Steps of the same shape took {high / low:.2f} times as long in some parts of this run as in others: its "
+            f"machine was not as fast all along. Measure again when it is idle; {_PROBE}.",
+        )
+    often = steps.by_region[steps.by_region["num_steps"] >= _OFTEN]
+    ratios = 1.0 / (1.0 + numbers(often, "error"))
+    if is_fitted and len(ratios) and (ratios.min() > _ANOTHER or ratios.max() < 1.0 / _ANOTHER):
+        pace = float(np.median(steps.paces))
+        said += (
+            f"Steps of every kind took {pace:.2f} times as long as simulated: the machine was "
+            f"{'slower' if pace > 1.0 else 'faster'} than when it was calibrated. Calibrate again, close to "
+            f"the run; {_PROBE}.",
+        )
+    return said
 
 
 def probe_of(manifest: Mapping[str, Any]) -> int | None:

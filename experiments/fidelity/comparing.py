@@ -16,7 +16,7 @@ from analysis.comparison.arms import grouped
 from analysis.comparison.fidelity import StepErrors, step_errors
 from analysis.load import Run
 from analysis.reading.frames import json_safe
-from analysis.reports.fidelity_findings import probe_of, unlike_clocks
+from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.console import milliseconds, percent, table
@@ -85,10 +85,12 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     sim = simulate(config, load.trace, folder / load.name / "simulated", command)
     matched = fidelity.match_requests(sim, load.measured)
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
-    notes = (*_of_device(load, config), *_of_prices(group, config))
+    steps = step_errors(sim, load.measured)
+    is_fitted = config.raw["cost"].get("name") == "calibrated"
+    notes = (*_of_device(load, config), *_of_prices(group, config), *pace_said(steps, is_fitted=is_fitted))
     return Compared(
         load, tuple(group[1:]), sim, described(config), fidelity.error_table(*pair), fidelity.request_errors(matched),
-        matched, fidelity.real_noise([pair[1:]]), step_errors(sim, load.measured), notes, pair,
+        matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,
     )  # fmt: skip
 
 

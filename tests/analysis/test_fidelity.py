@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import permutations
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.load import load_run
+from analysis.load import Run, load_run
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
+from analysis.reports.fidelity_findings import pace_said
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
@@ -136,3 +142,53 @@ def test_a_figure_of_a_study_has_room_for_long_rows_and_says_where_bars_are_cut(
     assert taller.get_figheight() > 2 * figure.get_figheight()
     assert "cut at 100" in taller.axes[1].get_xlabel()
     assert " 853, cut" in [text.get_text() for text in taller.axes[1].texts]
+
+
+# --- the machine itself ---
+
+
+def with_steps(paces: Sequence[float]) -> Run:
+    """A run of 3,000 steps, half of them decodes and half mixed, of 1 ms times the pace of their part of the run."""
+    lasts = np.repeat(np.asarray(paces) * 1e6, 3_000 // len(paces)).astype(np.int64)
+    ends, decodes = np.cumsum(lasts), np.full(len(lasts), 8)
+    prefill = np.where(np.arange(len(lasts)) % 2, 64, 0)
+    frame = pd.DataFrame({
+        "start_ns": ends - lasts, "end_ns": ends, "num_decode_tokens": decodes, "num_prefill_tokens": prefill,
+        "decode_context_tokens": decodes * 100,
+    })  # fmt: skip
+    return cast(Run, SimpleNamespace(steps=frame))
+
+
+@pytest.mark.parametrize(
+    ("paces", "is_uneven", "kind"),
+    [
+        ([1.0, 1.05, 0.97], False, ""),
+        ([1.0, 1.0, 1.3], True, ""),  # most of it was as fast as it was fitted
+        ([1.3, 1.28, 1.31], False, "slower"),
+        ([0.75, 0.8, 0.77], False, "faster"),
+        ([1.2, 1.6, 1.4], True, "slower"),
+    ],
+)
+def test_a_machine_that_was_not_as_fast_as_when_it_was_fitted_is_told(paces, is_uneven, kind) -> None:
+    steps = fidelity.step_errors(with_steps([1.0]), with_steps(paces))
+    assert steps is not None
+    said = pace_said(steps, is_fitted=True)
+    assert any("in some parts of this run as in others" in text for text in said) == is_uneven
+    assert [f"the machine was {kind} than" in text for text in said if "every kind" in text] == [True] * bool(kind)
+    assert len(said) == is_uneven + bool(kind)
+    assert "every kind" not in " ".join(pace_said(steps, is_fitted=False)), "nothing was fitted"
+
+
+def test_one_kind_of_step_that_is_off_is_the_simulators_own() -> None:
+    real = with_steps([1.0])
+    real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 400_000, 0)
+    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True) == ()
+
+
+def test_of_few_steps_no_pace_is_told() -> None:
+    few = with_steps([1.5])
+    few.steps = few.steps[:400]
+    steps = fidelity.step_errors(with_steps([1.0]), few)
+    assert steps is not None
+    assert len(steps.paces) == 0
+    assert pace_said(steps, is_fitted=True) == pace_said(None, is_fitted=True) == ()

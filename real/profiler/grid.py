@@ -158,7 +158,7 @@ def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
     together = room.max_num_batched_tokens
     if together > most > 0:  # no prompt is so long, but several fit into a step
         num = -(-together // most)
-        yield Episode(batches=(_split(together, num), _split(together, 2 * num)))
+        yield Episode(batches=tuple([_split(together, parts) for parts in (num, 2 * num) if parts <= together]))
 
 
 def _split(total: int, num: int) -> Batch:

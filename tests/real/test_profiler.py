@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 import pytest
@@ -77,13 +77,15 @@ def shapes_of(room: Room, episode: Episode) -> list[BatchShape]:
     return [shape for shape, _, _ in run_episode(bench_of(room, Device()), episode, 1)]
 
 
-def designed(episode: Episode) -> list[tuple[int, list[PrefillChunk], Moves]]:
+def designed(episode: Episode) -> list[tuple[int, list[tuple[int, ...]], Moves]]:
     """Decodes, prompts and moves of each step that an episode without a budget is to have."""
     num = len(episode.contexts)
     steps = [(num, [], moves) for moves in (*[Moves()] * episode.num_alone, *episode.moves)]
     if episode.decodes_wait:
-        return steps + [step for batch in episode.batches for step in ((0, sorted(batch), Moves()), (num, [], Moves()))]
-    return steps + [(num, sorted(batch), Moves()) for batch in episode.batches]
+        return steps + [
+            step for batch in episode.batches for step in ((0, sorted(map(tuple, batch)), Moves()), (num, [], Moves()))
+        ]
+    return steps + [(num, sorted(map(tuple, batch)), Moves()) for batch in episode.batches]
 
 
 @settings(max_examples=25)
@@ -97,7 +99,7 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
         shapes = shapes_of(room, episode)
         assert shapes
         if episode.budget is None:
-            found = [(one.num_decodes, sorted(one.prefills), Moves(*one.values()[4:7])) for one in shapes]
+            found = [(one.num_decodes, sorted(map(tuple, one.prefills)), Moves(*one.values()[4:7])) for one in shapes]
             assert found == designed(episode)
         else:
             assert all(one.num_tokens <= episode.budget for one in shapes)
@@ -111,6 +113,13 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
         assert grown == [len(episode.contexts)] * len(grown)
         if episode.contexts and episode.budget is None:
             assert contexts[0] == start + 2 * len(episode.contexts)  # the first tokens, and a step for nothing
+
+
+def test_no_prompt_is_empty_however_small_the_engine():
+    for numbers in product((1, 4), (1, 2, 5), (1, 4, 40), (1, 2, 3, 7), (2, 3, 5)):
+        size, num_blocks, *limits = numbers
+        for episode in design(Room(size, num_blocks, 0, *limits)):
+            assert all(chunk.num_tokens > 0 for batch in episode.batches for chunk in batch), numbers
 
 
 def test_what_is_measured_is_executed_and_what_leads_to_it_is_not():

@@ -14,6 +14,7 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LFU
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.core.plan import PrefillChunk
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.cost_aware import CostAware
@@ -90,7 +91,7 @@ def test_with_blocks_of_one_token_exactly_one_token_is_computed() -> None:
     plan, _ = step(scheduler)
     assert cached(plan) == {"b": 7}
     assert scheduled(plan) == {"b": 1}
-    assert plan.shape.prefills == ((7, 1),)
+    assert plan.shape.prefills == (PrefillChunk(7, 1),)
 
 
 def test_a_later_turn_hits_the_blocks_that_decoding_filled() -> None:

@@ -117,6 +117,11 @@ class Comparison:
         return self.verdict in ("higher", "lower") and self.estimate is not None
 
     @property
+    def claim(self) -> str:
+        """better or worse; empty: neither is claimed."""
+        return "" if not self.is_claim else "better" if self.gain > 0 else "worse"
+
+    @property
     def is_alike(self) -> bool:
         """Whether it is the same in all replicates, so few that no interval can be made."""
         return self.verdict == "unknown" and self.estimate is not None and self.estimate.method == ALIKE

@@ -66,6 +66,17 @@ class Effect:
         """Whether the step changed no decision."""
         return all(base == arm for base, arm in self.pairs)
 
+    @property
+    def ends(self) -> list[Comparison]:
+        """The cells in which it is least and most, where that depends on the other factors."""
+        return [self.interaction.least, self.interaction.most] if self.interaction else []
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether cells differ in what is claimed, or in the sign of what is claimed of their average."""
+        is_turned = self.comparison.is_claim and len({end.gain > 0 for end in self.ends}) > 1
+        return is_turned or len({end.claim for end in self.ends}) > 1
+
 
 def main_effects(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None

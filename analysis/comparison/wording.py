@@ -5,8 +5,11 @@ Of shares, as SLO attainment, a change in percent is called relative, and a diff
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
+from analysis.comparison.effects import Effect
 
 
 def change_text(comparison: Comparison) -> str:
@@ -72,3 +75,10 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
     unknown = "not comparable" if estimate is None else "no interval"
     words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)", "unknown": unknown}
     return words.get(comparison.verdict, comparison.verdict)
+
+
+def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:
+    """ "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
+    words = {"unknown": "without an interval"}
+    texts = [f"{end.claim or words.get(end.verdict, end.verdict)} with {end.arm} ({told(end)})" for end in effect.ends]
+    return f"{effect.comparison.metric.label} is {' and '.join(texts)}"

@@ -12,6 +12,7 @@ from analysis.comparison.compare import Comparison
 from analysis.comparison.effects import Effect
 from analysis.comparison.wording import (
     bounds_text,
+    cells_text,
     change_text,
     difference_text,
     interval_text,
@@ -38,12 +39,17 @@ def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
 
 
 def effect_finding(effects: Sequence[Effect], margin: float) -> str:
-    """A few sentences on one factor's step, averaged over the other factors; and where its size depends on these."""
-    first = effects[0]
+    """A few sentences on one factor's step: in which metrics the others turn it, by their levels; what it does on
+    average over them in the rest, and where its size depends on them."""
+    first, turned = effects[0], [effect for effect in effects if effect.is_uneven]
     name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
-    text = _sentences(f"On average over the other factors, {name}", [effect.comparison for effect in effects], margin)
-    uneven = [_interaction_text(effect) for effect in effects if effect.interaction is not None]
-    return text + (f" It depends on the other factors: {'; '.join(uneven)}." if uneven else "")
+    said = [f"{name}: {'; '.join([cells_text(effect, interval_text) for effect in turned])}."] if turned else []
+    even = [effect for effect in effects if effect not in turned]
+    if even:
+        subject = f"On average over the other factors, {'it' if turned else name}"
+        said.append(_sentences(subject, [effect.comparison for effect in even], margin))
+    uneven = [_interaction_text(effect) for effect in even if effect.interaction is not None]
+    return " ".join([*said, *([f"Its size depends on the other factors: {'; '.join(uneven)}."] if uneven else [])])
 
 
 def _interaction_text(effect: Effect) -> str:

@@ -12,7 +12,7 @@ from analysis.comparison.arms import Arm, alike, comparable, grouped, level_grou
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import change_text
+from analysis.comparison.wording import cells_text, change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
@@ -118,7 +118,7 @@ def _changes(subject: _Subject) -> list[tuple[float, str]]:
     found = []
     if subject.by_cell:
         ordered = sorted(subject.by_cell, key=lambda one: (one.comparison.metric is not SLO_METRICS[1], -_largest(one)))
-        texts = [_cells_told(effect) for effect in ordered[:_MAX_CLAIMS]]
+        texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
         found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
         text = f"{subject.average}{subject.name}: {_told(claims)}{subject.hidden}"
@@ -126,34 +126,8 @@ def _changes(subject: _Subject) -> list[tuple[float, str]]:
     return found
 
 
-def _ends(effect: Effect) -> list[Comparison]:
-    """The cells in which it is least and most, where that depends on the other factors."""
-    return [effect.interaction.least, effect.interaction.most] if effect.interaction else []
-
-
 def _largest(effect: Effect) -> float:
-    return max(abs(end.gain) for end in _ends(effect))
-
-
-def _cells_told(effect: Effect) -> str:
-    """ "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
-    words = {"unknown": "without an interval"}
-    texts = [
-        f"{_claim(end) or words.get(end.verdict, end.verdict)} with {end.arm} ({change_text(end)})"
-        for end in _ends(effect)
-    ]
-    return f"{effect.comparison.metric.label} is {' and '.join(texts)}"
-
-
-def _is_uneven(effect: Effect) -> bool:
-    """Whether cells differ in what is claimed, or in the sign of what is claimed of their average."""
-    ends = _ends(effect)
-    is_turned = effect.comparison.is_claim and len({end.gain > 0 for end in ends}) > 1
-    return is_turned or len({_claim(end) for end in ends}) > 1
-
-
-def _claim(row: Comparison) -> str:
-    return "" if not row.is_claim else "better" if row.gain > 0 else "worse"
+    return max(abs(end.gain) for end in effect.ends)
 
 
 def _same(groups: Sequence[Compared]) -> list[str]:
@@ -227,7 +201,7 @@ def _subjects(group: Compared) -> list[_Subject]:
         step = effects[0]
         if step.is_alike:
             continue
-        by_cell = [effect for effect in effects if _is_uneven(effect)]
+        by_cell = [effect for effect in effects if effect.is_uneven]
         even = [effect for effect in effects if effect not in by_cell]
         sizes = [effect.comparison.metric.label for effect in even if effect.interaction is not None]
         hidden = f" (in {fmt.listing(sizes)} the effect depends on the other factors)" if sizes else ""

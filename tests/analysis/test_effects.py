@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,7 +78,7 @@ def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an
     assert apart.low < math.log(1.5) < apart.high
     assert apart.level == pytest.approx(1 - 0.05 / 3), "of three pairs of cells"
     said = effect_finding([effect], 0.02).replace("\u00a0", " ")
-    assert "It depends on the other factors: mean TTFT by +" in said
+    assert "Its size depends on the other factors: mean TTFT by +" in said
     assert "with b 2 (apart by +5" in said
 
 
@@ -116,6 +117,14 @@ def test_an_effect_that_turns_with_another_factor_is_answered_by_cells_and_by_no
     pattern = re.escape(f"a 1 instead of 0: {words}").replace("X\\ %", "\\S+\\ %").replace("X", "\\S+")
     assert re.fullmatch(pattern, told), told
     assert not any("against" in text for text in said), "an arm's change is that of a cell"
+    finding = effect_finding([first_effect(arms, LATENCY[0])], 0.02).replace("\u00a0", " ")
+    with_bounds = re.sub(r"\\S\+\\ %\\\)", r"[^)]*\]\\)", pattern)
+    assert re.fullmatch(with_bounds, finding), finding
+    turned = first_effect(arms, LATENCY[0])
+    even = replace(turned, comparison=replace(turned.comparison, metric=LATENCY[2]), interaction=None)
+    finding = effect_finding([turned, even], 0.02)
+    assert "On average over the other factors, it " in finding
+    assert "average" not in finding.partition(". ")[0]
 
 
 def test_arms_that_decided_alike_are_one_comparison_of_a_metric() -> None:

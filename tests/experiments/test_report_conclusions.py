@@ -257,7 +257,7 @@ def test_an_effect_whose_size_depends_on_another_factor_is_told_so(tmp_path: Pat
                 scheduler = {"name": "sarathi", "max_num_batched_tokens": budget, "max_num_seqs": seqs}
                 ran(tmp_path / f"{budget}-{seqs}-{seed}", trace=trace, scheduler=scheduler, seed=seed)
     said = report(tmp_path)
-    assert "It depends on the other factors: " in said
+    assert "Its size depends on the other factors: " in said
     told = r"mean TTFT by \S+ %? ?with max num seqs \d+ and by .* with max num seqs \d+ \(apart by .* \[.*\]\)"
     assert re.search(told, said)
     assert " the effect depends on the other factors)" in said.partition("## Findings")[0]

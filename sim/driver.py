@@ -8,13 +8,20 @@ from typing import Any, Final, Protocol
 
 import simpy
 
-from sim.backend import SimBackend, SimWork
+from sim.backend import SimWork
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import StepResult
+from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
 MAX_NS: Final = 2**62 - 1  # of an instant: the largest int that compiled code does not box
+
+
+class PricedBackend(Protocol):
+    """What this driver can drive: a plan in, a duration out."""
+
+    def start(self, plan: BatchPlan) -> SimWork: ...
 
 
 class Executor(Protocol):
@@ -27,7 +34,7 @@ class Executor(Protocol):
         ...
 
 
-def run(loop: Loop, backend: SimBackend) -> int:
+def run(loop: Loop, backend: PricedBackend) -> int:
     """Drives the loop to its end on a device of these prices; returns the simulated instant of it in ns."""
     return drive(loop, Device(backend))
 
@@ -70,7 +77,7 @@ class Device:
     is neither (moves, forward pass, sampling) is the device's.
     """
 
-    def __init__(self, backend: SimBackend) -> None:
+    def __init__(self, backend: PricedBackend) -> None:
         self._backend = backend
         self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # with the instant at which the device is done
         self._free_ns = self._answered_ns = 0

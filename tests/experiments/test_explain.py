@@ -17,10 +17,11 @@ from analysis.explain.decisions import decided_steps
 from analysis.explain.frames import Told
 from experiments.runs.run import execute
 from testbed import compiled
+from testbed.core.commands import Recorder
+from testbed.core.outcome import Finished
 from testbed.core.preempting import Preempting
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.records.recorder import RunRecorder
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -153,20 +154,23 @@ def test_a_simulated_run_without_decisions_is_simulated_again(
     assert "already holds a run" in say(capsys, "explain", str(plain), "--keep", str(kept)).error()
 
 
-def test_an_interrupted_run_is_told_as_far_as_it_came(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut = tmp_path / "cut"
-    ended = RunRecorder.ended
+class Interrupting(Recorder):
+    """Ctrl-C when more than five requests have ended."""
 
-    def stop(self: RunRecorder, finished: list[Any], now_ns: int) -> None:
-        ended(self, finished, now_ns)
-        if self.num_finished > 5:
+    def __init__(self) -> None:
+        self.num_ended = 0
+
+    def ended(self, finished: list[Finished], now_ns: int) -> None:
+        self.num_ended += len(finished)
+        if self.num_ended > 5:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RunRecorder, "ended", stop)
-        execute(config_of((*TINY, *SHORT, *TIGHT)), cut)
+
+def test_an_interrupted_run_is_told_as_far_as_it_came(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    execute(config_of((*TINY, *SHORT, *TIGHT)), cut, watch=Interrupting())
     assert not (cut / "done").exists()
     said = say(capsys, "explain", str(cut), "r15", "--keep", str(tmp_path / "kept"))
     assert said.status == 0, said.err

@@ -207,13 +207,15 @@ class StepErrors(NamedTuple):
     """One row each group: group, num_steps, measured_s and sim_s (medians over those steps of their cells' medians),
     error (median over steps of the signed error of their cell). num_compared, num_steps: of the measured steps. paces:
     how many times as long as simulated a step of its shape took, the median of each of 20 stretches of the measured run
-    (float64 [20], in order; empty where they would be short)."""
+    (float64 [20], in order; empty where they would be short). own_paces: the same of the simulated run against itself:
+    what comes of cells that are not one shape."""
 
     by_region: pd.DataFrame
     by_decodes: pd.DataFrame
     num_compared: int
     num_steps: int
     paces: FloatArray
+    own_paces: FloatArray
 
 
 def step_errors(sim: Run, real: Run) -> StepErrors | None:
@@ -228,7 +230,7 @@ def step_errors(sim: Run, real: Run) -> StepErrors | None:
     only_decodes = joined[joined["region"] == "decode"]
     return StepErrors(
         _by(joined, "region", REGIONS), _by(only_decodes, "decodes", sorted(only_decodes["decodes"].unique())),
-        len(joined), len(cells[1]), _paces(joined.sort_index()),
+        len(joined), len(cells[1]), _paces(joined.sort_index()), _paces(cells[0].join(medians, on=list(_COLUMNS))),
     )  # fmt: skip
 
 

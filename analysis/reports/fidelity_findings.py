@@ -23,6 +23,7 @@ _TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: wha
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
 _UNEVEN = 1.15  # on an idle machine, or scaled by a probe, parts of a run lie within 1.10 of each other
 _ANOTHER = 1.12  # likewise the kinds of steps, of what they took when they were fitted
+_ALIKE = 1.25  # these ratios, where it is the machine: a kind that is off by itself is the simulator's error
 _OFTEN = 25  # steps of a kind that say something of it
 _PROBE = "on a CPU that others use too, measure and calibrate with backend.pace=probe_scaled"
 UNMEASURED = (
@@ -60,27 +61,30 @@ def too_noisy(noise: Mapping[str, float]) -> list[str]:
     ]
 
 
-def pace_said(steps: StepErrors | None, *, is_fitted: bool) -> tuple[str, ...]:
+def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool = False) -> tuple[str, ...]:
     """Warnings, a sentence each, where the machine may be off, and not the simulator: it was not as fast all along, or
-    not as fast as when the prices were fitted (is_fitted: they were, on it)."""
-    if steps is None or not len(steps.paces):
+    not as fast as when the prices were fitted (is_fitted: they were, on it). is_scaled: times are, by a probe."""
+    if steps is None or not (len(steps.paces) and len(steps.own_paces)):
         return ()
     said: tuple[str, ...] = ()
-    low, high = np.quantile(steps.paces, (0.1, 0.9))
-    if high > _UNEVEN * low:
+    advice = "" if is_scaled else f"; {_PROBE}"
+    apart, own = (float(np.divide(*np.quantile(paces, (0.9, 0.1)))) for paces in (steps.paces, steps.own_paces))
+    if apart > _UNEVEN * own:
         said = (
-            f"Steps of the same shape took {high / low:.2f} times as long in some parts of this run as in others: its "
-            f"machine was not as fast all along. Measure again when it is idle; {_PROBE}.",
+            f"Steps of the same shape took {apart:.2f} times as long in some parts of this run as in others, and "
+            f"{own:.2f} times in the simulation: its machine was not as fast all along. Measure again when it is idle"
+            f"{advice}.",
         )
     often = steps.by_region[steps.by_region["num_steps"] >= _OFTEN]
     ratios = 1.0 / (1.0 + numbers(often, "error"))
-    if is_fitted and len(ratios) and (ratios.min() > _ANOTHER or ratios.max() < 1.0 / _ANOTHER):
-        pace = float(np.median(steps.paces))
-        said += (
-            f"Steps of every kind took {pace:.2f} times as long as simulated: the machine was "
-            f"{'slower' if pace > 1.0 else 'faster'} than when it was calibrated. Calibrate again, close to "
-            f"the run; {_PROBE}.",
-        )
+    if is_fitted and len(ratios) > 1 and ratios.max() < _ALIKE * ratios.min():
+        pace = float(np.median(ratios))
+        if ratios.min() > _ANOTHER or ratios.max() < 1.0 / _ANOTHER:
+            said += (
+                f"Steps of every kind took {pace:.2f} times as long as simulated: the machine was "
+                f"{'slower' if pace > 1.0 else 'faster'} than when it was calibrated. Calibrate again, close to the run"
+                f"{advice}.",
+            )
     return said
 
 

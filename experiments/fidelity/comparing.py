@@ -86,8 +86,10 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     matched = fidelity.match_requests(sim, load.measured)
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     steps = step_errors(sim, load.measured)
-    is_fitted = config.raw["cost"].get("name") == "calibrated"
-    notes = (*_of_device(load, config), *_of_prices(group, config), *pace_said(steps, is_fitted=is_fitted))
+    manifest, notes = load.measured.manifest, (*_of_device(load, config), *_of_prices(group, config))
+    if manifest.get("backend") != "sim":
+        is_fitted = config.raw["cost"].get("name") == "calibrated" and not notes
+        notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
     return Compared(
         load, tuple(group[1:]), sim, described(config), fidelity.error_table(*pair), fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,

@@ -64,7 +64,7 @@ class Progress(NamedTuple):
 
 
 class Collector(Recorder):
-    """Implements testbed.core.interfaces.Recorder.
+    """Makes the texts of what the sequences of a run emit.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.
     streams: whether pieces are made.

@@ -42,6 +42,11 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
         if unknown:
             raise RequestError(f"{where} has the key {unknown[0]!r}; valid: {', '.join(KEYS)}")
         more = {key: item[key] for key in ("cache_salt", "priority") if item.get(key) is not None}
+        if not isinstance(more.get("cache_salt", ""), str):
+            raise RequestError(f"{where} has cache_salt {_short(more['cache_salt'])}; it must be a text")
+        if not isinstance(priority := more.get("priority", 0), Integral):
+            raise RequestError(f"{where} has priority {_short(priority)}; it must be a whole number")
+        more["priority"] = int(priority)
         text, ids = item.get("prompt"), item.get("prompt_token_ids")
         if (text is None) == (ids is None):
             raise RequestError(f"{where} must have either prompt or prompt_token_ids")

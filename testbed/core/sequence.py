@@ -62,7 +62,7 @@ class Sequence(KVSequence):
         self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
         self.num_together: i64 = 1  # of these
         self.num_in_flight_tokens = self.num_placeholders = i64(0)
-        self.record: object = None  # what a recorder keeps of its request, once it has a token
+        self.record: object = None  # what the recorder of a run keeps of its request
         self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None

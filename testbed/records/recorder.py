@@ -24,7 +24,8 @@ class RunRecorder(Recorder):
 
     Rows are flushed in groups, of which nothing stays but what Parquet notes of each column. A thread of their own
     writes them, and what it could not write is raised by the next group or by `close`. `close` adds a row for every
-    request that is unfinished and completes the files; it must be called also after a failure.
+    request that is unfinished and completes the files; it must be called also after a failure. A loop has one such
+    recorder at most: what it knows of a request it keeps at the sequence.
 
     replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
     recorder, into whose files this one writes too; that one is closed last. explains: decisions say of each preemption

@@ -185,6 +185,21 @@ def test_one_kind_of_step_that_is_off_is_the_simulators_own() -> None:
     assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True) == ()
 
 
+def test_two_kinds_that_are_off_by_different_amounts_are_the_simulators_own() -> None:
+    real = with_steps([1.15])
+    real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 700_000, 0)
+    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True) == ()
+
+
+def test_contexts_that_grow_within_a_cell_are_no_uneven_machine() -> None:
+    """A batch that decodes to its end: cells are powers of two wide, and its steps take longer and longer."""
+    grows = with_steps(np.linspace(1.0, 1.6, 30).tolist())
+    steps = fidelity.step_errors(grows, grows)
+    assert steps is not None
+    assert steps.paces.max() > 1.3 * steps.paces.min()
+    assert pace_said(steps, is_fitted=True) == ()
+
+
 def test_of_few_steps_no_pace_is_told() -> None:
     few = with_steps([1.5])
     few.steps = few.steps[:400]

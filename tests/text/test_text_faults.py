@@ -134,6 +134,8 @@ def test_closing_twice_is_fine_and_a_closed_llm_says_so(own: LLM) -> None:
         (7, None, "prompts is a int"),
         ([[1, "a"]], None, "prompt 0 is"),
         ({"promt": "a"}, None, "prompt 0 has the key 'promt'; valid: prompt,"),
+        ({"prompt": "a", "priority": 1.5}, None, "prompt 0 has priority 1.5; it must be a whole number"),
+        ({"prompt": "a", "cache_salt": 5}, None, "prompt 0 has cache_salt 5; it must be a text"),
         ({"prompt": "a", "prompt_token_ids": [1]}, None, "either prompt or prompt_token_ids"),
         ({"cache_salt": "a"}, None, "either prompt or prompt_token_ids"),
         ("a", {"temperature": 1}, "sampling_params is a dict; give SamplingParams"),

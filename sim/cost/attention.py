@@ -61,13 +61,13 @@ class MixedAttention:
     def tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
         tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)
         for chunk in prefills:
-            num_tiles = -(-chunk.num_tokens // self._tokens_per_tile)
+            start, length = i64(chunk.start), i64(chunk.num_tokens)
+            num_tiles = -(-length // self._tokens_per_tile)
             tiles += num_tiles
-            keys += self._keys_of(chunk.start, chunk.num_tokens, num_tiles)
-            end = chunk.start + chunk.num_tokens
-            longest = max(longest, end)
-            num_read += end
-            num_tokens += chunk.num_tokens
+            keys += self._keys_of(start, length, num_tiles)
+            longest = max(longest, start + length)
+            num_read += start + length
+            num_tokens += length
         return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
 
     def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
@@ -94,7 +94,7 @@ class MixedAttention:
     def _levels(self, chunk: PrefillChunk) -> tuple[i64, i64, i64]:
         """How many tiles stand before a chunk's last one, the keys that each of them has at least, and the last one's,
         if they are fewer."""
-        start, length = chunk.start, chunk.num_tokens
+        start, length = i64(chunk.start), i64(chunk.num_tokens)
         whole = -(-length // self._tokens_per_tile) - 1
         first = min(start + min(length, self._tokens_per_tile), self._reach)
         return whole, first, min(first, self._last_keys(start, length, whole))

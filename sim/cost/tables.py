@@ -187,7 +187,7 @@ class TablesCost(RooflineCost):
         prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
-        grid, num_tokens = measured.mixed.grid, sum([chunk.num_tokens for chunk in prefills])
+        grid, num_tokens = measured.mixed.grid, sum(chunk.num_tokens for chunk in prefills)
         grid.seek(0, num_tokens)
         grid.seek(1, _largest(prefills).start)
         grid.seek(2, num_decodes)

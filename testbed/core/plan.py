@@ -132,7 +132,7 @@ class BatchShape(Value):
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum([chunk.num_tokens for chunk in self.prefills])
+        return sum(chunk.num_tokens for chunk in self.prefills)
 
     @property
     def num_tokens(self) -> int:

@@ -49,6 +49,7 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
         are = "is" if len(entries) == 1 else "are"
         yield f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason})."
     yield from _ignoring(arms)
+    yield from _cut(arms)
     for arm in arms:
         sent = sum(run.summary["num_requests"] for run in arm.runs)
         if num_aborted := sum(run.summary["finish_reasons"]["abort"] for run in arm.runs):
@@ -66,9 +67,28 @@ def _ignoring(arms: Sequence[Arm]) -> list[str]:
     each = {count: " each" if len(members) > 1 else "" for count, members in counts.items()}
     return [
         f"{names} ignored {fmt.number(num)} of {fmt.number(sent)} requests{each[num, sent]} "
-        f"(they can never fit, or nothing admits them): these have no latency, so latencies are of the others{apart}."
+        f"(they can never fit, or nothing admits them): these have no latency, so "
+        f"{'latencies are of the others' if num < sent else 'there is none'}{apart}."
         for (num, sent), names in told.items()
     ]
+
+
+def _cut(arms: Sequence[Arm]) -> Iterator[str]:
+    """Outputs that the trace asks for and the model's length ends: a sentence for the arms that lack as many tokens."""
+
+    def cut(arm: Arm) -> tuple[int, int, int]:
+        runs = [run.manifest for run in arm.runs]  # older ones do not say
+        numbers = [sum(run.get(f"num_cut_output{what}") or 0 for run in runs) for what in ("s", "_tokens")]
+        return numbers[0], sum(run.summary["num_requests"] for run in arm.runs), numbers[1]
+
+    for (num, sent, tokens), members in grouped(arms, cut).items():
+        if num:
+            names, each = fmt.listing([arm.name for arm in members]), " each" if len(members) > 1 else ""
+            yield (
+                f"{fmt.number(num)} of {fmt.number(sent)} outputs of {names}{each} "
+                f"were cut at scheduler.max_model_len, by {fmt.number(tokens)} tokens in all: less was served than the "
+                "trace asks for."
+            )
 
 
 def num_ignored(arm: Arm) -> int:
@@ -109,11 +129,15 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
     num = sum(len(arm.runs) for arm in arms)
     left = num - sum(len(counted(arm)) for arm in arms)
     copies = num - sum(len({decided_alike(run) for run in arm.runs}) for arm in arms)
+    others = sum(len({(decided_alike(run), run.fingerprint) for run in arm.runs}) for arm in arms) - (num - copies)
     if copies:
-        yield (
-            f"{copies} of {num} runs repeat another one, decision for decision, and count once: a seed makes no "
-            "replicate of a trace that is recorded, or whose trace.seed is given (docs/traces.md says what does)."
+        why = (
+            "a seed makes no replicate of a trace that is recorded, or whose trace.seed is given (docs/traces.md says "
+            "what does)"
+            if copies > others
+            else "what differs in their traces changed no decision"
         )
+        yield f"{copies} of {num} runs repeat another one, decision for decision, and count once: {why}."
     if left > copies:
         yield (
             f"{left - copies} of {num} runs are on a trace that their arm had already. How a random policy varies on "

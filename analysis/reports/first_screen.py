@@ -17,7 +17,7 @@ from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
 from analysis.reports.attainment import as_sentence, kept
-from analysis.reports.keeping_up import judged, who
+from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
@@ -50,6 +50,8 @@ class _Subject(NamedTuple):
 def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
     """At most MAX_SENTENCES: which arms keep the SLO, who serves most within it, then claimed changes by their size,
     the largest first. Of one arm what it did, at each load."""
+    if serves_nothing([arm for group in groups for arm in group.arms]):
+        return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
     of_slo = [] if slo is None else kept(groups, slo)

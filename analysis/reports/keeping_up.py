@@ -32,6 +32,11 @@ class Judged(NamedTuple):
         return len(self.runs) == self.num_runs
 
 
+def serves_nothing(arms: Sequence[Arm]) -> bool:
+    """Whether no request of any run came to its end: all were ignored, aborted or cut off."""
+    return not any(run.summary["num_finished"] for arm in arms for run in arm.runs)
+
+
 def judged(arms: Sequence[Arm]) -> list[Judged]:
     """Each arm in one state: beyond its capacity if a run is, else not judged if one is not."""
     found = []

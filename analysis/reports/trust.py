@@ -16,7 +16,7 @@ from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
-from analysis.reports.keeping_up import State, judged, who
+from analysis.reports.keeping_up import State, judged, serves_nothing, who
 from analysis.reports.replicates import Level, drawn_by, shared
 
 _FEW = 5  # replicates: below, intervals are wide
@@ -82,6 +82,8 @@ _UNTOLD: dict[State, str] = {
 
 def _load(groups: Sequence[Compared]) -> Trust:
     arms = [arm for group in groups for arm in group.arms]
+    if serves_nothing(arms):
+        return Trust("load", "poor", "no request was served to its end")
     beyond = _where(groups, "beyond")
     said = [f"beyond the capacity of {beyond}"] if beyond else []
     for state, why in _UNTOLD.items():

@@ -266,6 +266,8 @@ def _run_from(source: str, overrides: list[str]) -> int:
         key, equals, _ = item.partition("=")
         if not equals or key.startswith(("-", "+", "~")):
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
+        if key == "experiment":
+            raise ConfigError(f"from= and {item} both say what is run; leave one out")
         if key == "hydra.run.dir":
             folder = named_folder(key, parsed(item).value())
         else:

@@ -39,6 +39,12 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
         )
+    if num := manifest.get("num_cut_outputs"):  # of vLLM's own scheduler it is not known
+        limit = "the model's length" if config.scheduler.max_model_len is None else config.scheduler.max_model_len
+        notes.append(
+            f"{num:,} of {manifest['num_sent']:,} outputs were cut, by {manifest['num_cut_output_tokens']:,} tokens in "
+            f"all: prompt and output reach scheduler.max_model_len ({limit}). Raise it, or take shorter ones"
+        )
     if summary["num_in_warmup"] and not summary["num_requests"]:
         left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
         notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")
@@ -57,7 +63,8 @@ def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tupl
         for by, items in groups.items()
     ]
     hints = "; ".join(_hint(config, by) for by in groups)
-    return f"{'; '.join(said)}; the other results are complete. {hints}, or accept it with allow_ignored=true"
+    rest = "; the other results are complete" if len(ignored) < num_requests else ""
+    return f"{'; '.join(said)}{rest}. {hints}, or accept it with allow_ignored=true"
 
 
 def _hint(config: RunConfig, blocked_by: str) -> str:

@@ -220,6 +220,8 @@ def _run(
         "wall_s": round(time.monotonic() - began, 3),
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
+        "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
+        "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
         "cost_notes": watch.notes() if watch is not None else [],
         **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
     }

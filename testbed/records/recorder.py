@@ -48,6 +48,7 @@ class RunRecorder(Recorder):
     ) -> None:
         self.num_finished = 0
         self.num_sent = 0
+        self.num_cut = self.num_cut_tokens = 0  # forced outputs that the model's length ended, and what they lack
         self.ignored: list[tuple[str, str]] = []  # request id, reason
         self._replica = replica
         self._is_first = beside is None
@@ -120,6 +121,10 @@ class RunRecorder(Recorder):
         for item in finished:
             if item.reason is FinishReason.IGNORED:
                 self.ignored.append((item.request.request_id, item.message))
+            elif item.reason is FinishReason.LENGTH and item.request.forced_output is not None:
+                missing = len(item.request.forced_output) - len(item.output_token_ids)
+                self.num_cut += missing > 0
+                self.num_cut_tokens += missing
             request = self._open.pop(item.request.request_id)
             self._requests.append(request.row(item.reason.value, item.message, now_ns, self._replica or 0))
             self.num_finished += 1

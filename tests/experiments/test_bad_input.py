@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from analysis.comparison.arms import Arm
 from analysis.load import load_run
+from analysis.reports.cautions import lost
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -118,6 +120,24 @@ def test_what_can_never_fit_ends_as_ignored_and_the_rest_is_served(
     assert again.status == 0
     assert len(again.lines) == 1
     assert again.lines[0].startswith("note: 1 of 3 requests")
+
+
+@pytest.mark.parametrize("more", BACKENDS)
+def test_an_output_that_the_models_length_cuts_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    rows = [{**GOOD, "request_id": "fits"}, {**GOOD, "request_id": "cut", "prompt_tokens": 60, "output_tokens": 9}]
+    said = run(capsys, tmp_path, rows, "scheduler.max_model_len=64", *more)
+    assert said.status == 0
+    note = "1 of 2 outputs were cut, by 5 tokens in all: prompt and output reach scheduler.max_model_len (64). Raise it"
+    assert note in said.out + said.err
+    manifest = manifest_of(tmp_path / "run")
+    assert (manifest["num_cut_outputs"], manifest["num_cut_output_tokens"]) == (1, 5)
+    (told,) = lost([Arm("a", {}, (load_run(tmp_path / "run"),))], [], tmp_path)
+    assert told == (
+        "1 of 2 outputs of a were cut at scheduler.max_model_len, by 5 tokens in all: less was served than the trace "
+        "asks for."
+    )
 
 
 @needs_engine

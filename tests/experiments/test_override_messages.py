@@ -134,6 +134,12 @@ def test_a_key_that_is_given_twice_is_refused(
     assert capsys.readouterr().err.startswith(f"error: {expected}")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_experiment_and_the_run_of_a_folder_are_not_both(order: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *["from=a", "experiment=watermark"][::order]]) == 1
+    assert capsys.readouterr().err == "error: from= and experiment=watermark both say what is run; leave one out\n"
+
+
 def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:
     assert compose_config(["report.question='is ${seed} \\${nope}?'"]).report.question == "is 0 ${nope}?"
 

@@ -289,3 +289,18 @@ def test_requests_that_were_ignored_are_told_of_as_many(tmp_path: Path) -> None:
     (said,) = lost(arms_of(tmp_path), [], tmp_path)
     assert said.startswith("sarathi and vllm_v1 ignored 4 of 20 requests each (")
     assert said.endswith("so latencies are of the others.")
+
+
+def test_where_nothing_was_served_nothing_is_answered(tmp_path: Path) -> None:
+    for blocks in (1, 2):
+        for seed in range(2):
+            cache = {"num_gpu_blocks": blocks}
+            ran(tmp_path / f"{blocks}-{seed}", trace=LIGHT, seed=seed, cache=cache, allow_ignored=True)
+    arms = arms_of(tmp_path)
+    assert answer([Compared("", arms, (), ())], None) == [
+        "No request was served to its end in any run, so nothing can be compared."
+    ]
+    assert light(arms, "load") == ("poor", "no request was served to its end")
+    (ignored,) = lost(arms, [], tmp_path)
+    assert ignored.endswith("these have no latency, so there is none.")
+    assert not any("a seed makes no replicate" in text for text in cautions({"": arms}, 0.02)), "the traces differ"

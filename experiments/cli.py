@@ -140,6 +140,7 @@ def _conform(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     from analysis.reports.report import report_from_folders
+    from experiments.runs.run_folder import writing
     from experiments.sweeps.points import say_killed
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
@@ -167,10 +168,11 @@ def _report(arguments: list[str]) -> int:
         raise ConfigError(f"--margin is {options.margin}; it must lie between 0 and 1, as 0.02 for 2 %")
     for folder in options.folders:
         say_killed(folder)
-    page = report_from_folders(
-        options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
-        slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),
-    )  # fmt: skip
+    with writing(out):
+        page = report_from_folders(
+            options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
+            slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),
+        )  # fmt: skip
     print(page)
     return 0
 
@@ -197,6 +199,7 @@ def _limits(text: str | None) -> dict[str, float] | None:
 
 def _timeline(arguments: list[str]) -> int:
     from analysis.timelines.export import LATEST_S, Window, write_timeline
+    from experiments.runs.run_folder import writing
 
     parser = Parser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
     parser.add_argument("run", type=folder_named, help="a run folder")
@@ -217,7 +220,8 @@ def _timeline(arguments: list[str]) -> int:
     low = 0.0 if options.from_s is None else options.from_s
     window = Window(low, LATEST_S if options.to_s is None else options.to_s, options.steps)
     folders = [options.run] if options.other is None else [options.run, options.other]
-    print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
+    with writing(options.out or options.run):
+        print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
     return 0
 
 

@@ -15,7 +15,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
-MAX_NS: Final = 2**62 - 1  # of an instant: the largest int that compiled code does not box
+MAX_NS: Final = 2**62 - 1  # of an instant: sums of two fit into 64 bits; compiled code boxes larger ints
 
 
 class PricedBackend(Protocol):

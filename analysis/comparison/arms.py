@@ -104,7 +104,10 @@ def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
     near = exact or [arm for arm in arms if name in arm.name]
     if len(near) != 1:
         what = "no arm is" if not near else f"{len(near)} arms are"
-        raise RunFolderError(f"baseline {name!r}: {what} called so; the arms are: {'; '.join(a.name for a in arms)}")
+        names = "; ".join(arm.name for arm in arms)
+        raise RunFolderError(
+            f"baseline {name!r}: {what} called so; the arms are: {names}. Name one with --baseline or report.baseline"
+        )
     return near[0]
 
 

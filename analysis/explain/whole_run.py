@@ -90,8 +90,9 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     again = int((counts > 1).sum())
     lines = [f"{again:,} were preempted more than once." if again else "Nobody was preempted twice."]
     for name, num in counts.head(_NAMED).items():
-        own = whose[preemptions["request_id"] == name].value_counts().head(3)
-        lines.append(f"- {name}, {_times(int(num))}, for {listing([f'{who} ({n})' for who, n in own.items()])}")
+        own = whose[preemptions["request_id"] == name].value_counts()
+        told = [f"{who} ({n})" for who, n in own.head(3).items()] + [f"{len(own) - 3} others"] * (len(own) > 3)
+        lines.append(f"- {name}, {_times(int(num))}, for {listing(told)}")
     if again > _NAMED:
         lines.append(f"- and {again - _NAMED:,} more")
     chain = _longest_chain(preemptions)

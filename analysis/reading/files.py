@@ -52,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         tree = parsed(json.loads, file.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file}: cannot be read as JSON ({one_line(error)})") from error
+        raise RunFolderError(f"{file}: cannot be read as JSON ({one_line(error)}); make the run again") from error
     if not isinstance(tree, dict):
         raise RunFolderError(f"{file}: holds no JSON object")
     return tree

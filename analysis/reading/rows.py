@@ -124,7 +124,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:  # Arrow's own are such
-        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)})") from error
+        raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)}); make the run again") from error
 
 
 # --- one Arrow array into numpy ---

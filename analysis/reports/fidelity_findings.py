@@ -49,19 +49,20 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     ]
 
 
-def too_noisy(noise: Mapping[str, float]) -> list[str]:
-    """A warning, one sentence: what real runs say rests on them. noise: of each metric, as `fidelity.real_noise`."""
+def too_noisy(noise: Mapping[str, float], *, is_scaled: bool) -> list[str]:
+    """A warning, one sentence: what real runs say rests on them. noise: of each metric, as `fidelity.real_noise`.
+    is_scaled: times are, by a probe."""
     largest, path = _largest(noise)
     if largest <= _TOO_NOISY:
         return []
     return [
         "The machine was too noisy for a comparison with the real engine: two equal real runs differed by up to "
-        f"{fmt.significant(100 * largest, 2)} % in {metric_of(path).label}. Run it again when the machine is idle; "
-        f"{_PROBE}."
+        f"{fmt.significant(100 * largest, 2)} % in {metric_of(path).label}. Run it again when the machine is idle"
+        f"{'' if is_scaled else f'; {_PROBE}'}."
     ]
 
 
-def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool = False) -> tuple[str, ...]:
+def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool) -> tuple[str, ...]:
     """Warnings, a sentence each, where the machine may be off, and not the simulator: it was not as fast all along, or
     not as fast as when the prices were fitted (is_fitted: they were, on it). is_scaled: times are, by a probe."""
     if steps is None or not (len(steps.paces) and len(steps.own_paces)):
@@ -71,8 +72,8 @@ def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool = Fa
     apart, own = (float(np.divide(*np.quantile(paces, (0.9, 0.1)))) for paces in (steps.paces, steps.own_paces))
     if apart > _UNEVEN * own:
         said = (
-            f"Steps of the same shape took {apart:.2f} times as long in some parts of this run as in others, and "
-            f"{own:.2f} times in the simulation: its machine was not as fast all along. Measure again when it is idle"
+            f"Steps of the same shape took {apart:.2f} times as long in some parts of this run as in others (in the "
+            f"simulation {own:.2f}): the machine that ran it was not as fast all along. Measure again when it is idle"
             f"{advice}.",
         )
     often = steps.by_region[steps.by_region["num_steps"] >= _OFTEN]

@@ -325,7 +325,7 @@ def _context(
             *findings.failed_checks(links, everything),
             *missed,
             *changed_sources(everything),
-            *fidelity_findings.too_noisy(noise),
+            *fidelity_findings.too_noisy(noise, is_scaled=any(replayed)),
             *fidelity_findings.unlike_clocks(replayed),
             *report.cautions,
             *lost(report.arms, report.incomplete, sections.out.parent),

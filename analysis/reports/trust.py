@@ -157,7 +157,7 @@ def _fidelity(
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
     found = worst_errors(errors.values())
-    shown = [path for path in (*_ERRORS, "ttft_s.p99") if path in found]
+    shown = [path for path in (*_ERRORS, "ttft_s.p99", "tpot_s.p99") if path in found]
     told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %" for path in shown])
     most = max((found[path] for path in _ERRORS if path in found), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"

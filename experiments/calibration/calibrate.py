@@ -156,7 +156,8 @@ class Fitted:
 
 
 def fit_and_save(measured: Profile, folder: Path) -> Fitted:
-    """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps."""
+    """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps,
+    median and P90 together."""
     folder.mkdir(parents=True, exist_ok=True)
     write_profile(folder / PROFILE_FILE, *measured)
     calibration = calibrate(measured)
@@ -173,9 +174,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     }
     cost = min(errors, key=lambda name: sum(errors[name]))
     other = "linear" if cost == "calibrated" else "calibrated"
-    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}"]
-    if cost == "calibrated":
-        overrides.append(f"device={measured.manifest.device}")
+    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}", f"device={measured.manifest.device}"]
     description = (
         f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
         f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"

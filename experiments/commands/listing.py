@@ -94,6 +94,10 @@ def _first_line(maker: Any) -> str:
     return (ast.get_docstring(own) or "").partition("\n")[0]
 
 
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def print_summary(result: RunResult) -> None:
     """Prints what ran, the headline numbers, and where the run is."""
     summary = result.summary
@@ -102,13 +106,13 @@ def print_summary(result: RunResult) -> None:
     print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
     throughput = summary["throughput"]
     if throughput["output_tokens_per_s"] is not None:
-        rates = f"{throughput['requests_per_s']:.4g} req/s, {throughput['output_tokens_per_s']:.4g} output tok/s"
+        rates = f"{_rate(throughput['requests_per_s'])} req/s, {_rate(throughput['output_tokens_per_s'])} output tok/s"
         print(f"throughput   {rates} over {summary['duration_s']:,.4g} s")
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
         values = summary[key]
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
-    print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemptions")
+    print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemption{'s' * (preemptions != 1)}")
     if summary["slo"] is not None:
         kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
         if kept is not None:

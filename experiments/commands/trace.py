@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.console import Parser, refuse_existing
-from experiments.runs.run_folder import is_same_file
+from experiments.runs.run_folder import is_same_file, writing
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import unknown
@@ -122,7 +122,7 @@ def _in_trace_group(override: str) -> str:
 def _write(trace: TraceSource, out: Path) -> None:
     """Writes the trace, whole or not at all, in the form that the file's name says, and prints what was written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent) as folder:
+    with writing(out), TemporaryDirectory(dir=out.parent) as folder:
         written = Path(folder) / out.name
         num, digest = _write_to(trace, written)
         written.replace(out)

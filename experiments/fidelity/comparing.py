@@ -218,7 +218,8 @@ def _load(one: Compared) -> list[str]:
     lines += ["", table(headers, rows), "", f"Single requests{whose}:", "", _requests(one.requests)]
     if one.steps is not None:
         lines += [
-            "", f"Steps of the same shape, {one.steps.num_compared} of {one.steps.num_steps} measured ones:", "",
+            "", f"Steps of the same shape, {one.steps.num_compared} of {one.steps.num_steps} measured ones; times are "
+            "medians of their shapes', the error is the median of each shape's own:", "",
             _steps(one.steps.by_region, "region"), "", _steps(one.steps.by_decodes, "decode steps of up to"),
         ]  # fmt: skip
     return lines
@@ -240,11 +241,11 @@ def _requests(frame: pd.DataFrame) -> str:
 
 
 def _steps(frame: pd.DataFrame, what: str) -> str:
-    rows = [
-        [str(row["group"]), str(row["num_steps"]), milliseconds(row["measured_s"]), milliseconds(row["sim_s"]),
-         percent(row["error"])]
-        for row in frame.to_dict("records")
-    ]  # fmt: skip
+    rows = []
+    for row in frame.to_dict("records"):
+        group = row["group"] if isinstance(row["group"], str) else f"{row['group']:g}"
+        times = milliseconds(row["measured_s"]), milliseconds(row["sim_s"])
+        rows.append([group, str(row["num_steps"]), *times, percent(row["error"])])
     return table([what, "steps", "measured, ms", "simulated, ms", "median error %"], rows)
 
 

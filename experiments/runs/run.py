@@ -34,7 +34,7 @@ from experiments.runs.prepare import (
     warnings_of,
 )
 from experiments.runs.progress import Progress
-from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json
+from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
 from experiments.wiring.costs import itemise
@@ -112,7 +112,7 @@ def execute(
     with closing(prepared):
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command) | asdict(origin)
-        with claimed(folder, config):
+        with writing(folder), claimed(folder, config):
             return _run(config, folder, given, prepared, schedulers, manifest, watch)
 
 

@@ -208,12 +208,32 @@ def _log_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
+_NO_ROOM = {
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EFBIG: ("a file is larger than this shell or file system allows", "raise the limit (ulimit -f)"),
+}
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Within, an OSError that names no file, as libraries raise it, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(target)
+        raise
+
+
 def describe_failure(error: BaseException) -> str:
     """One line for whatever ended a run."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk is full ({error.filename or 'while writing'}); free some space and run again"
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        what, fix = _NO_ROOM[error.errno]
+        return f"{what} ({error.filename or 'while writing'}); {fix} and run again"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; choose another folder or file (hydra.run.dir, --out, --output)"
+        why = error.strerror or error
+        return f"{error.filename}: {why}; choose another folder or file (hydra.run.dir, --out, --output)"
     if isinstance(error, MemoryError):
         return "out of memory; lower trace.limit, or record.token_times=false"
     return str(error) or type(error).__name__

@@ -170,7 +170,7 @@ class PrefixCache:
         if isinstance(content, UnlistedPrefix):
             num_blocks = len(content.blocks)
             if content.blocks[num_blocks - 1] == i64(block):
-                content.blocks, _last = pop(content.blocks)
+                content.blocks, _last = pop(content.blocks)  # `_` would be boxed
                 self.content_of[block] = None
                 if num_blocks == 1:
                     self._give_up(content)

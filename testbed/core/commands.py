@@ -1,4 +1,5 @@
-"""What the loop is told, and what it says: events, commands to its driver and their answers, the view of a step."""
+"""What the loop is told, and what it says: events, commands to its driver and their answers, the view of a step, and
+who is shown it."""
 
 from __future__ import annotations
 

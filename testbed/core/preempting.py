@@ -92,7 +92,7 @@ class Preempting:
         return was_scheduled
 
     def _recompute(self, seq: Sequence, whose: str | None) -> None:
-        """Several members are recomputed as so many sequences, each from its own first token; those of a search end."""
+        """Several members become so many sequences, each from its own first token; those of a search end together."""
         if _is_search(seq):
             self._free_and_end(seq, _lost_beams_reason(seq, self._blocks, is_reset=whose == RESET))
             return

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 
 class Value:
-    """A class of fields that nobody changes once it is made (to refuse it would cost more than to make one).
+    """A class of fields that nobody changes once others have it (to refuse it would cost more than to make one).
 
     FIELDS: their names, in the order of its constructor. Compiled, of those that come and go with each step the last
     one's memory is the next one's (`free_list_len`).

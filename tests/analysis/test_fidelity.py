@@ -18,7 +18,7 @@ from analysis.load import Run, load_run
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
-from analysis.reports.fidelity_findings import pace_said
+from analysis.reports.fidelity_findings import pace_said, too_noisy
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
@@ -172,23 +172,31 @@ def with_steps(paces: Sequence[float]) -> Run:
 def test_a_machine_that_was_not_as_fast_as_when_it_was_fitted_is_told(paces, is_uneven, kind) -> None:
     steps = fidelity.step_errors(with_steps([1.0]), with_steps(paces))
     assert steps is not None
-    said = pace_said(steps, is_fitted=True)
+    said = pace_said(steps, is_fitted=True, is_scaled=False)
     assert any("in some parts of this run as in others" in text for text in said) == is_uneven
     assert [f"the machine was {kind} than" in text for text in said if "every kind" in text] == [True] * bool(kind)
     assert len(said) == is_uneven + bool(kind)
-    assert "every kind" not in " ".join(pace_said(steps, is_fitted=False)), "nothing was fitted"
+    assert "every kind" not in " ".join(pace_said(steps, is_fitted=False, is_scaled=False)), "nothing was fitted"
 
 
 def test_one_kind_of_step_that_is_off_is_the_simulators_own() -> None:
     real = with_steps([1.0])
     real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 400_000, 0)
-    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True) == ()
+    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True, is_scaled=False) == ()
+
+
+def test_who_scales_times_by_a_probe_is_not_told_to() -> None:
+    steps = fidelity.step_errors(with_steps([1.0]), with_steps([1.3, 1.8]))
+    for is_scaled in (False, True):
+        said = pace_said(steps, is_fitted=True, is_scaled=is_scaled)
+        assert ["probe_scaled" in text for text in said] == [not is_scaled] * 2
+        assert ("probe_scaled" in too_noisy({"ttft_s.p50": 0.8}, is_scaled=is_scaled)[0]) is not is_scaled
 
 
 def test_two_kinds_that_are_off_by_different_amounts_are_the_simulators_own() -> None:
     real = with_steps([1.15])
     real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 700_000, 0)
-    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True) == ()
+    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True, is_scaled=False) == ()
 
 
 def test_contexts_that_grow_within_a_cell_are_no_uneven_machine() -> None:
@@ -197,7 +205,7 @@ def test_contexts_that_grow_within_a_cell_are_no_uneven_machine() -> None:
     steps = fidelity.step_errors(grows, grows)
     assert steps is not None
     assert steps.paces.max() > 1.3 * steps.paces.min()
-    assert pace_said(steps, is_fitted=True) == ()
+    assert pace_said(steps, is_fitted=True, is_scaled=False) == ()
 
 
 def test_of_few_steps_no_pace_is_told() -> None:
@@ -206,4 +214,4 @@ def test_of_few_steps_no_pace_is_told() -> None:
     steps = fidelity.step_errors(with_steps([1.0]), few)
     assert steps is not None
     assert len(steps.paces) == 0
-    assert pace_said(steps, is_fitted=True) == pace_said(None, is_fitted=True) == ()
+    assert pace_said(steps, is_fitted=True, is_scaled=False) == pace_said(None, is_fitted=True, is_scaled=False) == ()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from analysis.comparison.arms import Arm
 from analysis.load import load_run
 from analysis.reports.cautions import lost
+from experiments import simulate
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -320,6 +324,28 @@ def test_a_full_disk_at_the_very_end_is_no_whole_run(
     assert "the disk is full" in error
     assert not (tmp_path / "run" / "done").exists()
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (["run", *TINY, "trace.num_requests=300", "hydra.run.dir=other"], "other"),
+        (["timeline", "run", "--out", "big.json"], "big.json"),
+        (["report", "run", "--out", "page.html"], "page.html"),
+        (["trace", "synthesise", "big.parquet", "trace.num_requests=3000"], "big.parquet"),
+    ],
+)
+def test_a_file_that_grows_beyond_its_limit_is_named(tmp_path: Path, command: list[str], file: str) -> None:
+    simulate({"num_requests": 40}, folder=tmp_path / "run")
+    limited = f"ulimit -f 4; exec {shlex.join([sys.executable, '-m', 'experiments', *command])}"
+    done = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert "a file is larger than this shell or file system allows (" in told[0]
+    assert "raise the limit (ulimit -f) and run again" in told[0]
+    assert file in told[0]
+    assert "Traceback" not in done.stderr
 
 
 def test_from_a_folder_that_holds_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

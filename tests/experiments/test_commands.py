@@ -199,7 +199,7 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (("trace", "afile"), "afile is a file; say of what format: testbed trace inspect auto afile"),
         (("run", "trace.rate=1,2"), "trace.rate=1,2 has several values: add -m to run each of them, or put them in "),
         (("run", "trace=jsonl", "trace.path=afile"), "afile:1: not JSON: Unterminated string starting at column 7"),
-        (("run", "scheduler.victim={_target_: bad_syntax.X}"), "scheduler.victim: cannot make 'bad_syntax.X': "),
+        (("run", "scheduler.victim={_target_: bad_syntax.X}"), "scheduler.victim: cannot make 'bad_syntax.X': /"),
         (
             ("run", "scheduler.victim={_target_: string.capword}"),
             "scheduler.victim: cannot make 'string.capword': string has no 'capword'; did you mean 'capwords'?",

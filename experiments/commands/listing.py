@@ -112,7 +112,8 @@ def print_summary(result: RunResult) -> None:
         values = summary[key]
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
-    print(f"cache        {'-' if hit is None else f'{hit:.1%}'} of prompt tokens hit, {preemptions:,} preemption{'s' * (preemptions != 1)}")
+    hits = "-" if hit is None else f"{hit:.1%}"
+    print(f"cache        {hits} of prompt tokens hit, {preemptions:,} preemption{'s' * (preemptions != 1)}")
     if summary["slo"] is not None:
         kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
         if kept is not None:

@@ -131,7 +131,7 @@ class Step:
         seq.last_step = self.number
 
     def decode(self, min_budget: int = 1) -> None:
-        """A token for each sequence past its prefill, in running order, while `min_budget` is left; preempts if need be."""
+        """A token for each sequence past its prefill, in order, while `min_budget` is left; preempts where it must."""
         for seq in self.running():
             if not seq.is_prefilling:
                 if self.token_budget < max(min_budget, seq.num_together):

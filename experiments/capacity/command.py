@@ -206,8 +206,8 @@ def warnings(found: Found) -> list[str]:
                 f"{SHORT * e2e_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
                 "trace.limit)"
             )
-        if num * (1 - arm.share) < 5:
-            said.append(f"{num * (1 - arm.share):.2g} of {num} requests may fail: a few requests decide; give more")
+        if (allowed := num * (1 - arm.share)) < 5:
+            said.append(f"{int(allowed + 1e-9)} of {num} requests may fail: a few requests decide; give more")
         if at.over.get("unfinished"):
             said.append(f"{at.over['unfinished']} of {num} requests do not finish, and count as failed")
     return [f"{arm.name}: {sentence}" for sentence in (*said, *found.notes)]

@@ -211,7 +211,7 @@ def _log_to(path: Path) -> Iterator[None]:
 _NO_ROOM = {
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
-    errno.EFBIG: ("a file is larger than this shell or file system allows", "raise the limit (ulimit -f)"),
+    errno.EFBIG: ("File too large for this shell or file system", "raise the limit (ulimit -f)"),
 }
 
 

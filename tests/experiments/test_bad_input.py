@@ -342,7 +342,7 @@ def test_a_file_that_grows_beyond_its_limit_is_named(tmp_path: Path, command: li
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1
-    assert "a file is larger than this shell or file system allows (" in told[0]
+    assert "File too large for this shell or file system (" in told[0]
     assert "raise the limit (ulimit -f) and run again" in told[0]
     assert file in told[0]
     assert "Traceback" not in done.stderr

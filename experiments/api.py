@@ -17,6 +17,7 @@ from analysis.load import Run, require_path
 from analysis.measures.checks import failures
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import CLASSES
+from experiments.configuration.options import options
 from experiments.configuration.overrides import literal, parsed
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
@@ -87,6 +88,10 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
     if isinstance(trace, Trace | StreamedTrace):
         return whole(trace)
     if isinstance(trace, str | PathLike):
+        if trace in options("trace") and not Path(trace).exists():
+            raise TraceError(
+                f"trace is {trace!r}, and a text is a file's path; give the group's keys, as {{'name': {trace!r}, ...}}"
+            )
         return read_own(fspath(trace))
     if not isinstance(trace, Iterable):
         raise TraceError(

@@ -33,8 +33,9 @@ class Judged(NamedTuple):
 
 
 def serves_nothing(arms: Sequence[Arm]) -> bool:
-    """Whether no request of any run came to its end: all were ignored, aborted or cut off."""
-    return not any(run.summary["num_finished"] for arm in arms for run in arm.runs)
+    """Whether there are runs, and no request of any came to its end: all were ignored, aborted or cut off."""
+    runs = [run for arm in arms for run in arm.runs]
+    return bool(runs) and not any(run.summary["num_finished"] for run in runs)
 
 
 def judged(arms: Sequence[Arm]) -> list[Judged]:

@@ -41,6 +41,8 @@ def run_app(arguments: list[str]) -> int:
     flags, overrides = _split(arguments)
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
+        if sweeps and not any(item in _SWEEPS for item in flags):
+            flags.append("-m")  # several values of `experiment` would be none for Hydra: it asks before it reads them
         swept = with_swept(overrides) if sweeps else overrides
         check(swept, is_sweep=sweeps)
         overrides = _for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides

@@ -15,6 +15,15 @@ from experiments.wiring import build
 from testbed.core.plan import BlockedBy
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
+_SETTINGS = {  # that keep the head of the queue out
+    BlockedBy.KV_BLOCKS: "cache.num_gpu_blocks or scheduler.watermark",
+    BlockedBy.TOKEN_BUDGET: "scheduler.max_num_batched_tokens",
+    BlockedBy.MAX_NUM_SEQS: "scheduler.max_num_seqs",
+    BlockedBy.PARTIAL_PREFILLS: "scheduler.max_num_partial_prefills or scheduler.max_long_partial_prefills",
+    BlockedBy.PREEMPTION: "scheduler.preemption",
+    BlockedBy.SWAPPED_FIRST: "scheduler.preemption or cache.num_cpu_blocks",
+    BlockedBy.BATCH: "scheduler.composition",
+}
 
 
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
@@ -72,7 +81,7 @@ def _hint(config: RunConfig, blocked_by: str) -> str:
     if not blocked_by:
         return "Cut them with trace.max_prompt_tokens, raise the limit"
     if blocked_by != BlockedBy.ADMISSION:
-        return "Change the setting that held them back"
+        return f"Change what held them back: {_SETTINGS[BlockedBy(blocked_by)]}"
     named = config.scheduler.admission
     policy = named if isinstance(named, str) else named.get("_target_", named.get("name"))
     return f"Let scheduler.admission={policy} allow a request that is alone"

@@ -123,6 +123,8 @@ MANIFEST_KEYS = (
     "num_steps",  # of all replicas
     "num_sent",  # requests that reached the scheduler
     "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
+    "num_cut_outputs",  # forced outputs that the model's length ended; of vLLM's own scheduler it is not known
+    "num_cut_output_tokens",  # what they lack
     "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
     "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each
     "replay",  # {pace, speed, lag of arrivals, notes}, real runs only

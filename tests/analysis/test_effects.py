@@ -29,7 +29,9 @@ class Known:
     def __init__(self, name: str, seed: int, value: float) -> None:
         self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
         self.manifest = {"seed": seed, "backend": "sim", "digest": str(value)}
-        self.summary = {"finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}}
+        self.summary = {
+            "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}
+        }  # fmt: skip
         self.flat_config: dict[str, Any] = {}
         self._value = value
 

@@ -258,6 +258,11 @@ def test_a_classic_study_is_one_command_and_its_report_another(
     assert question in (tmp_path / "r.md").read_text()
 
 
+def test_studies_that_sweep_are_run_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"hydra.sweep.dir={tmp_path / 's'}"
+    assert "run one experiment at a time" in say(capsys, "run", "experiment=watermark,preemption", root).error()
+
+
 def test_every_study_that_is_shipped_is_tried() -> None:
     assert set(options("experiment")) == {*STUDIES, "demo", "demo_real"}
 

@@ -58,12 +58,12 @@ from analysis.reports.parts import (
     default_question,
     what_ran,
 )
-from analysis.reports.reproduce import MAX_COMMANDS, sweep_commands
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
 _MAX_CURVES = 8
+_MAX_COMMANDS = 12  # that are not folded
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
@@ -303,6 +303,12 @@ def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
     return {name: base} | (dict([max(others, key=distance)]) if others else {})
 
 
+def commands_of(runs: Sequence[Run]) -> list[str]:
+    """What makes the runs again: of a sweep its own command, not one for each point."""
+    commands = [run.manifest.get("sweep") or run.manifest.get("command") for run in runs]
+    return list(dict.fromkeys(str(command) for command in commands if command))
+
+
 def _context(
     report: ReportInput, sections: Sections, groups: Mapping[str, Sequence[Arm]], baseline: Arm, slo: SLO | None
 ) -> dict[str, Any]:
@@ -311,7 +317,7 @@ def _context(
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
     replayed = [fidelity_findings.probe_of(run.manifest) for run in everything if run.manifest.get("replay")]
-    commands = report.commands or sweep_commands([run.manifest for run in everything], [run.path for run in everything])
+    commands = report.commands or commands_of(everything)
     measured = fidelity_section(report, sections, noise)
     rankings: Mapping[str, Any] = measured["rankings"]
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
@@ -343,7 +349,7 @@ def _context(
         "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],
-        "max_commands": MAX_COMMANDS,
+        "max_commands": _MAX_COMMANDS,
         "versions": [version for version in versions if version],
         "runs": tables.runs_table(report.arms, links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),

@@ -6,7 +6,7 @@ Owns the words of a command line as data. Must not know what the keys mean, or w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,19 +19,25 @@ from testbed.errors import RunFolderError
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """given: key -> value, as they were typed. swept, point: those that the sweep varies, and its place there.
+    """given: key -> value, as they were typed. sweep, swept, point: the sweep's command, the keys that it varies, and
+    the run's place there.
 
     None: not known, or no sweep.
     """
 
     given: dict[str, str] | None = None
+    sweep: str | None = None
     swept: dict[str, str] | None = None
     point: int | None = None
 
     @classmethod
-    def of(cls, overrides: Iterable[str], swept: Sequence[str] | None = None, point: int | None = None) -> Origin:
+    def of(cls, overrides: Iterable[str]) -> Origin:
         """Of the overrides of a command (of another run: after that run's own, `kept_in`)."""
-        return cls(_by_key(overrides), None if swept is None else _by_key(swept), point)
+        return cls(_by_key(overrides))
+
+    @classmethod
+    def of_point(cls, overrides: Iterable[str], sweep: str, swept: Iterable[str], point: int) -> Origin:
+        return cls(_by_key(overrides), sweep, _by_key(swept), point)
 
     def moved(self, by: int) -> Origin:
         return replace(self, point=None if self.point is None else self.point + by)
@@ -73,11 +79,11 @@ def _by_key(overrides: Iterable[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs if key.partition("/")[0].partition(".")[0] != "hydra"}
 
 
-def restate(folder: Path, config: RunConfig, command: str, given: dict[str, str] | None) -> bool:
+def restate(folder: Path, config: RunConfig, command: str, origin: Origin) -> bool:
     """Gives anew what a finished run is judged by: `slo` and `report` decide nothing, so it need not be repeated.
 
     Whether the run in the folder stated another SLO or question than `config` does; it now states this one, and that
-    the command made it, which gives all that decides the run as the run's own did. given: Origin.given."""
+    the command made it, which gives all that decides the run as the run's own did."""
     file = folder / "config.yaml"
     if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
         return False
@@ -89,6 +95,7 @@ def restate(folder: Path, config: RunConfig, command: str, given: dict[str, str]
     temporary = file.with_suffix(".tmp")
     temporary.write_text(as_yaml(kept | {group: config.raw[group] for group in JUDGING}))
     os.replace(temporary, file)
-    write_json(folder / "manifest.json", read_manifest(folder) | {"command": command, "given": given})
+    said = {"command": command, "given": origin.given, "sweep": origin.sweep}
+    write_json(folder / "manifest.json", read_manifest(folder) | said)
     write_json(folder / "summary.json", load_run(folder).summarise())
     return True

@@ -67,7 +67,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
         raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
-    sweep = _Sweep(config, context, of_hydra, _combinations(list(map(parsed, arguments)), library_of(of_hydra)), root)
+    choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))
+    command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
+    sweep = _Sweep(config, context, of_hydra, command, _combinations(choices, library_of(of_hydra)), root)
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo = _left_to_run(sweep, points)
@@ -77,11 +79,13 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """combinations: the overrides of each point, the swept ones among them as its label. of_hydra: Hydra's own."""
+    """combinations: the overrides of each point, the swept ones among them as its label. of_hydra: Hydra's own.
+    command: makes it again."""
 
     master: DictConfig
     context: HydraContext
     of_hydra: list[str]
+    command: str
     combinations: list[tuple[str, list[str]]]
     root: Path
 
@@ -103,8 +107,8 @@ class _Sweep:
 # --- what to run ---
 
 
-def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, list[str]]]:
-    """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
+def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
+    """The overrides of each key, one for each of its values."""
     choices: dict[str, list[str]] = {}
     for item in parsed:
         key = item.get_key_element()
@@ -116,6 +120,21 @@ def _combinations(parsed: list[Override], library: Library) -> list[tuple[str, l
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
         if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
             raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
+    return choices
+
+
+def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> str:
+    """The sweep's own, which makes it again in the same folder."""
+    of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
+    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
+
+
+def _searched(of_hydra: list[str]) -> list[str]:
+    return [item for item in of_hydra if item.startswith("hydra.searchpath=")]
+
+
+def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple[str, list[str]]]:
+    """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
     swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
     points: dict[str, list[str]] = {}
     for combination in itertools.product(*choices.values()):
@@ -132,8 +151,8 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     makeable: set[str] = set()  # each choice of policies is made once
     for item in (item for _, overrides in sweep.combinations for item in overrides):
         values.setdefault(item.partition("=")[0], set()).add(item)
+    searched = _searched(sweep.of_hydra)
     for number, (label, overrides) in enumerate(sweep.combinations):
-        searched = [item for item in sweep.of_hydra if item.startswith("hydra.searchpath=")]
         raw = compose_raw([*searched, *overrides])
         folder = sweep.subfolder(overrides, number) if sweep.names_folders else None
         command = shlex.join(["testbed", "run", *searched, *overrides])
@@ -145,7 +164,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
                 check_makeable(config)
                 makeable.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
-            origin = Origin.of(overrides, swept, number)
+            origin = Origin.of_point(overrides, sweep.command, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
         except TestbedError as error:
             refused.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
@@ -187,7 +206,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
         folder = point.place(identity)
         if not config.overwrite and is_done(folder, identity):
             done[folder] = point
-            num_restated += restate(folder, config, point.command, point.origin.given)
+            num_restated += restate(folder, config, point.command, point.origin)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
         todo[folder] = point

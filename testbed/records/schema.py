@@ -99,6 +99,7 @@ MANIFEST_KEYS = (
     "command",  # the command line that made it
     "started_in",  # the folder that it was given in: relative paths in it, and in the configuration, are from there
     "given",  # {key: value} of what it sets, as typed; null: not known
+    "sweep",  # the command of its sweep; null: no sweep, or not one of ours
     "swept",  # those of them that its sweep varies; null: no sweep
     "point",  # its place in the sweep, from 0 on; null: no sweep
     "seed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.first_screen import MAX_SENTENCES, answer
-from analysis.reports.reproduce import sweep_commands
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
 
@@ -174,65 +172,3 @@ def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_pat
     elsewhere = load_run(write_run(tmp_path / "other", "real", chunked=False, num_requests=30))
     elsewhere.manifest["model"] = "another"
     assert lights(arms, [Pair("p", sim, elsewhere)])["fidelity"][0] == "fair"
-
-
-def commands_of(commands: list[str]) -> list[str]:
-    folders = [Path("sweeps", "mine", str(number)) for number, _ in enumerate(commands)]
-    return sweep_commands([{"command": text} for text in commands], folders)
-
-
-def test_points_of_a_sweep_are_one_command_into_their_folder() -> None:
-    points = [f"testbed run model=tiny scheduler={name} seed={seed}" for name in "ab" for seed in range(3)]
-    whole = ["testbed run -m model=tiny scheduler=a,b seed=0,1,2 hydra.sweep.dir=sweeps/mine"]
-    assert commands_of(points) == whole
-    assert commands_of([*points, *points]) == whole
-    lone = ["testbed run seed=1", "testbed run from=x", "python me.py", "", "testbed run 'odd", "testbed run a=1 a=2"]
-    lone += [f"testbed run seed={seed} hydra.run.dir=runs/{seed}" for seed in (1, 2)]
-    assert commands_of(lone) == [text for text in lone if text]
-
-
-def test_a_sweep_with_holes_is_few_commands() -> None:
-    points = [f"testbed run seed={seed} scheduler={name}" for seed in range(3) for name in "abc"]
-    into = "hydra.sweep.dir=sweeps/mine"
-    assert commands_of(points[:-1]) == [
-        f"testbed run -m seed=0,1 scheduler=a,b,c {into}",
-        f"testbed run -m seed=2 scheduler=a,b {into}",
-    ]
-    judged = ["testbed run slo.ttft_s=1", "testbed run slo.ttft_s=2"]
-    assert commands_of(judged) == [f"testbed run -m slo.ttft_s={limit_s} {into}" for limit_s in (1, 2)]
-    assert commands_of([points[0], points[4]]) == [
-        f"testbed run -m seed=0 scheduler=a {into}",
-        f"testbed run -m seed=1 scheduler=b {into}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "is_joined"),
-    [
-        ("[{name:window,start_s:0,end_s:5}]", True),
-        ("{_target_:mypol.AtMost,n:16}", True),
-        ("'one, two'", True),
-        ("'it\\'s [odd'", True),
-        ("one\\ word", True),
-        ("${seed}", True),
-        ("é", False),
-        ("a=b", False),
-        ("range(1,2)", False),
-        ("[1", False),
-        ("", False),
-    ],
-)
-def test_values_are_joined_where_commas_tell_them_apart(value: str, is_joined: bool) -> None:
-    points = [shlex.join(["testbed", "run", f"model={name}"]) for name in ("plain", value)]
-    together = shlex.join(["testbed", "run", "-m", f"model=plain,{value}", "hydra.sweep.dir=sweeps/mine"])
-    assert (commands_of(points) == [together]) == is_joined
-    assert len(commands_of(points)) == 2 - is_joined
-
-
-def test_sweeps_in_two_folders_are_two_commands() -> None:
-    points = [{"command": f"testbed run scheduler={name} seed={seed}"} for name in "ab" for seed in range(2)]
-    folders = [Path("/far/one/0"), Path("/far/one/1"), Path("/far/two/0"), Path("/far/two/1")]
-    assert sweep_commands(points, folders) == [
-        f"testbed run -m scheduler={name} seed=0,1 hydra.sweep.dir=/far/{root}"
-        for name, root in (("a", "one"), ("b", "two"))
-    ]

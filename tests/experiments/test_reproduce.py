@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from analysis.reports.reproduce import sweep_commands
+from analysis.reports.report import commands_of
 from experiments.configuration.overrides import library_of, parsed
-from experiments.sweeps.sweep import _combinations
+from experiments.sweeps.sweep import _choices, _combinations
 from tests.experiments.kit import manifest_of, say
 from tests.experiments.test_sweeps import POINTS, sweep
 
@@ -24,14 +24,14 @@ class AtMost:
 """
 
 
-def commands_of(folder: Path) -> list[str]:
-    runs = load_sweep(folder).runs
-    return sweep_commands([run.manifest for run in runs], [run.path for run in runs])
+def commands_in(folder: Path) -> list[str]:
+    return commands_of(load_sweep(folder).runs)
 
 
 def points_of(overrides: list[str]) -> set[tuple[str, ...]]:
     """What each point of a sweep is given."""
-    return {tuple(own) for _, own in _combinations([parsed(item) for item in overrides], library_of(overrides))}
+    library = library_of(overrides)
+    return {tuple(own) for _, own in _combinations(_choices(list(map(parsed, overrides)), library), library)}
 
 
 def given_in(folder: Path) -> set[tuple[str, ...]]:
@@ -49,11 +49,11 @@ def test_what_a_sweep_is_judged_by_anew_is_what_makes_it_again(
     both = ("scheduler=unified,decode_first", "seed=0,1")
     judged(*both, ttft_s=0.5, question="old?", margin=0.05)
     judged(*both, ttft_s=0.006, question="new?", margin=0.01)
-    (command,) = commands_of(tmp_path / "s")
+    (command,) = commands_in(tmp_path / "s")
     assert command.startswith("testbed run -m ")
     assert all(said in command for said in ("slo.ttft_s=0.006", "'report.question=new?'", "report.margin=0.01"))
     judged(both[0], "seed=1", ttft_s=0.1, question="some?", margin=0.01)
-    first, second = commands_of(tmp_path / "s")
+    first, second = commands_in(tmp_path / "s")
     assert "seed=0" in first
     assert "report.question=new?" in first
     assert "seed=1" in second
@@ -65,7 +65,7 @@ def test_a_point_that_another_command_names_otherwise_is_made_again_by_that_one(
 ) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
     sweep(capsys, tmp_path / "s", POINTS, "allow_ignored=false")
-    (command,) = commands_of(tmp_path / "s")
+    (command,) = commands_in(tmp_path / "s")
     assert "allow_ignored=false" in command
 
 
@@ -86,7 +86,7 @@ def test_the_command_of_a_report_has_the_points_of_the_sweep(
     (tmp_path / "reproduced_policy.py").write_text(OWN)
     said = sweep(capsys, tmp_path / "s", *swept)
     assert said.status == 0, said.err
-    (command,) = commands_of(tmp_path / "s")
+    (command,) = commands_in(tmp_path / "s")
     testbed, run, flag, *overrides, into = shlex.split(command)
     assert (testbed, run, flag, into) == ("testbed", "run", "-m", f"hydra.sweep.dir={tmp_path / 's'}")
     assert points_of(overrides) == given_in(tmp_path / "s")

@@ -36,6 +36,7 @@ class Shadow:
         self._next_id = 0
         self._num_queried = self._num_hit = 0  # tokens, of first admissions
         self._doomed: list[Member] = []  # ended by the plan in flight
+        self._recomputed: list[Member] = []  # by it, until they are apart
         self._is_reset = False  # what was computed is lost with the next plan
         self.lost: list[Member] = []  # whom that one has put back into the queue
         rules = setup.rules
@@ -224,16 +225,17 @@ class Shadow:
             member.place = SWAPPED
         else:
             assert not (member.job.is_beam and len(member.unit) > 1), "beams are never recomputed"
+            self._recomputed.append(member)
             member.place, member.num_computed, member.num_hit = WAITING, 0, 0
             member.merged, member.table = set(), []
 
     def _regroup(self) -> None:
-        """Sequences that are recomputed go on by themselves."""
-        for member in self.members.values():
-            if member.place == WAITING and len(member.unit) > 1:
-                assert all(one.place != SWAPPED for one in member.unit)
-                for one in member.unit[:]:
-                    one.unit = [one]
+        """Sequences that are recomputed, together, go on by themselves; some may have come back in the same step."""
+        for member in self._recomputed:
+            assert all(one in self._recomputed for one in member.unit), "some that go together were left"
+        for member in self._recomputed:
+            member.unit = [member]
+        self._recomputed = []
 
     def _brought_in(self, plan: BatchPlan, preempted: dict[int, list[PreemptionMode]]) -> dict[int, int]:
         """How often each sequence was swapped in. The plan names requests: of several sequences of one request that
@@ -299,6 +301,12 @@ class Shadow:
                 if before != now and now not in copied:
                     member.merged.update(range(index * size, (index + 1) * size))
             member.table = table
+        on_cpu: dict[int, list[tuple[Member, int]]] = {}  # a victim's block is written over the equal one there
+        for member in self.members.values():
+            for index, block in enumerate(seqs[member.seq_id].cpu_table):
+                on_cpu.setdefault(block, []).append((member, index))
+        for member, index in [held for holders in on_cpu.values() if len(holders) > 1 for held in holders]:
+            member.merged.update(range(index * size, (index + 1) * size))
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

@@ -209,7 +209,8 @@ ARMS: dict[str, Callable[[Setting], Arm]] = {
     **{f"{OURS}, {name}": partial(Ours, attention=name) for name in PROVIDERS},
 }
 CPU_ARMS = ("transformers.generate", "transformers, continuous batching", "vLLM", OURS)
-GPU_ARMS = (*CPU_ARMS[1:3], *(f"{OURS}, {name}" for name in PROVIDERS))
+# hours on a GPU are rare: what is fast and ours comes first, torch's own attention, the slowest by far, last
+GPU_ARMS = (*(f"{OURS}, {name}" for name in PROVIDERS[:-1]), *CPU_ARMS[1:3][::-1], f"{OURS}, {PROVIDERS[-1]}")
 
 
 def _model_of(setting: Setting) -> Any:
@@ -333,15 +334,17 @@ def on_gpu(spec: ModelSpec, repeats: int) -> None:
     print(f"\n  {spec.name}, {spec.dtype}, {load.name}: {sum(load.lengths):,} tokens", flush=True)
     served = Load("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
     with _checkpoint(spec) as path:
-        rates: dict[str, list[float]] = {}
+        first: dict[str, list[float]] = {}  # that ran; the others are shown as so many times it
         for name in GPU_ARMS:
             for one in _started([name], Setting(path, spec.dtype, "cuda", None, max(load.lengths))):
-                rates |= _rates([one], load, repeats)[0]
-                host_share = one.generate(served)[2]
+                rates = _rates([one], load, repeats)[0]
+                if name in rates:
+                    first = first or rates
+                    _show(rates, first)
+                    _, _, host_share = _rates([one], served, 0)
+                    if host_share is not None:
+                        print(f"  {name}, {SERVED} at a time: the host takes {host_share:.1%} of a step", flush=True)
                 one.close()
-                if host_share is not None:
-                    print(f"  {name}, {SERVED} at a time: the host takes {host_share:.1%} of a step", flush=True)
-    _show(rates)
 
 
 @contextmanager
@@ -367,7 +370,7 @@ def _compare(contenders: list[Contender], load: Load, repeats: int) -> None:
     rates, outputs, host_share = _rates(contenders, load, repeats)
     if OURS not in rates:
         raise ConfigError("this engine did not run; there is nothing to compare")
-    _show(rates)
+    _show(rates, rates)
     if host_share is not None:
         print(f"  {OURS}: the host takes {host_share:.1%} of a step")
     for name, theirs in outputs.items():
@@ -380,23 +383,30 @@ def _rates(
     contenders: list[Contender], load: Load, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]], float | None]:
     """Tokens/s of each in each of its turns, after one that is not measured; the outputs of that; our host's share."""
-    first = {}
-    for one in contenders:
-        try:
-            first[one.name] = one.generate(load)
-        except TestbedError as error:
-            print(f"  left out: {error}", flush=True)
-    rates: dict[str, list[float]] = {name: [] for name in first}
-    for _ in range(repeats):
-        for one in [one for one in contenders if one.name in first]:
-            rates[one.name].append(sum(load.lengths) / one.generate(load)[0])
-    shares = [share for _, _, share in first.values() if share is not None]
-    return rates, {name: outputs for name, (_, outputs, _) in first.items()}, shares[0] if shares else None
+    working = {one.name: one for one in contenders}
+    rates: dict[str, list[float]] = {name: [] for name in working}
+    first: dict[str, list[list[int]]] = {}
+    shares: list[float] = []
+    for turn in range(1 + repeats):
+        for name, one in list(working.items()):
+            try:
+                took_s, outputs, share = one.generate(load)
+            except TestbedError as error:
+                print(f"  left out: {error}", flush=True)
+                del working[name]
+                continue
+            if turn:
+                rates[name].append(sum(load.lengths) / took_s)
+            else:
+                first[name] = outputs
+                shares += [] if share is None else [share]
+    left = {name: rates[name] for name in working}
+    return left, {name: first[name] for name in working}, shares[0] if shares else None
 
 
-def _show(rates: dict[str, list[float]]) -> None:
-    """Median, range, and how many times the median of the first."""
-    first = statistics.median(next(iter(rates.values()), [1.0]))
+def _show(rates: dict[str, list[float]], beside: dict[str, list[float]]) -> None:
+    """Median, range, and how many times the median of the first of `beside`."""
+    first = statistics.median(next(iter(beside.values()), [1.0]))
     for name, found in rates.items():
         spread, median = f"({min(found):,.0f} to {max(found):,.0f})", statistics.median(found)
         print(f"  {name:<36}{median:>9,.0f} tokens/s {spread:<20}{median / first:>6.2f}x", flush=True)

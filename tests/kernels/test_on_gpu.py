@@ -170,7 +170,7 @@ def test_a_captured_step_with_prompts_gives_what_an_eager_one_gives(block_size, 
         made.prepare(fixed)(query, key, value, cache)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.inference_mode(), torch.cuda.graph(graph):
             output = made.prepare(fixed)(query, key, value, cache)
         for seed, rows in enumerate([ROWS, [(0, 512)], [(1500, 1)] * 8 + [(90, 300)], [(0, 2)] * 12]):
             batch = Batch(spec, rows, seed, released=0)
@@ -211,7 +211,7 @@ def test_a_captured_step_follows_what_its_tensors_say(block_size, kv_dtype):
         made.prepare(fixed)(first.query, first.key, first.value, first.kv_cache)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.inference_mode(), torch.cuda.graph(graph):
             output = made.prepare(fixed)(first.query, first.key, first.value, first.kv_cache)
         for seed, lengths in ((2, [1, 300, 17, 2047]), (3, [2000]), (4, [5, 5, 5, 900, 31, 64])):
             batch = Batch(spec, [(length, 1) for length in lengths], seed)
@@ -324,9 +324,10 @@ def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
     output = run_experts(*given)
     torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype], rtol=0)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.inference_mode(), torch.cuda.graph(graph):
         replayed = run_experts(*given)
-    replayed.zero_()
+    with torch.inference_mode():
+        replayed.zero_()
     graph.replay()
     assert torch.equal(replayed, output)
 

@@ -256,15 +256,16 @@ NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(device):
-    backend = tiny_backend(device=device)
+def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(device, tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec())  # dummy weights are drawn on the device, and differ
+    backend = tiny_backend(spec, device=device)
 
     def computed(table: list[int]) -> torch.Tensor:
         """Keys and values of the first 13 positions."""
         return backend.cache.gpu.whole[:, :, table].flatten(2, 3)[:, :, :13].clone()
 
     known, table = list(PROMPTS[2]), [0, 1, 2, 20]  # 12 tokens, 3 blocks
-    expected = generate(tiny_backend(), [known], 6, 64)[0]
+    expected = generate(tiny_backend(spec), [known], 6, 64)[0]
     for step in range(6):
         swap_in = ()
         if step == 2:
@@ -283,9 +284,10 @@ def test_a_sequence_whose_blocks_another_took_meanwhile_goes_on_from_the_host(de
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_cuda_memory_is_measured_and_tokens_are_those_of_the_cpu():
-    backend = tiny_backend(device="cuda", num_gpu_blocks=None, gpu_memory_utilization=0.5)
+def test_cuda_memory_is_measured_and_tokens_are_those_of_the_cpu(tmp_path):
+    spec = checkpoint(tmp_path, tiny_spec())
+    backend = tiny_backend(spec, device="cuda", num_gpu_blocks=None, gpu_memory_utilization=0.5)
     _, total = torch.cuda.mem_get_info()
-    size = block_bytes(tiny_spec(), 4, torch.float32)
+    size = block_bytes(spec, 4, torch.float32)
     assert 0.2 * total < backend.num_gpu_blocks * size < 0.5 * total
-    assert generate(backend, PROMPTS, 5, 64) == generate(tiny_backend(), PROMPTS, 5, 64)
+    assert generate(backend, PROMPTS, 5, 64) == generate(tiny_backend(spec), PROMPTS, 5, 64)

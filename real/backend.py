@@ -149,7 +149,8 @@ class RealBackend:
 
         def wait() -> Computed:
             on_stream_ns, forward_ns, sample_ns = clock.finish()  # swaps beside the stream are known behind it
-            spans = Spans(0, prepare_ns, on_stream_ns + swap_ns(), forward_ns, sample_ns)
+            moved_ns = max(on_stream_ns, swap_ns())  # while these are launched, that stream may be idle
+            spans = Spans(0, prepare_ns, moved_ns, forward_ns, sample_ns)
             if launched is None:
                 return Computed(None, spans)
             are_forced = all(row.forced for row in sampled)

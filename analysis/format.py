@@ -11,6 +11,7 @@ NOTHING = "–"
 MINUS = "−"
 FACTOR = 10_000  # more is as good as any
 SPACE = "\u00a0"  # no break between a number and its unit
+POINTS = f"{SPACE}points"  # of percent
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -65,8 +66,8 @@ def share(value: float | None) -> str:
 
 
 def points(difference: float) -> str:
-    """A difference of shares of 1, in percentage points."""
-    return f"{significant(100.0 * difference)}{SPACE}points"
+    """A difference of shares of 1, in percentage points, always signed unless it is 0."""
+    return f"{'+' if difference > 0 else ''}{significant(100.0 * difference, 2)}{POINTS}"
 
 
 def change(percent: float) -> str:

@@ -41,6 +41,11 @@ class Metric:
     better: int
     write: Callable[[float | None], str]
 
+    @property
+    def is_share(self) -> bool:
+        """Whether a change of it is a difference, in points."""
+        return self.write is fmt.share
+
     def of(self, summary: Mapping[str, Any]) -> float | None:
         return summary_value(summary, self.path)
 
@@ -98,7 +103,7 @@ class Comparison:
     arm: str
     metric: Metric
     value: float | None
-    estimate: Estimate | None  # of log-ratios; of differences where a value is 0, which has no ratio
+    estimate: Estimate | None  # of log-ratios; of differences of shares, and where a value is 0, which has no ratio
     verdict: Verdict
     p_holm: float | None = None
     effect: float | None = None  # d_z of the estimate's differences, from three replicates on
@@ -106,11 +111,19 @@ class Comparison:
     noise: float | None = None  # of the engine, as `engine_noise`
 
     @property
-    def gain(self) -> float:
-        """The log-ratio, positive for the better; infinite to and from 0; 0 where neither is better."""
-        if self.estimate is None or not (change := self.estimate.value * self.metric.better):
+    def log_ratio(self) -> float:
+        """Of the change, on average; infinite to and from 0."""
+        if self.estimate is None or not (change := self.estimate.value):
             return 0.0
-        return change if self.estimate.scale == "log_ratio" else math.copysign(math.inf, change)
+        if self.estimate.scale == "log_ratio":
+            return change
+        base = self.base or 0.0
+        return math.log1p(change / base) if min(base, base + change) > 0 else math.copysign(math.inf, change)
+
+    @property
+    def gain(self) -> float:
+        """The log-ratio, positive for the better; 0 where neither is better."""
+        return self.log_ratio * self.metric.better if self.metric.better else 0.0
 
     @property
     def is_claim(self) -> bool:
@@ -167,7 +180,7 @@ def _compared(arm: Arm, pairs: Sequence[Pairing], metric: Metric, slo: SLO | Non
     value, known = mean_over_replicates(arm, metric, slo), paired_values(pairs, metric, slo)
     if known is None:
         return Comparison(arm.name, metric, value, None, "unknown")
-    diff, scale = differences(*known)
+    diff, scale = differences(*known, are_shares=metric.is_share)
     within = _within_one_trace(*pairs[0], metric) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
     estimate, base = within or mean_t(diff, scale), float(known[0].mean())
@@ -198,8 +211,7 @@ def _is_of_engine(said: Verdict, row: Comparison, limit: float) -> bool:
     least = {"higher": 0.0, "lower": 0.0, "equivalent": limit}.get(said)
     if least is None or row.noise is None or row.estimate is None:
         return False
-    change = abs(row.estimate.value) if row.estimate.scale == "log_ratio" else math.inf
-    return max(change, least) <= math.log1p(row.noise)
+    return max(abs(row.log_ratio), least) <= math.log1p(row.noise)
 
 
 def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:

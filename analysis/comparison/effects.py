@@ -130,7 +130,7 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
     base_level, level = (arm.levels.get(step.factor) for arm in step.pairs[0])
     comparison, interaction = Comparison(str(level), metric, None, None, "unknown", noise=noise), None
     if (known := _cells(step.pairs, metric, slo)) is not None:
-        rows, scale = differences(*known)
+        rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
         comparison = replace(comparison, value=value, base=base, estimate=mean_t(rows.mean(axis=0), scale))
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]

@@ -1,6 +1,6 @@
 """A comparison in a few words and numbers, for sentences, table cells and labels of bars.
 
-Of shares, as SLO attainment, a change in percent is called relative, and a difference is in points.
+Changes are in percent; those of shares, as SLO attainment, in percentage points.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from analysis.comparison.effects import Effect
 
 
 def change_text(comparison: Comparison) -> str:
-    """The change in percent, "−23 %", to and from 0 as "from 3.1 req/s to 0 req/s"; "" where there is none."""
+    """The change, "−23 %" or "−2.1 points", to and from 0 as "from 3.1 req/s to 0 req/s"; "" where there is none."""
     estimate, write = comparison.estimate, comparison.metric.write
     if estimate is None:
         return ""
     if comparison.verdict == "identical":
-        return f"0{fmt.SPACE}%"
-    if estimate.scale == "difference":
-        base = comparison.base or 0.0
-        return f"from {write(base)} to {write(base + estimate.value)}"
-    return relative_text(comparison.metric, _written(comparison)[0])
-
-
-def relative_text(metric: Metric, change: str) -> str:
-    """A change of a metric, "−23 %", so that nobody reads points in it: "−23 % relative" of a share."""
-    return f"{change} relative" if metric.write is fmt.share and change.endswith("%") else change
+        return fmt.points(0.0) if comparison.metric.is_share else f"0{fmt.SPACE}%"
+    if estimate.scale == "log_ratio":
+        return _written(comparison)[0]
+    if comparison.metric.is_share:
+        return fmt.points(estimate.value)
+    base = comparison.base or 0.0
+    return f"from {write(base)} to {write(base + estimate.value)}"
 
 
 def difference_text(metric: Metric, difference: float) -> str:
-    return fmt.points(difference) if metric.write is fmt.share else metric.write(difference)
+    return fmt.points(difference) if metric.is_share else metric.write(difference)
 
 
 def bounds_text(comparison: Comparison) -> str:
-    """Its 95 % interval: "[−28, −18]" in percent, of a difference in its unit; "" without one."""
+    """Its 95 % interval: "[−28, −18]" in percent or points, of another difference in its unit; "" without one."""
     estimate = comparison.estimate
     if estimate is None or not _has_bounds(comparison):
         return ""
     if estimate.scale == "difference":
         low, high = (difference_text(comparison.metric, end) for end in (estimate.low, estimate.high))
+        if comparison.metric.is_share:
+            return f"[{low.removesuffix(fmt.POINTS)},{fmt.SPACE}{high.removesuffix(fmt.POINTS)}]"
         return f"by [{low}, {high}]"
     low, high = (end.removesuffix(f"{fmt.SPACE}%") for end in _written(comparison)[1:])
     return f"[{low},{fmt.SPACE}{high}]"

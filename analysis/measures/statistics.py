@@ -49,12 +49,12 @@ class Estimate:
         return value, low, high
 
 
-def differences(base: FloatArray, other: FloatArray) -> tuple[FloatArray, Scale]:
-    """Of pairs of values, none negative: log-ratios, which say a relative change; where one of two that differ is 0,
-    which has no ratio, plain differences of all."""
+def differences(base: FloatArray, other: FloatArray, *, are_shares: bool = False) -> tuple[FloatArray, Scale]:
+    """Of pairs of values, none negative: log-ratios, which say a relative change; of shares, and where one of two that
+    differ is 0, which has no ratio, plain differences of all."""
     if (base == other).all():
         return np.zeros_like(base), "log_ratio"
-    if min(base.min(), other.min()) > 0:
+    if min(base.min(), other.min()) > 0 and not are_shares:
         return np.log(other / base), "log_ratio"
     return other - base, "difference"
 

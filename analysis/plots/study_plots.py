@@ -211,20 +211,23 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
 
 
 def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
-    """Relative change to the baseline, in percent, one panel a metric, one bar an arm, with intervals. A change to or
-    from 0, which has no percentage, is written out. A panel is at least _LEAST wide; one with an arm far off goes by
-    the ratio's logarithm, so that half as much and twice as much are as long, and says so. Axes `[num_metrics]`.
+    """Relative change to the baseline, in percent, of shares their difference in points; one panel a metric, one bar an
+    arm, with intervals. A change to or from 0, which has no percentage, is written out. A panel is at least _LEAST
+    wide; one with an arm far off goes by the ratio's logarithm, so that half as much and twice as much are as long, and
+    says so. Axes `[num_metrics]`.
     """
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
         figure, (panels,) = style.grid(1, max(len(labels), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
         for axes, label in zip(panels, labels, strict=False):
-            _bar_panel(axes, {arms.index(row.arm): row for row in rows if row.metric.label == label})
+            of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
+            _bar_panel(axes, of_metric)
             axes.set_title(label)
-            axes.set_xlabel("change (%)" if axes.get_xscale() == "linear" else "change (%), log")
+            unit = "points" if any(row.metric.is_share for row in of_metric.values()) else "%"
+            axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
         panels[0].set_yticks(range(len(arms)), arms)
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
-        seen = {_kind(row) for row in rows if row.estimate is not None and row.estimate.scale == "log_ratio"}
+        seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
     return cast(AxesArray, panels)
@@ -250,16 +253,26 @@ def _kind(row: Comparison) -> str:
     return drawn_as.get(row.verdict, row.verdict)
 
 
+def _drawn(row: Comparison) -> tuple[float, float, float] | None:
+    """A bar and its interval's ends, in percent or points; None where there is no change, or it is in another unit."""
+    estimate = row.estimate
+    if estimate is None or (estimate.scale == "difference" and not row.metric.is_share):
+        return None
+    if estimate.scale == "log_ratio":
+        return estimate.percent()
+    return 100.0 * estimate.value, 100.0 * estimate.low, 100.0 * estimate.high
+
+
 def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
     for place, row in rows.items():
-        estimate = row.estimate
-        if estimate is None or estimate.scale != "log_ratio":
+        drawn = _drawn(row)
+        if drawn is None:
             said = change_text(row) or "not comparable"
             axes.text(0, place, f" {said}", va="center", color=style.GREY, fontsize=6.5)
             continue
-        value, low, high = estimate.percent()
+        value, low, high = drawn
         axes.barh(place, value, height=0.62, linewidth=0.8, **_BARS[_kind(row)])
-        if np.isfinite([estimate.low, estimate.high]).all():
+        if row.estimate is not None and np.isfinite([row.estimate.low, row.estimate.high]).all():
             axes.plot([low, high], [place, place], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.grid(visible=False, axis="y")

@@ -16,7 +16,6 @@ from analysis.comparison.wording import (
     change_text,
     difference_text,
     interval_text,
-    relative_text,
     verdict_text,
 )
 from analysis.load import Run
@@ -60,10 +59,10 @@ def _interaction_text(effect: Effect) -> str:
     claimed = replace(comparison, estimate=apart, verdict="higher")
     if apart.scale == "difference":
         told = [difference_text(comparison.metric, size) for size in sizes]
-        by = bounds_text(claimed).removeprefix("by ")
     else:
-        changes = fmt.changes([100.0 * math.expm1(size) for size in sizes])
-        told, by = [relative_text(comparison.metric, one) for one in changes], interval_text(claimed)
+        told = fmt.changes([100.0 * math.expm1(size) for size in sizes])
+    is_in_unit = apart.scale == "difference" and not comparison.metric.is_share
+    by = bounds_text(claimed).removeprefix("by ") if is_in_unit else interval_text(claimed)
     where = [f"by {size} with {end.arm}" for size, end in zip(told, ends, strict=True)]
     return f"{comparison.metric.label} {' and '.join(where)} (apart by {by})"
 
@@ -125,13 +124,13 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     if num_replicates >= 2:
         return (
             f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
-            "trace, with 95 % Student intervals; where a value is 0, differences instead. A change counts when its "
-            "p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does how much a "
-            "factor's effect depends on the others, and its effect in single cells); arms that took the same decisions "
-            "at every step are one comparison; the intervals are those of single comparisons. Holm's correction raises "
-            "the p-values so that among all arms of a metric even one false claim has a chance below 5 %; over many "
-            "metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' correction: the "
-            "mean paired difference over its standard deviation."
+            "trace, with 95 % Student intervals; of shares, and where a value is 0, they are differences. A change "
+            "counts when its p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does "
+            "how much a factor's effect depends on the others, and its effect in single cells); arms that took the "
+            "same decisions at every step are one comparison; the intervals are those of single comparisons. Holm's "
+            "correction raises the p-values so that among all arms of a metric even one false claim has a chance below "
+            "5 %; over many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' "
+            "correction: the mean paired difference over its standard deviation."
         )
     if "moving blocks" in methods:
         return (

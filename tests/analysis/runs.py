@@ -109,6 +109,7 @@ def simulate(
         "versions": {"numpy": np.__version__, "llm-serving-testbed": "0.1.0"},
         "machine": {"platform": "Linux-x86_64", "cpu": "test", "num_cores": 2, "gpu": None},
         "command": f"testbed run seed={seed} trace.rate={rate}",
+        "sweep": f"testbed run -m seed=0,1,2 trace.rate={rate}",
         "seed": seed,
         "trace": {"name": "synthetic", "num_requests": num_requests, "fingerprint": fingerprint, "notes": []},
         "model": "tiny",

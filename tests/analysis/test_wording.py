@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from analysis import format as fmt
@@ -12,7 +13,7 @@ from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.wording import change_text, interval_text
 from analysis.load import load_sweep
-from analysis.measures.statistics import Estimate, verdict
+from analysis.measures.statistics import Estimate, differences, verdict
 from analysis.reports import findings
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
@@ -65,17 +66,21 @@ def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
 
 
-def test_a_change_of_a_share_is_not_read_as_points():
-    """Of 41.5 % to 37.6 % a tenth is lost; of 40 % to 0 %, all: 40 points."""
-    estimate = Estimate(*(math.log1p(end) for end in (-0.12, -0.19, -0.049)), 5, "paired t", "log_ratio")
-    share, goodput = (Comparison("arm", metric, 0.376, estimate, "lower") for metric in SLO_METRICS)
-    assert interval_text(share).replace("\u00a0", " ") == "−12 % relative [−19, −4.9]"
-    assert interval_text(goodput).replace("\u00a0", " ") == "−12 % [−19, −4.9]"
-    lost = replace(share, base=0.4, estimate=Estimate(-0.4, -0.5, -0.3, 5, "paired t", "difference"))
-    said = interval_text(lost).replace("\u00a0", " ")
-    assert said == "from 40.0 % to 0 % by [−50.0 points, −30.0 points]"
-    many = replace(share, estimate=Estimate(3.0, 2.5, 3.5, 5, "paired t", "log_ratio"))
-    assert change_text(many) == "×20", "no points"
+def test_a_change_of_a_share_is_told_in_points():
+    base, other = np.array([0.40, 0.42, 0.41]), np.array([0.37, 0.38, 0.37])
+    diff, scale = differences(base, other, are_shares=True)
+    assert (scale, diff.tolist()) == ("difference", pytest.approx([-0.03, -0.04, -0.04]))
+    estimate = Estimate(-0.037, -0.051, -0.022, 3, "paired t", scale)
+    lost = Comparison("arm", SLO_METRICS[0], 0.37, estimate, "lower", base=0.41)
+    assert interval_text(lost).replace("\u00a0", " ") == "−3.7 points [−5.1, −2.2]"
+    assert lost.gain == pytest.approx(math.log(0.373 / 0.41))
+    all_of_it = replace(lost, estimate=Estimate(-0.41, -0.5, -0.3, 5, "paired t", scale))
+    assert (change_text(all_of_it).replace("\u00a0", " "), all_of_it.gain) == ("−41 points", -math.inf)
+    assert change_text(replace(lost, verdict="identical")).replace("\u00a0", " ") == "0 points"
+    none_left = Estimate(-0.4, -0.5, -0.3, 5, "paired t", scale)
+    goodput = replace(all_of_it, metric=SLO_METRICS[1], base=0.4, estimate=none_left)
+    said = interval_text(goodput).replace("\u00a0", " ")
+    assert said == "from 0.400 req/s to 0 req/s by [−0.500 req/s, −0.300 req/s]"
 
 
 @pytest.mark.parametrize(("low", "says"), [(0.02, "inside the noise (Holm p = 0.12)"), (-0.02, "inside the noise")])

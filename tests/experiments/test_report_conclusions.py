@@ -243,7 +243,7 @@ def test_a_goodput_that_falls_to_zero_is_told_in_requests_behind_who_keeps_the_s
     kept = "2048 keeps the SLO for 100 % of the requests in the mean over 3 replicates"
     assert first.endswith(f"{kept}, max num batched tokens 16 for 0 %.")
     assert re.search(r"worse in goodput \(from [\d.]+ req/s to 0 req/s\)", second)
-    assert "SLO attainment (from 100 % to 0 %: the same in all 3 replicates)" in said, "of three no chance can be told"
+    assert "SLO attainment (−100 points: the same in all 3 replicates)" in said, "of three no chance can be told"
     assert re.search(r"from [\d.]+ req/s to 0 req/s by \[−[\d.]+ req/s, −[\d.]+ req/s\]", said)
     assert "smaller than the simulator's" not in said
 

@@ -172,13 +172,13 @@ class Collector(Recorder):
 
     def _show(self, live: _Live, member: _Member, text: SequenceText, seq: Sequence) -> None:
         """Takes the tokens that the sequence has beyond those taken, and shows what came of them."""
-        for token in seq.tokens[seq.num_prompt_tokens + text.num_tokens : seq.num_tokens]:
+        for token in seq.known_tokens(seq.num_prompt_tokens + text.num_tokens, seq.num_tokens):
             text.push(token)
         member.is_over = seq.finish_reason is not None
         if member.is_over:
             text.finish()
         if live.is_streamed:
-            new = seq.tokens[seq.num_prompt_tokens + member.num_shown : seq.num_tokens].tolist()
+            new = seq.known_tokens(seq.num_prompt_tokens + member.num_shown, seq.num_tokens).tolist()
             member.num_shown += len(new)
             self._pieces.append(_piece(live, _place(seq), text.take(), new, seq.finish_reason))
 

@@ -41,7 +41,7 @@ class SequenceGroup:
 class Sequence(KVSequence):
     """One growing sequence of tokens.
 
-    `num_tokens` of `tokens` are known: the prompt and what was emitted; a forced sequence holds its future tokens too.
+    `num_tokens` are known: the prompt and what was emitted. What a forced sequence will emit is for the core alone.
     `num_computed_tokens` of them have their KV in GPU blocks. A token is emitted whenever the computed tokens reach all
     known ones. Where a step is planned while another runs, both counts include what the plans in flight will bring:
     `num_in_flight_tokens` are not computed yet, and the last `num_placeholders` are drawn by nobody yet.
@@ -91,7 +91,12 @@ class Sequence(KVSequence):
 
     @property
     def tokens(self) -> array[int]:
-        """The prompt and what was emitted; of a forced sequence also what it will emit. Made when somebody asks."""
+        """The prompt and what was emitted."""
+        return self.known_tokens(0, self.num_tokens)
+
+    @property
+    def _content(self) -> array[int]:
+        """The tokens; of a forced sequence also what it will emit. Made when somebody asks."""
         if self._tokens is None:
             self._tokens = array("i", self.request.prompt_token_ids[:])
             forced = self.request.forced_output
@@ -103,27 +108,27 @@ class Sequence(KVSequence):
         return self._tokens
 
     def first_tokens(self, num_tokens: int) -> array[int]:
-        """At least so many of `tokens`, of which no more are made than that takes."""
+        """At least so many of its tokens, of which no more are made than that takes."""
         if self._tokens is None and num_tokens <= self.num_prompt_tokens:
             return array("i", self.request.prompt_token_ids[:num_tokens])
-        return self.tokens
+        return self._content
 
     @property
     def output_token_ids(self) -> Seq[int]:
         forced = self.request.forced_output
         if self._tokens is None and forced is not None and len(forced) == self.num_output_tokens:
             return forced
-        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+        return self._content[self.num_prompt_tokens : self.num_tokens]
 
     def known_tokens(self, start: int, stop: int) -> array[int]:
         """The known tokens at positions start … stop - 1, as far as there are any."""
-        return self.tokens[start : min(stop, self.num_tokens)]
+        return self._content[start : min(stop, self.num_tokens)]
 
     def next_tokens(self, start: int, num_tokens: int) -> Seq[int]:
         """The tokens from position `start` on, which are computed next; PLACEHOLDER for one that is drawn by then."""
         if num_tokens == 1 and len(self._newest) and start == self.num_known_tokens - 1:
             return (int(self._newest[-1]),)
-        tokens = self.tokens[start : start + num_tokens]
+        tokens = self._content[start : start + num_tokens]
         return tokens or (PLACEHOLDER,)
 
     @property
@@ -237,11 +242,9 @@ class Sequence(KVSequence):
     @property
     def num_seqs(self) -> int:
         """Sequences that run together with this one, itself included, now or once the group's members have parted."""
-        if self.group is None:
-            return 1
-        if not self.group.has_parted or self.group.is_beam:
+        if self.group is not None and (not self.group.has_parted or self.group.is_beam):
             return self.group.num_seqs
-        return 1 if self.siblings is None else len(self.siblings)
+        return self.num_together
 
     @property
     def together(self) -> tuple[Sequence, ...]:
@@ -263,14 +266,12 @@ class Sequence(KVSequence):
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
         child.group, child.shares_blocks, child.unit_id = self.group, self.shares_blocks, self.unit_id
-        child.state, child.last_step = self.state, self.last_step
-        child.stuck_at, child.num_preemptions = self.stuck_at, self.num_preemptions
-        child.num_cached_tokens = self.num_cached_tokens
+        child.state, child.last_step, child.stuck_at = self.state, self.last_step, self.stuck_at
+        child.num_preemptions, child.num_cached_tokens = self.num_preemptions, self.num_cached_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.num_tokens = self.num_computed_tokens + 1
-        child._tokens = self.tokens[:]
+        child._tokens = self._content[: None if self.is_forced else self.num_computed_tokens]
         if not self.is_forced:
-            del child._tokens[self.num_computed_tokens :]
             child._tokens.append(token)
         child.prompt_logprobs = self.prompt_logprobs
         if self.logprobs is not None:

@@ -50,7 +50,8 @@ def parted(*seqs: Sequence) -> list[Sequence]:
     assert first.group is not None
     first.group.has_parted = True
     for seq in seqs:
-        seq.group, seq.unit_id, seq.siblings = first.group, first.unit_id, seqs
+        seq.group, seq.unit_id = first.group, first.unit_id
+        seq.join(seqs)
     first.group.members = [*seqs]
     return [*seqs]
 

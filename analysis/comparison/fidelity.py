@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from analysis import format as fmt
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
 from analysis.measures.statistics import spread
@@ -150,8 +151,8 @@ def ranking_agreement(
 
     `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
     Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
-    real_winner, same_winner, regret (by what share of the best real value sim_winner's is worse; 0 if it is that),
-    real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
+    real_winner ("": several are best), same_winner, regret (by what share of the best real value sim_winner's is
+    worse; 0 if it is that), real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
     policies whose real values differ by more than the metric's `noise` and by more than `margin`; num_same_order:
     those that sim orders alike; winner_is_clear: whether the best real value is so far from every other.
     """
@@ -171,18 +172,29 @@ def ranking_agreement(
 
                 row["kendall_tau"] = float(stats.kendalltau(sims, reals).statistic)
             names = list(known)
-            row["sim_winner"] = names[int(np.argmax(np.array(sims) * sign))]
-            row["real_winner"] = names[int(np.argmax(np.array(reals) * sign))]
+            picked, best = (_winner(names, values, sign) for values in (sims, reals))
+            row |= {"sim_winner": picked, "real_winner": best, "same_winner": best != "" and picked == best}
             row["real_spread"] = max(reals) / min(reals) - 1.0 if min(reals) > 0 else None
-            row["same_winner"] = row["sim_winner"] == row["real_winner"]
-            best, picked = (known[row[name]][1] for name in ("real_winner", "sim_winner"))
-            row["regret"] = abs(picked - best) / best if best > 0 else None
+            if picked and best and known[best][1] > 0:
+                row["regret"] = abs(known[picked][1] - known[best][1]) / known[best][1]
             threshold = max(margin, (noise or {}).get(path, 0.0))
             row |= _order(list(known.values()), threshold)
             first, second = sorted(reals, key=lambda value: -sign * value)[:2]
             row["winner_is_clear"] = max(first, second) > min(first, second) * (1.0 + threshold)
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def told_winner(winner: Any) -> str:
+    """sim_winner or real_winner in a table's cell."""
+    return winner or "several" if isinstance(winner, str) else fmt.NOTHING
+
+
+def _winner(names: Sequence[str], values: Sequence[float], sign: int) -> str:
+    """Who has the largest value, times `sign`; "" where several have."""
+    most = max(sign * value for value in values)
+    best = [name for name, value in zip(names, values, strict=True) if sign * value == most]
+    return best[0] if len(best) == 1 else ""
 
 
 def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str, int]:

@@ -9,14 +9,14 @@ as failed whatever its attainment.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from analysis.measures.metrics import SLO, latency, meets_slo
 from analysis.measures.statistics import wilson
-from analysis.measures.steadiness import is_outrun, waiting_by_quarter
+from analysis.measures.steadiness import Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 
 LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
@@ -33,7 +33,7 @@ class Load:
     num_requests: int
     num_failed: int
     over: dict[str, int]
-    waiting: tuple[float, ...] = ()  # never scheduled yet: mean number in the second, third and fourth quarter
+    waiting: Waiting = field(default_factory=Waiting)  # never scheduled yet; of several runs sums
     arriving_s: float = 0.0  # from the first arrival to the last
     duration_s: float = 0.0  # to the end of the last step
     num_completed: int = 0
@@ -60,11 +60,11 @@ class Load:
 
     @property
     def is_overloaded(self) -> bool:
-        if not self.waiting:
+        if not self.waiting.num:
             return False
         if self.num_done is not None and self.num_done < self.num_requests / 2:
             return True
-        return is_outrun(self.waiting, self.num_requests)
+        return self.waiting.grew(self.num_requests)
 
     def keeps(self, share: float) -> bool | None:
         """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
@@ -72,10 +72,10 @@ class Load:
             return False
         return not self.is_overloaded if self.is_whole else None
 
-    @property
-    def first_failed(self) -> str | None:
-        """The limit that most requests fail; "queue" where the queue grows and none fails one."""
-        if not any(self.over.values()):
+    def first_failed(self, share: float) -> str | None:
+        """The limit that most requests fail; "queue" where it grows, though `share` of them, which are asked for, keep
+        the SLO."""
+        if self.attainment >= share or not any(self.over.values()):
             return "queue" if self.is_overloaded else None
         return max(self.over, key=lambda name: self.over[name])
 
@@ -87,7 +87,7 @@ class Load:
         row |= {"num_met": None, "attainment": None, "goodput_per_s": self.goodput_per_s} | known
         row |= {f"over_{name}": count for name, count in over.items()}
         row |= {f"mean_{name}": value for name, value in mean_s.items()}
-        return row | dict(zip(("waiting_q2", "waiting_q3", "waiting_q4"), waiting, strict=False))
+        return row | dict(zip(("waiting_q2", "waiting_q3", "waiting_q4"), waiting.num, strict=False))
 
 
 def max_failed(num_requests: int, share: float) -> int:
@@ -110,7 +110,7 @@ def count_load(requests: Any, slo: SLO, duration_s: float) -> Load:
         num_requests=len(columns),
         num_failed=len(columns) - int(meets_slo(columns, slo).sum()),
         over=over | {"unfinished": int((~completed).sum())},
-        waiting=waiting_by_quarter(Requests.of(requests)),
+        waiting=waiting_of(Requests.of(requests)),
         arriving_s=float(np.ptp(arrival)) / 1e9 if len(columns) else 0.0,
         duration_s=duration_s,
         num_completed=int(completed.sum()),
@@ -123,16 +123,21 @@ def pooled(loads: Sequence[Load]) -> Load:
     """Replicates as one."""
     names = list(dict.fromkeys(name for load in loads for name in load.over))
     whole = [load for load in loads if load.is_whole]
-    queues = [load.waiting for load in whole if load.waiting]
+    queues = [load.waiting for load in whole if load.waiting.num]
+    num, work = ([getattr(queue, name) for queue in queues] for name in ("num", "work"))
     means = [load.mean_s for load in whole if load.mean_s]
     added = ("num_requests", "num_failed", "arriving_s", "duration_s", "num_completed", "num_done")
     return Load(
         is_whole=len(whole) == len(loads),
         over={name: sum(load.over.get(name, 0) for load in loads) for name in names},
-        waiting=tuple(float(sum(part)) for part in zip(*queues, strict=True)),
+        waiting=Waiting(_summed(num), _summed(work), max((queue.spread for queue in queues), default=1.0)),
         mean_s={name: _mean([mean[name] for mean in means]) for name in means[0]} if means else None,
         **{name: sum(getattr(load, name) or 0 for load in loads) for name in added},
     )
+
+
+def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(float(sum(part)) for part in zip(*parts, strict=True))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

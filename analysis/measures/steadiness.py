@@ -1,15 +1,16 @@
 """Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
 
-Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up.
-A number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests
-that arrive between the two (half of all), and by more than chance explains (three standard deviations of a Poisson
-count; between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one
-standard deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the
-engine if the requests that were never scheduled yet grow so. If those in the system do (an engine may take in all that
-comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
-where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
-took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of
-the time in which they came (sessions: all of it, for a recorded one has long pauses).
+Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up. A
+number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that
+arrive between the two (half of all), and by more than chance explains (three standard deviations of a Poisson count;
+between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one standard
+deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the engine if
+the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean size (an order
+by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in all that comes,
+and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or where the
+last one to end does so later, after the last arrival, than LATE times what any request of the first quarter took. Else
+it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of the time in
+which they came (sessions: all of it, for a recorded one has long pauses).
 
 A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
 trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
@@ -34,6 +35,7 @@ EACH = 0.25
 LATE = 2.0
 SURE, PERHAPS = 3.0, 1.0  # standard deviations
 QUARTERS = (1, 2, 3)
+Spans = tuple[FloatArray, FloatArray, FloatArray | float]  # begin, end, weight
 
 
 class Customers:
@@ -41,44 +43,50 @@ class Customers:
     all its turns.
 
     num: how many. first_ns, last_ns: arrivals, equal where there are none. waited_ns: until they were first scheduled,
-    all requests together.
+    all requests together. mean_tokens: of a request, prompt and output; spread: how unlike these are, the mean square
+    over the square of the mean.
     """
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self.sessions = _sessions(requests)
         self.num, self.waited_ns, arrivals = 0, 0.0, []
-        for arrival, _ in self.spans():
+        for arrival, _, _ in self.spans():
             self.num += len(arrival)
             arrivals += [float(arrival.min()), float(arrival.max())] if len(arrival) else []
+        num, total, squares = 0, 0.0, 0.0
         for piece in requests.pieces():
             self.waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - piece.numbers("arrival_ns")))
+            sizes = _num_tokens(piece)
+            num, total, squares = num + len(sizes), total + float(sizes.sum()), squares + float(sizes @ sizes)
+        self.mean_tokens = total / num if total else 1.0
+        self.spread = squares / num / self.mean_tokens**2 if total else 1.0
         self.first_ns, self.last_ns = min(arrivals, default=0.0), max(arrivals, default=0.0)
         self.quarter_ns = (self.last_ns - self.first_ns) / 4
 
-    def spans(self) -> Iterator[tuple[FloatArray, FloatArray]]:
+    def spans(self) -> Iterator[Spans]:
         """From the arrivals to the ends, infinite for what did not end; a piece at a time."""
         for piece in self._requests.pieces():
             alone = ~piece.is_known("session_id")
-            yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone]
-        yield self.sessions[:, 0], self.sessions[:, 1]
+            yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone], 1.0
+        yield self.sessions[:, 0], self.sessions[:, 1], 1.0
 
-    def by_quarter(self, spans: Iterable[tuple[FloatArray, FloatArray]]) -> tuple[float, ...]:
-        """How many of them there are, in the mean over each quarter of the arrivals but the first; none where all came
-        at once."""
+    def by_quarter(self, spans: Iterable[Spans]) -> tuple[float, ...]:
+        """How many of them there are, by weight, in the mean over each quarter of the arrivals but the first; none
+        where all came at once."""
         if not self.quarter_ns:
             return ()
         sums = dict.fromkeys(QUARTERS, 0.0)
-        for begin, end in spans:
+        for begin, end, weight in spans:
             for number in QUARTERS:
                 start = self.first_ns + number * self.quarter_ns
                 inside = np.minimum(end, start + self.quarter_ns) - np.maximum(begin, start)
-                sums[number] += float(np.maximum(inside, 0.0).sum())
+                sums[number] += float((np.maximum(inside, 0.0) * weight).sum())
         return tuple(total / self.quarter_ns for total in sums.values())
 
     def stays(self) -> Stays:
         total, num, early, last_end = 0.0, 0, 0.0, self.last_ns
-        for begin, end in self.spans():
+        for begin, end, _ in self.spans():
             stay, ended = end - begin, np.isfinite(end)
             total, num = total + float(stay[ended].sum()), num + int(ended.sum())
             early = max(early, float(stay[begin <= self.first_ns + self.quarter_ns].max(initial=0.0)))
@@ -112,19 +120,41 @@ def _sessions(requests: Requests) -> FloatArray:
     return np.array(list(found.values())).reshape(-1, 2)
 
 
-def waiting_by_quarter(requests: Requests) -> tuple[float, ...]:
-    """Mean number of requests that were not scheduled yet, in the second, third and fourth quarter of the time in which
-    customers came; none where all came at once."""
-    return Customers(requests).by_quarter(_spans(requests, only_waiting=True))
+class Waiting(NamedTuple):
+    """Of requests that were not scheduled yet, means over the second, third and fourth quarter of the time in which
+    customers came: how many, and their work in requests of mean size; none where all came at once. spread: of their
+    sizes, as `Customers` has it."""
+
+    num: tuple[float, ...] = ()
+    work: tuple[float, ...] = ()
+    spread: float = 1.0
+
+    def grew(self, num_requests: int) -> bool:
+        return is_outrun(self.num, num_requests) or is_outrun(self.work, num_requests, self.spread)
 
 
-def _spans(requests: Requests, *, only_waiting: bool) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Of requests: from their arrivals to their ends, or to when they were first scheduled."""
+def waiting_of(requests: Requests) -> Waiting:
+    return _waiting(Customers(requests), requests)
+
+
+def _waiting(customers: Customers, requests: Requests) -> Waiting:
+    num = customers.by_quarter(_spans(requests, only_waiting=True))
+    work = customers.by_quarter(_spans(requests, only_waiting=True, mean_tokens=customers.mean_tokens))
+    return Waiting(num, work, customers.spread)
+
+
+def _spans(requests: Requests, *, only_waiting: bool, mean_tokens: float | None = None) -> Iterator[Spans]:
+    """Of requests: from their arrivals to their ends, or to when they were first scheduled. mean_tokens: each counts by
+    its size, of this mean."""
     for piece in requests.pieces():
         left = _ends(piece)
         if only_waiting:
             left = np.fmin(left, piece.numbers("first_scheduled_ns"))
-        yield piece.numbers("arrival_ns"), left
+        yield piece.numbers("arrival_ns"), left, 1.0 if mean_tokens is None else _num_tokens(piece) / mean_tokens
+
+
+def _num_tokens(piece: RequestColumns) -> FloatArray:
+    return piece.numbers("num_prompt_tokens") + piece.numbers("num_output_tokens")
 
 
 def _ends(piece: RequestColumns) -> FloatArray:
@@ -133,42 +163,43 @@ def _ends(piece: RequestColumns) -> FloatArray:
     return np.where(np.isnan(finish), np.inf, finish)
 
 
-def is_outrun(waiting: Sequence[float], num_requests: int) -> bool:
+def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:
     """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests."""
-    if not waiting or not _grew(waiting, num_requests, SURE):
+    if not waiting or not _grew(waiting, num_requests, SURE, spread):
         return False
     return all(after - before >= EACH * (waiting[2] - waiting[0]) for before, after in pairwise(waiting))
 
 
-def _grew(counts: Sequence[float], num_requests: int, deviations: float) -> bool:
+def _grew(counts: Sequence[float], num_requests: int, deviations: float, spread: float = 1.0) -> bool:
     """Whether there are more in the last quarter, by more than so many deviations of what chance does."""
     between = num_requests / 2
-    return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between))
+    return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between * spread))
 
 
-def _judged(customers: Customers, waiting: Sequence[float], in_system: Sequence[float]) -> bool | None:
+def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) -> bool | None:
     """Whether arrivals outran the engine; None where it cannot be told."""
     num, quarter_ns, in_sessions = customers.num, customers.quarter_ns, len(customers.sessions) > 0
     stays = customers.stays()
     without_waits_ns = stays.mean_ns - customers.waited_ns / max(1, num)
-    if is_outrun(waiting, num) and (not in_sessions or without_waits_ns <= quarter_ns):
+    if waiting.grew(num) and (not in_sessions or without_waits_ns <= quarter_ns):
         return True
     there = customers.by_quarter(customers.spans()) if in_sessions else in_system
-    counts = (waiting, in_system, there)
-    if any(is_outrun(one, num) for one in counts):
+    counts = (waiting.num, in_system, there)
+    if waiting.grew(num) or any(is_outrun(one, num) for one in counts):
         return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
     is_long = stays.mean_ns > (4 if in_sessions else 2) * quarter_ns
-    return None if is_long or any(_grew(one, num, PERHAPS) for one in counts) else False
+    may_grow = any(_grew(one, num, PERHAPS) for one in counts) or _grew(waiting.work, num, PERHAPS, waiting.spread)
+    return None if is_long or may_grow else False
 
 
 def steadiness(requests: Requests) -> dict[str, Any] | None:
     """For the summary; None where all came at once."""
     customers = Customers(requests)
-    waiting, in_system = (customers.by_quarter(_spans(requests, only_waiting=only)) for only in (True, False))
-    if not waiting:
+    waiting, in_system = _waiting(customers, requests), customers.by_quarter(_spans(requests, only_waiting=False))
+    if not waiting.num:
         return None
-    judged = _judged(customers, waiting, in_system)
-    return {"waiting": list(waiting), "in_system": list(in_system), "is_outrun": judged}
+    told = {"waiting": list(waiting.num), "waiting_work": list(waiting.work), "in_system": list(in_system)}
+    return told | {"is_outrun": _judged(customers, waiting, in_system)}
 
 
 def outrun_note(summary: Mapping[str, Any]) -> str | None:

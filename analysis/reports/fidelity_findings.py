@@ -124,8 +124,7 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
             yield f"{where} the real engine tells no policy apart as the best in any metric: no pick is checked."
             continue
         missed = [
-            f"{metric_of(str(row['metric'])).label} "
-            f"({row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']})"
+            f"{metric_of(str(row['metric'])).label} ({_instead(row)})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
         named = missed[:_MAX_MISSED] + ([f"{len(missed) - _MAX_MISSED} more"] if len(missed) > _MAX_MISSED else [])
@@ -134,6 +133,13 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
             f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
             + (f"; not in {fmt.listing(named)}." if missed else ".")
         )
+
+
+def _instead(row: Mapping[Any, Any]) -> str:
+    """What the simulator takes for the best policy, of a row of the ranking."""
+    if row["sim_winner"] == "":
+        return "where several are best"
+    return f"{row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']}"
 
 
 def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def _row(found: Found) -> dict[str, Any]:
         "ci95_low": low,
         "ci95_high": high,
         "told_apart": above.attainment < low if is_known and above is not None and low is not None else None,
-        "fails_first": None if above is None else above.first_failed,
+        "fails_first": None if above is None else above.first_failed(found.arm.share),
         "goodput_per_s": None if at is None else at.goodput_per_s,
         "num_requests": None if at is None else at.num_requests,
         "highest_kept": found.extreme(kept=True),
@@ -145,19 +145,19 @@ def _cells(found: Found) -> tuple[str, ...]:
         "–" if is_open else f"{row['failed_at']:.4g}",
         *told,
         {True: "yes", False: "no", None: "–"}[row["told_apart"]],
-        _fails_first(found.at_failed),
+        _fails_first(found.at_failed, found.arm.share),
         "–" if row["goodput_per_s"] is None else f"{row['goodput_per_s']:.4g} req/s",
     )
 
 
-def _fails_first(above: Load | None) -> str:
-    """The limit that most requests fail, with the share of them where that is known."""
-    if above is None or above.first_failed is None:
+def _fails_first(above: Load | None, share: float) -> str:
+    """The limit that most requests fail, with how many of them where that is known. share: that must keep the SLO."""
+    first = None if above is None else above.first_failed(share)
+    if above is None or first is None:
         return "–"
-    if above.first_failed == "queue":
+    if first == "queue":
         return QUEUE
-    share = f" ({above.over[above.first_failed] / above.num_requests:.2%})" if above.is_whole else ""
-    return LIMITS[above.first_failed] + share
+    return LIMITS[first] + (f" ({above.over[first] / above.num_requests:.2%})" if above.is_whole else "")
 
 
 def without_capacity(found: Found) -> str:
@@ -171,7 +171,7 @@ def without_capacity(found: Found) -> str:
         )
     if found.bracket.kept is not None:
         return ""
-    name, num = at.first_failed, at.num_requests
+    name, num = at.first_failed(arm.share), at.num_requests
     if name in (None, "queue"):
         reason = QUEUE
     elif name == "unfinished":

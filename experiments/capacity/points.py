@@ -13,6 +13,7 @@ from typing import Any
 from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
+from analysis.measures.steadiness import Waiting
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
@@ -144,7 +145,8 @@ def read_point(file: Path, max_failed: int | None) -> Load | None:
     if not file.exists():
         return None
     stored = json.loads(file.read_text())
-    load = Load(**stored["load"] | {"waiting": tuple(stored["load"]["waiting"])})
+    num, work, spread = stored["load"]["waiting"]
+    load = Load(**stored["load"] | {"waiting": Waiting(tuple(num), tuple(work), spread)})
     return load if load.is_whole or stored["max_failed"] == max_failed else None
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from analysis.comparison import fidelity
 from analysis.comparison.arms import grouped
-from analysis.comparison.fidelity import StepErrors, step_errors
+from analysis.comparison.fidelity import StepErrors, step_errors, told_winner
 from analysis.load import Run
 from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clocks
@@ -287,11 +287,11 @@ def _ranking(frame: pd.DataFrame) -> str:
     rows = []
     for row in frame.to_dict("records"):
         tau, num_apart = row["kendall_tau"], row["num_told_apart"]
-        is_tie = tau is None or tau != tau  # all equal on one side: nobody is best
-        same = "–" if is_tie or not row["winner_is_clear"] else "yes" if row["same_winner"] else "no"
+        is_tie = tau is None or tau != tau  # all equal on one side
+        same = "–" if not row["winner_is_clear"] else "yes" if row["same_winner"] else "no"
         rows.append([
             metric_name(str(row["metric"])), "a tie" if is_tie else f"{tau:+.2f}" if num_apart else "–",
-            "–" if is_tie else str(row["real_winner"]), "–" if is_tie else str(row["sim_winner"]), same,
+            told_winner(row["real_winner"]), told_winner(row["sim_winner"]), same,
             f"{row['num_same_order']} of {num_apart}" if num_apart else "none told apart",
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]

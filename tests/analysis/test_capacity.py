@@ -11,6 +11,7 @@ from scipy.stats import binomtest
 
 from analysis.measures.capacity import Load, count_load, max_failed, pooled
 from analysis.measures.metrics import SLO
+from analysis.measures.steadiness import Waiting
 from analysis.plots import style
 from analysis.plots.capacity_plots import rate_curves
 from testbed.records.schema import REQUEST_COLUMNS
@@ -21,7 +22,7 @@ S = 10**9
 
 def load(num=100, failed=0, waiting=(), whole=True, over=None):
     over = {"ttft_s": failed} if over is None else over
-    return Load(whole, num, failed, over, waiting, 10.0 if whole else 0.0, 12.5 if whole else 0.0)
+    return Load(whole, num, failed, over, Waiting(waiting), 10.0 if whole else 0.0, 12.5 if whole else 0.0)
 
 
 @given(st.integers(1, 5000), st.floats(0.01, 0.999))
@@ -55,14 +56,14 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
     ]
     records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
     found = count_load(records, SLO(ttft_s=1e6), 80.0)
-    assert found.waiting == pytest.approx((750, 1250, 1750), rel=0.01)
+    assert found.waiting.num == pytest.approx((750, 1250, 1750), rel=0.01)
     assert found.is_overloaded
     for later, is_overloaded in ((10 * S, False), (25 * S, True)):  # a quarter of the time and more than half of it
         kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]
         kept_up = [row | {"finish_ns": row["arrival_ns"] + later} for row in kept_up]
         records = table([request_row(request_id=str(i), **row) for i, row in enumerate(kept_up)], REQUEST_COLUMNS)
         found = count_load(records, SLO(ttft_s=1e6), 80.0)
-        assert found.waiting == pytest.approx((100, 100, 100), rel=0.01)
+        assert found.waiting.num == pytest.approx((100, 100, 100), rel=0.01)
         assert found.is_overloaded is is_overloaded
 
 
@@ -74,15 +75,17 @@ def test_the_verdict_needs_attainment_and_a_queue_that_keeps():
     assert load(2000, waiting=(10.0, 20.0, 30.0)).keeps(0.99) is True, "chance"
     assert load(failed=2, whole=False).keeps(0.99) is False
     assert load(failed=1, whole=False).keeps(0.99) is None, "stopped before that was certain"
-    assert load(2000, waiting=(10.0, 160.0, 310.0)).first_failed == "queue"
-    assert load(failed=3, over={"ttft_s": 1, "tpot_s": 2}).first_failed == "tpot_s"
+    assert load(2000, waiting=(10.0, 160.0, 310.0)).first_failed(0.99) == "queue"
+    assert load(failed=3, over={"ttft_s": 1, "tpot_s": 2}).first_failed(0.99) == "tpot_s"
+    grown = load(2000, failed=5, waiting=(10.0, 160.0, 310.0), over={"tpot_s": 5})
+    assert (grown.first_failed(0.99), grown.first_failed(0.999)) == ("queue", "tpot_s"), "as many as asked keep it"
 
 
 def test_replicates_are_pooled():
     one, other = load(100, 1, (1.0, 2.0, 3.0)), load(300, 2, (5.0, 5.0, 5.0))
     both = pooled([one, other])
     assert (both.num_requests, both.num_failed, both.over) == (400, 3, {"ttft_s": 3})
-    assert both.waiting == (6.0, 7.0, 8.0)
+    assert both.waiting.num == (6.0, 7.0, 8.0)
     assert both.goodput_per_s == 397 / 25
     assert not pooled([one, load(whole=False)]).is_whole
 

@@ -18,7 +18,7 @@ from analysis.load import Run, load_run
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
-from analysis.reports.fidelity_findings import pace_said, too_noisy
+from analysis.reports.fidelity_findings import pace_said, too_noisy, winners
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
@@ -66,6 +66,22 @@ def test_ranking_agreement(tmp_path):
     assert row.kendall_tau == pytest.approx(1 / 3)
     assert row.real_spread == pytest.approx(2.0)
     assert (row.num_told_apart, row.num_same_order) == (3, 2)
+
+
+def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
+    times = {"a": (1, 1), "b": (1, 3), "c": (3, 2)}
+    pairs = {
+        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
+        for name, (sim, real) in times.items()
+    }
+    for order in ("abc", "bac"):
+        ranking = fidelity.ranking_agreement({name: pairs[name] for name in order}, ["ttft_s.mean"])
+        row = ranking.iloc[0]
+        assert (row.sim_winner, row.real_winner, bool(row.same_winner)) == ("", "a", False)
+        assert [fidelity.told_winner(one) for one in (row.sim_winner, row.real_winner, None)] == ["several", "a", "–"]
+        (said,) = winners({"": ranking}, {})
+        assert "picks the real engine's best policy in 0 of the 1 metrics" in said
+        assert said.endswith("not in mean TTFT (where several are best).")
 
 
 def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.measures.steadiness import is_outrun, outrun_note, steadiness, waiting_by_quarter
+from analysis.measures.steadiness import is_outrun, outrun_note, steadiness, waiting_of
 from analysis.reading.request_columns import Requests
 from experiments import simulate
 from testbed.records.schema import REQUEST_COLUMNS
@@ -61,13 +61,13 @@ def test_one_burst_at_the_end_of_a_short_trace_is_not_judged() -> None:
     arrivals = [i / 3 for i in range(78)] + [26 + i / 18 for i in range(72)]
     waits: list[float | None] = [0.0] * 78 + [i / 8 for i in range(72)]
     found = requests(arrivals, waits)
-    assert waiting_by_quarter(found)[1] == 0.0
+    assert waiting_of(found).num[1] == 0.0
     assert outrun(found) is None
 
 
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
     rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
-    assert waiting_by_quarter(Requests.of(table(rows, REQUEST_COLUMNS))) == (0.0, 0.0, 0.0)
+    assert waiting_of(Requests.of(table(rows, REQUEST_COLUMNS))).num == (0.0, 0.0, 0.0)
 
 
 def requests(arrivals_s: list[float], waits_s: list[float | None]) -> Requests:
@@ -83,10 +83,10 @@ def requests(arrivals_s: list[float], waits_s: list[float | None]) -> Requests:
 
 def test_numbers_waiting_are_areas_over_quarters() -> None:
     arrivals = [0.0, 1.0, 2.0, 3.0, 4.0]  # quarters of 1 s
-    assert waiting_by_quarter(requests(arrivals, [0.0] * 5)) == (0.0, 0.0, 0.0)
-    assert waiting_by_quarter(requests(arrivals, [None] * 5)) == pytest.approx((2.0, 3.0, 4.0))
-    assert waiting_by_quarter(requests(arrivals, [0.0, 0.5, 2.0, 0.0, 0.0])) == pytest.approx((0.5, 1.0, 1.0))
-    assert waiting_by_quarter(requests([1.0, 1.0], [0.0, 5.0])) == ()
+    assert waiting_of(requests(arrivals, [0.0] * 5)).num == (0.0, 0.0, 0.0)
+    assert waiting_of(requests(arrivals, [None] * 5)).num == pytest.approx((2.0, 3.0, 4.0))
+    assert waiting_of(requests(arrivals, [0.0, 0.5, 2.0, 0.0, 0.0])).num == pytest.approx((0.5, 1.0, 1.0))
+    assert waiting_of(requests([1.0, 1.0], [0.0, 5.0])).num == ()
 
 
 def test_growth_must_go_on_and_be_more_than_chance() -> None:
@@ -137,3 +137,22 @@ def test_a_server_that_sessions_outrun_is_told_though_their_turns_wait_for_one_a
         scheduler={"name": "vllm_v1", "max_num_seqs": 8},
     )  # fmt: skip
     assert run.summary["steadiness"]["is_outrun"] is verdict
+
+
+def test_an_order_by_size_that_leaves_the_long_ones_waiting_is_outrun_by_their_work() -> None:
+    """One of fifty is as long as the other 49 together, and none of these is ever taken: half of the work."""
+    rows = []
+    for i in range(2000):
+        is_long, at = i % 50 == 0, round(i * S / 20)
+        size = {"num_prompt_tokens": 5000 if is_long else 102, "num_output_tokens": 0}
+        scheduled, finish = (None, None) if is_long else (at, at + S // 2)
+        rows.append(
+            request_row(request_id=f"r{i}", arrival_ns=at, first_scheduled_ns=scheduled, finish_ns=finish, **size)
+        )
+    found = Requests.of(table(rows, REQUEST_COLUMNS))
+    waiting = waiting_of(found)
+    assert not is_outrun(waiting.num, 2000), "so few"
+    assert waiting.grew(2000)
+    assert outrun(found) is True
+    evenly = [row | {"num_prompt_tokens": 100} for row in rows]
+    assert outrun(Requests.of(table(evenly, REQUEST_COLUMNS))) is not True, "of equal ones that would be too few"

@@ -96,7 +96,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     assert 99.9 <= failed <= kept * 1.006
     at = found.at_failed
     assert at is not None
-    assert at.first_failed == "ttft_s"
+    assert at.first_failed(found.arm.share) == "ttft_s"
 
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_queue_that_grows_fails_although_no_limit_does(tmp_path: Path) -> None
     assert failed >= 400
     at = found.at_failed
     assert at is not None
-    assert at.first_failed == "queue"
+    assert at.first_failed(found.arm.share) == "queue"
 
 
 def test_time_per_token_that_grows_with_the_batch(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_time_per_token_that_grows_with_the_batch(tmp_path: Path) -> None:
     assert found.capacity == pytest.approx((1 - 0.01 / 0.03) / (0.001 * 49), rel=0.04)
     at = found.at_failed
     assert at is not None
-    assert at.first_failed == "tpot_s"
+    assert at.first_failed(found.arm.share) == "tpot_s"
 
 
 def test_a_recorded_trace_is_scaled_and_its_rate_reported(tmp_path: Path) -> None:

@@ -26,12 +26,11 @@ from analysis.reading.request_columns import STRINGS
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
-from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")
 _POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
 _REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
@@ -200,15 +199,17 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     folder = require_path("the run folder", path)
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such run folder")
-    missing = [name for name in FILES if not (folder / name).exists()]
-    if len(missing) == len(FILES):
+    missing = [name for name in RUN_FILES if not (folder / name).exists()]
+    if len(missing) == len(RUN_FILES):
         if below := [str(path) for path in run_folders(folder) if path != folder]:
             raise RunFolderError(f"{folder} is no run, but has {len(below)} below it; name one: {some(below)}")
         log = folder / "observed.jsonl"
         hint = f"; of vLLM's log there is a run to be made: testbed observe import {log}" if log.exists() else ""
-        raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(FILES)}){hint}")
+        raise RunFolderError(f"{folder}: not a run folder (it has none of {', '.join(RUN_FILES)}){hint}")
     if missing:
-        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {_cure(folder)}")
+        has_ended = (folder / "done").exists()
+        why = _cure(folder, "the run ended, and its files were deleted since") if has_ended else _cure(folder)
+        raise RunFolderError(f"{folder}: {', '.join(missing)} missing; {why}")
     try:
         _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
         _check_schema(folder / "steps.parquet", STEP_COLUMNS)

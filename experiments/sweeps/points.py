@@ -30,6 +30,7 @@ from experiments.runs.origin import Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import SET_ASIDE, describe_failure, did_not_begin, has_run, is_locked, set_aside
 from testbed.errors import RunFolderError, TestbedError
+from testbed.records.schema import RUN_FILES
 
 _BOARD, _OWNER = ".points-", "owner"
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
@@ -84,8 +85,9 @@ class Known:
                 shutil.rmtree(path, ignore_errors=True)
             if not has_run(path) or is_locked(path):
                 continue
-            if path == folder and not (path / "done").exists():
-                yield "partial", set_aside(path, path.with_name(f"{path.name}.partial"))
+            is_partial = not (path / "done").exists()
+            if path == folder and (is_partial or _is_damaged(path)):
+                yield "partial" if is_partial else "damaged", set_aside(path, path.with_name(f"{path.name}.partial"))
                 continue
             why = identity.changes_since(read_manifest(path))
             yield f"stale: {why}", set_aside(path, path.parent / SET_ASIDE / path.name)
@@ -93,7 +95,20 @@ class Known:
 
 def is_done(folder: Path, identity: Identity) -> bool:
     """Whether this very point was finished there."""
-    return (folder / "done").exists() and identity.is_of(read_manifest(folder))
+    return (folder / "done").exists() and identity.is_of(read_manifest(folder)) and not _is_damaged(folder)
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Whether a finished run there has lost files since, or the ends of its tables."""
+    return (folder / "done").exists() and not all(_has_its_end(folder / name) for name in RUN_FILES)
+
+
+def _has_its_end(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return file.suffix != ".parquet" or (opened.seek(-4, os.SEEK_END) > 0 and opened.read() == b"PAR1")
+    except OSError:
+        return False
 
 
 def holds_another(folder: Path, config: RunConfig) -> bool:

@@ -23,6 +23,7 @@ from testbed.core.commands import StepView
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
 
+RUN_FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")  # a folder without them is no run
 STEP_TRACE_FILE = "profile.json.gz"
 
 REQUEST_COLUMNS: dict[str, str] = {

@@ -110,3 +110,22 @@ def test_files_that_a_class_is_given_and_files_of_other_keys_count(tmp_path: Pat
     assert (after.config, after.name[:12]) == (before.config, before.name[:12])
     assert after.name != before.name
     assert after.changes_since({"identity": before.describe()}) == f"the file {tmp_path / 'a.csv'} changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_cut"),
+    [("requests.parquet", True), ("steps.parquet", True), ("requests.parquet", False), ("config.yaml", False)],
+)
+def test_a_finished_point_whose_files_are_damaged_is_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, is_cut: bool
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0,1")
+    file = load_sweep(tmp_path / "s").runs[0].path / name
+    file.write_bytes(file.read_bytes()[:-9]) if is_cut else file.unlink()
+    if not is_cut:
+        assert "the run ended, and its files were deleted since" in say(capsys, "report", str(file.parent)).error()
+    said = sweep(capsys, tmp_path / "s", "seed=0,1", "slo.ttft_s=0.1")
+    assert "set aside    1 point (damaged): " in said.out
+    assert "done before  1 of 2" in said.out
+    found = load_sweep(tmp_path / "s")
+    assert (len(found.runs), found.incomplete) == (2, ())

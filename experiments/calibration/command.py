@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
+    from experiments.configuration.overrides import with_searched
+
+    arguments = with_searched(arguments)
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
     options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
     if command != "all":

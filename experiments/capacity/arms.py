@@ -13,7 +13,7 @@ from analysis.measures.metrics import SLO
 from experiments.configuration.compose import compose_raw, with_swept
 from experiments.configuration.config import RunConfig
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
@@ -56,7 +56,8 @@ class Arm:
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     """The policies and the seeds that the overrides name. Raises ConfigError in one line."""
     overrides = with_swept(overrides)
-    choices = _choices(overrides)
+    library = library_of(overrides)
+    choices = _choices(overrides, library)
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")
@@ -68,7 +69,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     arms: dict[str, Arm] = {}
     seen: dict[str, _Arrivals] = {}
     for items in product(*choices.values()):
-        own = of_one_point(items, Library())
+        own = of_one_point(items, library)
         words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own]
         name = " ".join(words).removeprefix("scheduler=")
         if name in arms and len(own) < len(items):
@@ -80,7 +81,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     return list(arms.values()), seeds
 
 
-def _choices(overrides: Sequence[str]) -> dict[str, list[str]]:
+def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]:
     """The overrides that set each key, more than one where Hydra's grammar lists several. Raises ConfigError."""
     for item in overrides:
         if "=" not in item and not item.startswith("~"):
@@ -88,10 +89,10 @@ def _choices(overrides: Sequence[str]) -> dict[str, list[str]]:
     choices = {}
     for override in map(parsed, overrides):
         key = override.get_key_element()
-        if key.lstrip("+~").startswith("hydra"):
+        if key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath":
             raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
         is_swept = override.is_sweep_override()
-        choices[key] = swept_values(override, Library()) if is_swept else [str(override.input_line)]
+        choices[key] = swept_values(override, library) if is_swept else [str(override.input_line)]
     return choices
 
 

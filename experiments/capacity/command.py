@@ -17,7 +17,7 @@ from analysis.measures.capacity import LIMITS, Load
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found, find_capacity
 from experiments.configuration.config import RunConfig
-from experiments.configuration.overrides import refuse_repeated
+from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, folder_named, table
 from experiments.runs.environment import describe_versions
 from experiments.runs.run import FailedError
@@ -30,6 +30,7 @@ _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "en
 
 
 def main(arguments: list[str]) -> int:
+    arguments = with_searched(arguments)
     options = _parser().parse_intermixed_args(arguments)
     refuse_repeated(options.overrides)
     folder: Path = options.out or Path("capacity", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))

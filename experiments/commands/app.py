@@ -18,7 +18,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
-from experiments.configuration.overrides import check, is_sweep, literal, of_points, parsed, readable, refuse_repeated
+from experiments.configuration.overrides import (
+    check,
+    is_sweep,
+    literal,
+    of_points,
+    parsed,
+    readable,
+    refuse_repeated,
+    with_searched,
+)
 from experiments.configuration.saved import read_config
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
@@ -32,7 +41,7 @@ from testbed.foreign_text import nearest
 
 def run_app(arguments: list[str]) -> int:
     """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
-    arguments = [_with_quotes(item) for item in _with_searched(arguments)]
+    arguments = [_with_quotes(item) for item in with_searched(arguments)]
     refuse_repeated(arguments)
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
@@ -104,23 +113,6 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     if len(actions) > 1:
         raise ConfigError(f"{' and '.join(actions)} ask for different things; give one")
     return flags, overrides
-
-
-def _with_searched(arguments: list[str]) -> list[str]:
-    """The arguments with hydra.searchpath for --config-dir, which says the same: a point's command repeats it."""
-    made: list[str] = []
-    left = iter(arguments)
-    for item in left:
-        flag, equals, value = item.partition("=")
-        if flag not in ("--config-dir", "-cd"):
-            made.append(item)
-            continue
-        named = value if equals else next(left, "")
-        folder = Path(named).absolute()
-        if not named.strip() or not folder.is_dir():
-            raise ConfigError(f"{flag} is {named!r}; name a folder of your own options, as {flag}=my_conf")
-        made.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
-    return made
 
 
 def _with_quotes(argument: str) -> str:

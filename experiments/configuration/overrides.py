@@ -56,6 +56,23 @@ def check(
         _check(item, keys)
 
 
+def with_searched(arguments: list[str]) -> list[str]:
+    """The arguments with hydra.searchpath for --config-dir, which says the same: a point's command repeats it."""
+    made: list[str] = []
+    left = iter(arguments)
+    for item in left:
+        flag, equals, value = item.partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            made.append(item)
+            continue
+        named = value if equals else next(left, "")
+        folder = Path(named).absolute()
+        if not named.strip() or not folder.is_dir():
+            raise ConfigError(f"{flag} is {named!r}; name a folder of your own options, as {flag}=my_conf")
+        made.append(f"hydra.searchpath=[{literal(f'file://{folder}')}]")
+    return made
+
+
 def refuse_repeated(arguments: Iterable[str]) -> None:
     """Raises ConfigError for a key that a command gives more than once."""
     given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]

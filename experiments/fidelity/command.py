@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from experiments.configuration.overrides import refuse_repeated
+from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, refuse_existing
 from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
@@ -28,6 +28,7 @@ RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
 
 
 def main(arguments: list[str]) -> int:
+    arguments = with_searched(arguments)
     options = _parser().parse_intermixed_args(arguments)
     options.arguments = arguments
     options.command = shlex.join(["testbed", "fidelity", *arguments])

@@ -42,7 +42,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         group = key.partition(".")[0]
         if group == "trace" or key in ("backend", "backend.name"):
             raise ConfigError(f"{item!r}: the measured run is the trace, and the simulator runs it; leave it out")
-        if group == "hydra":
+        if group == "hydra" and key != "hydra.searchpath":
             raise ConfigError(f"{item!r}: runs are kept where --out says; leave it out")
 
 
@@ -79,7 +79,7 @@ def described(config: RunConfig) -> str:
     """What was used, in one line."""
     raw = config.raw
     model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
-    words = [model, f"device={config.device.name}", f"cost={raw['cost'].get('name')}",
+    words = [model, f"device={config.device.name}", f"cost={raw['cost'].get('name') or raw['cost'].get('_target_')}",
              f"scheduler={config.scheduler.name}"]  # fmt: skip
     for key in _SHOWN:
         group, name = key.split(".")

@@ -170,6 +170,28 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
     assert "base_us is negative" in error
 
 
+def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for group, text in (("cost", "_target_: mine.Slow\nbase_us: 700\n"), ("scheduler", "defaults: [unified]\n")):
+        (home / "conf" / group).mkdir(parents=True)
+        (home / "conf" / group / "ours.yaml").write_text(text)
+    own = ("--config-dir", "conf", "cost=ours", "scheduler=ours")
+    sizes = ("trace.max_prompt_tokens=32", "trace.max_output_tokens=8")
+    load = (*sizes, "trace.num_requests=40", "trace.rate=20", "slo.ttft_s=0.5", "slo.attainment=0.9")
+    said = say(capsys, "capacity", *own[:-1], "scheduler=ours,decode_first", *TINY, *load, "--out", "cap")
+    assert said.status == 0, said.err
+    assert "| ours " in said.out
+    assert say(capsys, "run", *own, *TINY, *load, "hydra.run.dir=run").status == 0
+    said = say(capsys, "fidelity", "run", *own)
+    assert said.status == 0, said.err
+    assert "cost=mine.Slow" in said.out
+    (mean,) = [line for line in said.out.splitlines() if line.startswith("| TTFT mean")]
+    assert mean.split("|")[-2].strip() == "0.0", "simulated as it was"
+    error = say(capsys, "capacity", "--config-dir", "nowhere", "cost=ours", *load).error()
+    assert "name a folder of your own options" in error
+
+
 def test_a_cost_model_and_a_trace_from_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.append(str(home))  # as Python has the folder where it was started
     trace, cost = {"_target_": "mine.my_trace", "num": 4}, {"_target_": "mine.Slow", "base_us": 7}

@@ -41,6 +41,7 @@ def run_lines(run: Described) -> list[str]:
     status = "complete" if run.is_complete else "PARTIAL"
     num_replicas = manifest.get("num_replicas") or 1
     fleet = f", {num_replicas} replicas" if num_replicas > 1 else ""
+    prices = f", cost={manifest['cost']}" if manifest.get("backend") == "sim" else ""
     latencies = [
         f"{title} mean {fmt.seconds(summary[name]['mean'])}, P99 {fmt.seconds(summary[name]['p99'])}"
         for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
@@ -55,7 +56,7 @@ def run_lines(run: Described) -> list[str]:
     failed = "".join(f"; {said}" for said in failures(summary["checks"]))
     return [
         f"run      {run.path} ({status}, {manifest.get('backend')}): {manifest.get('scheduler')}, "
-        f"{manifest.get('model')} on {manifest.get('device')}{fleet}",
+        f"{manifest.get('model')} on {manifest.get('device')}{prices}{fleet}",
         f"trace    {trace.get('name')}, {fmt.count(summary['num_requests'], 'request')}, "
         f"{fmt.number(rates['offered_per_s'], 'req/s')} offered, {fmt.seconds(summary['duration_s'])} long, "
         f"seed {manifest.get('seed')}",

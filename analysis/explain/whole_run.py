@@ -91,7 +91,9 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     lines = [f"{again:,} were preempted more than once." if again else "Nobody was preempted twice."]
     for name, num in counts.head(_NAMED).items():
         own = whose[preemptions["request_id"] == name].value_counts()
-        told = [f"{who} ({n})" for who, n in own.head(3).items()] + [f"{len(own) - 3} others"] * (len(own) > 3)
+        num_told = len(own) if len(own) <= 4 else 3
+        told = [f"{who} ({n})" for who, n in own.head(num_told).items()]
+        told += [f"{len(own) - num_told} others"] * (len(own) > num_told)
         lines.append(f"- {name}, {_times(int(num))}, for {listing(told)}")
     if again > _NAMED:
         lines.append(f"- and {again - _NAMED:,} more")

@@ -65,7 +65,7 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     if noise and not untested and not claims:
         said.append("no difference beyond the noise")
     elif noise:
-        said.append(f"the noise may set {fmt.listing(noise)} apart from {base}")
+        said.append(f"inside the noise against {base}: {fmt.listing(noise)}")
     if untested:
         of = "" if untested == away else f" of {fmt.listing(untested)}"
         said.append(f"no interval of the difference{of} is known")

@@ -58,7 +58,7 @@ def ablation_table(
             if row is None:
                 cells.append(Cell(metric.write(mean_over_replicates(arm, metric, slo))))
                 continue
-            size = "" if row.effect is None else f"d = {row.effect:.2g}"
+            size = "" if row.effect is None else f"d = {fmt.significant(row.effect, 2)}"
             sign = _SIGN if _is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
             cells.append(_judged(metric.write(row.value), interval_text(row) + sign, verdict_text(row, margin), size))
         rows.append(tuple(cells))
@@ -96,7 +96,9 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
     for group in groups.values():
         first = group[0]
         step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
-        cells = [Cell(factor_name(first.factor), (step, f"mean of {first.num_cells} pairs of arms"), "head")]
+        cells = [
+            Cell(factor_name(first.factor), (step, f"mean of {fmt.count(first.num_cells, 'pair')} of arms"), "head")
+        ]
         found = {effect.comparison.metric.label: effect.comparison for effect in group}
         for label in metrics:
             row = found.get(label)

@@ -164,7 +164,7 @@ def _fidelity(
     num_same, num_clear = num_picked(rankings)
     if num_same < num_clear:
         level = _worst([level, "poor" if 2 * num_same <= num_clear else "fair"])
-        told += f"; of {num_clear} best policies of the engine it picks {num_same}"
+        told += f"; of the engine's best policies it picks {num_same} of {num_clear}"
     other = [word for word, names in not_measured_on(arms, pairs).items() if names]
     if other:
         return Trust("fidelity", _worst([level, "fair"]), f"of another {fmt.listing(other)}: errors up to {told}")

@@ -281,7 +281,8 @@ def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
         try:
             node(value)
         except ValidationError:
-            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}") from None
+            digits = f", as {value:.0f}" if isinstance(value, float) and value.is_integer() else ""
+            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}{digits}") from None
         except OverflowError:
             raise too_large(f"{key}={shown}") from None
 

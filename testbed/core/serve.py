@@ -104,6 +104,4 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
 
 def _stuck(scheduler: Scheduler) -> str:
     ids = [seq.request.request_id for seq in scheduler.unfinished()]
-    return (
-        f"nothing can be scheduled and nothing will arrive, but {len(ids)} requests wait: {some(ids)}; check the policy"
-    )
+    return f"nothing can be scheduled and nothing will arrive, but {len(ids)} waiting: {some(ids)}; check the policy"

@@ -24,7 +24,7 @@ from testbed.traces.conversations import (
 from testbed.traces.draws import Stream, stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
 from testbed.traces.idle_settings import idle_notes
-from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, expected_raises, lengths
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
@@ -71,9 +71,11 @@ def _streamed(
     drawn = {label: length_configs(own) for label, own in parts.items()}
     if joint is not None and all(each.kind != "empirical" for own in drawn.values() for each in own.values()):
         notes.append("trace.lengths_from has no effect: no length is of kind empirical")
-    if generators is None:
-        for label, own in parts.items():
-            notes += (f"{_before(label)}{note}" for note in expected_cuts(drawn[label], own.num_requests, joint))
+    for label, own in parts.items():
+        expected = [*expected_raises(drawn[label], own.num_requests, joint)]
+        if generators is None:
+            expected += expected_cuts(drawn[label], own.num_requests, joint)
+        notes += [f"{_before(label)}{note}" for note in expected]
 
     def rows() -> Iterator[TraceRequest]:
         made = {label: _Generator(own, seed, label, joint) for label, own in parts.items()}

@@ -100,6 +100,24 @@ def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLen
             yield f"{100 * share:.2g}% of lengths are cut at {config.most:,} tokens: trace.{name}.max_tokens"
 
 
+def expected_raises(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
+    """The same of lengths that are raised to the minimum."""
+    for name, config in configs.items():
+        share = _share_below(config, joint, int(name == "output"))
+        if share * num >= 0.5:
+            yield f"{100 * share:.2g}% of lengths are raised to {config.min_tokens:,} tokens: trace.{name}.min_tokens"
+
+
+def _share_below(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
+    """Which share of a distribution's lengths is below its minimum, on average; below one token is none."""
+    if config.kind == "empirical" and joint is not None:
+        return joint.share_below(side, config.min_tokens)
+    bound = config.min_tokens - 0.5
+    if config.min_tokens > 1 and config.kind == "lognormal" and config.sigma:
+        return math.erfc(math.log(config.value / bound) / (config.sigma * math.sqrt(2))) / 2
+    return float(config.min_tokens > 1 and config.kind in ("constant", "lognormal") and config.value < bound)
+
+
 def _share_above(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
     """Which share of a distribution's lengths is above its maximum, on average."""
     if config.kind == "empirical" and joint is not None:
@@ -170,6 +188,9 @@ class JointLengths:
     def share_above(self, side: int, most: int) -> float:
         """Of the rows."""
         return float((self._pairs[:, side] > most).mean())
+
+    def share_below(self, side: int, least: int) -> float:
+        return float((self._pairs[:, side] < least).mean())
 
 
 def length_stream(

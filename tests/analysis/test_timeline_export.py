@@ -269,7 +269,7 @@ def test_what_is_no_run_is_said(tmp_path: Path, folder: Path) -> None:
     refused(tmp_path / "nothing", "no such run folder")
     refused(tmp_path, f"is no run, but has 1 below it; name one: {folder}")
     (folder / "steps.parquet").unlink()
-    refused(folder, "steps.parquet missing; the run did not get to its end")
+    refused(folder, "steps.parquet missing; the run ended, and its files were deleted since")
 
 
 def test_an_empty_run_is_refused(folder: Path) -> None:

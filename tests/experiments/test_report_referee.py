@@ -55,7 +55,7 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     cases: tuple[tuple[Verdict, Verdict, str], ...] = (
         ("lower", "lower", ""),
         ("inside the noise", "equivalent", " (no difference beyond the noise)"),
-        ("lower", "inside the noise", f" (the noise may set {other} apart from {base})"),
+        ("lower", "inside the noise", f" (inside the noise against {base}: {other})"),
         ("lower", "unknown", f" (no interval of the difference of {other} is known)"),
         ("unknown", "unknown", " (no interval of the difference is known)"),
     )
@@ -207,7 +207,7 @@ def test_a_simulator_that_picks_other_policies_than_the_engine_is_told_first(tmp
     ranking = pd.DataFrame({"winner_is_clear": [True, True, False], "same_winner": [True, False, False]})
     level, why = light(arms, "fidelity", pairs=pairs, rankings={"": ranking})
     assert level == "poor"
-    assert why.endswith("; of 2 best policies of the engine it picks 1")
+    assert why.endswith("; of the engine's best policies it picks 1 of 2")
 
 
 def test_a_start_that_is_all_there_is_is_no_report(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_sequence_has_the_tokens_of_its_request_once_it_is_asked(max_model_len
     assert (prompt.num_calls, output.num_calls) == (0, 0)
     assert one.tokens == other.tokens
     one.tokens.append(1)
-    assert (len(one.tokens), len(lazy.prompt_token_ids)) == (len(other.tokens) + 1, 10)
+    assert (one.tokens, len(one.tokens), len(lazy.prompt_token_ids)) == (other.tokens, 10, 10), "a copy"
     assert (prompt.num_calls, output.num_calls) == (1, 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,6 +142,8 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
         ("replicas, each with blocks of its own", values("num_replicas") if is_fleet else fmt.NOTHING),
         ("router", values("router") if is_fleet else fmt.NOTHING),
+        ("classes of one's own", "; ".join(dict.fromkeys(told for run in runs for told in _own_classes(run)))),
+        ("commands were given in", values("started_in")),
         ("machine that ran it", values("machine")),
         ("pace of the replay", values("replay", "pace")),
         ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
@@ -152,8 +154,28 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
-    rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text != fmt.NOTHING)
+    rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))
     return Table(caption, ("", ""), rows)
+
+
+def _own_classes(run: Run) -> Iterator[str]:
+    """With parameters and the hash of the file: "mine: scheduler.admission = mine.Cap(most=4), file 1f2e3d4c"."""
+    files = (run.manifest.get("identity") or {}).get("classes") or {}
+    preset = (run.manifest.get("given") or {}).get("scheduler") or run.manifest.get("scheduler")
+    for group, below in run.config.items():
+        for key, node in _nodes(below):
+            module, _, name = str(node["_target_"]).rpartition(".")
+            if module in files:
+                given = ", ".join(f"{one}={fmt.plain(value)}" for one, value in node.items() if one != "_target_")
+                where = f"{group}.{key}" if key else str(group)
+                yield f"{preset}: {where} = {module}.{name}({given}), file {files[module][:8]}"
+
+
+def _nodes(node: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A group that is a class, as cost and trace may be, or its values that are."""
+    if isinstance(node, Mapping):
+        yield from (("", node),) if "_target_" in node else ()
+        yield from ((key, one) for key, one in node.items() if isinstance(one, Mapping) and "_target_" in one)
 
 
 def _fact(value: Any) -> str:

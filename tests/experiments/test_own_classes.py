@@ -188,6 +188,10 @@ def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
     assert "cost=mine.Slow" in said.out
     (mean,) = [line for line in said.out.splitlines() if line.startswith("| TTFT mean")]
     assert mean.split("|")[-2].strip() == "0.0", "simulated as it was"
+    assert say(capsys, "report", "run", "--out", "r.html").status == 0
+    page = (home / "r.md").read_text().replace("\\", "")
+    assert re.search(r"ours: cost = mine\.Slow\(base_us=700\), file [0-9a-f]{8}", page), "what stands behind the name"
+    assert f"| commands were given in | {home} |" in page
     error = say(capsys, "capacity", "--config-dir", "nowhere", "cost=ours", *load).error()
     assert "name a folder of your own options" in error
 

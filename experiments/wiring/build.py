@@ -32,6 +32,7 @@ from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig, resolve_limits
 from testbed.policies.context import PolicyContext, bind
+from testbed.policies.oracle import Checked
 from testbed.policies.preemption import Recompute, Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
 from testbed.specs.model import check_ranks
@@ -155,7 +156,9 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
         lookahead_slots=scheduler.lookahead_slots,
         sliding_window=config.sliding_window,
     )
-    context = PolicyContext(blocks, limits(config), made.oracle, build_estimator(config), config.seed)
+    is_ours = type(made.oracle).__module__.startswith("testbed.")
+    oracle = made.oracle if is_ours else Checked(made.oracle)
+    context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
     try:
         for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
             bind(policy, context)

@@ -380,6 +380,12 @@ def test_an_oracle(examples: None, capsys: pytest.CaptureFixture[str], rows: Pat
         oracle = f"scheduler.oracle={{_target_: my_policies.ByTenant, lengths: {{chat: {chat}, batch: 10}}}}"
         order = "scheduler.queue_order={_target_: testbed.policies.orders.shortest_job, by: output}"
         assert Ran(capsys, rows, oracle, order, "scheduler.max_num_seqs=1").starts[:2] == first
+    for said in ("0", "-5", "1.5"):
+        oracle = f"scheduler.oracle={{_target_: my_policies.ByTenant, lengths: {{chat: {said}, batch: 10}}}}"
+        path = ("trace=jsonl", f"trace.path={rows}", "hydra.run.dir=bad", "overwrite=true")
+        error = say(capsys, "run", *TINY, *path, oracle, order).error()
+        assert f"scheduler.oracle: ByTenant predicts {said} for request " in error
+        assert "a whole number of tokens, at least 1, or None" in error
 
 
 def test_a_whole_composition(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:

@@ -41,7 +41,7 @@ def run_lines(run: Described) -> list[str]:
     status = "complete" if run.is_complete else "PARTIAL"
     num_replicas = manifest.get("num_replicas") or 1
     fleet = f", {num_replicas} replicas" if num_replicas > 1 else ""
-    prices = f", cost={manifest['cost']}" if manifest.get("backend") == "sim" else ""
+    prices = f", cost={manifest.get('cost')}" if manifest.get("backend") == "sim" else ""
     latencies = [
         f"{title} mean {fmt.seconds(summary[name]['mean'])}, P99 {fmt.seconds(summary[name]['p99'])}"
         for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))

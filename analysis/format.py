@@ -67,7 +67,8 @@ def share(value: float | None) -> str:
 
 def points(difference: float) -> str:
     """A difference of shares of 1, in percentage points, always signed unless it is 0."""
-    return f"{'+' if difference > 0 else ''}{significant(100.0 * difference, 2)}{POINTS}"
+    text = significant(100.0 * difference, 3 if abs(difference) >= 0.1 else 2)
+    return f"{'+' if difference > 0 else ''}{text}{POINTS}"
 
 
 def change(percent: float) -> str:

@@ -122,8 +122,10 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """The log-ratio, positive for the better; 0 where neither is better."""
-        return self.log_ratio * self.metric.better if self.metric.better else 0.0
+        """The log-ratio, of a share the difference, positive for the better; 0 where neither is better."""
+        if self.estimate is None or not self.metric.better:
+            return 0.0
+        return self.metric.better * (self.estimate.value if self.metric.is_share else self.log_ratio)
 
     @property
     def is_claim(self) -> bool:
@@ -161,9 +163,9 @@ def compare(
 ) -> list[Comparison]:
     """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
 
-    With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference where a value is
-    0), p-values by Holm over the arms of a metric, of which those that are `alike` count once. With one: moving blocks
-    over its requests, for latencies only.
+    With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference of shares, and
+    where a value is 0), p-values by Holm over the arms of a metric, of which those that are `alike` count once. With
+    one: moving blocks over its requests, for latencies only.
     Measured repeats on one trace are one replicate, and no claim is made of a change within the `engine_noise`.
     """
     found = []
@@ -200,15 +202,15 @@ def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable
         if row.estimate is not None:
             limit = np.log1p(margin) if row.estimate.scale == "log_ratio" else margin * (row.base or 0.0)
             said = verdict(row.estimate, float(limit), p)
-            if _is_of_engine(said, row, float(limit)):
+            if _is_of_engine(said, row, margin):
                 said = "inside the engine's noise"
         judged.append(replace(row, verdict=said, p_holm=p))
     return judged
 
 
-def _is_of_engine(said: Verdict, row: Comparison, limit: float) -> bool:
+def _is_of_engine(said: Verdict, row: Comparison, margin: float) -> bool:
     """Whether a change is no larger than the noise of the engine, or equal values are so only within a larger one."""
-    least = {"higher": 0.0, "lower": 0.0, "equivalent": limit}.get(said)
+    least = {"higher": 0.0, "lower": 0.0, "equivalent": math.log1p(margin)}.get(said)
     if least is None or row.noise is None or row.estimate is None:
         return False
     return max(abs(row.log_ratio), least) <= math.log1p(row.noise)

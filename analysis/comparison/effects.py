@@ -1,8 +1,8 @@
 """Main effects of a factorial ablation: what one factor does, averaged over the levels of the others.
 
-Within each replicate, arms that differ in that one factor only are paired, and their log-ratios averaged; the replicate
-stays the unit of the interval. Where the effect is larger in some cells than in others beyond the noise, the factors
-interact, and the average hides it: `Interaction`.
+Within each replicate, arms that differ in that one factor only are paired, and their log-ratios (of shares differences)
+averaged; the replicate stays the unit of the interval. Where the effect is larger in some cells than in others beyond
+the noise, the factors interact, and the average hides it: `Interaction`.
 """
 
 from __future__ import annotations

@@ -151,10 +151,11 @@ def ranking_agreement(
 
     `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
     Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
-    real_winner ("": several are best), same_winner, regret (by what share of the best real value sim_winner's is
-    worse; 0 if it is that), real_spread (largest real value over the smallest, minus 1); num_told_apart: pairs of
-    policies whose real values differ by more than the metric's `noise` and by more than `margin`; num_same_order:
-    those that sim orders alike; winner_is_clear: whether the best real value is so far from every other.
+    real_winner ("": several are best, so that same_winner is False and there is no regret), same_winner, regret (by
+    what share of the best real value sim_winner's is worse; 0 if it is that), real_spread (largest real value over the
+    smallest, minus 1); num_told_apart: pairs of policies whose real values differ by more than the metric's `noise` and
+    by more than `margin`; num_same_order: those that sim orders alike; winner_is_clear: whether the best real value is
+    so far from every other.
     """
     same_trace([run for pair in pairs.values() for run in pair])
     rows: list[dict[str, Any]] = []

@@ -72,7 +72,8 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
         return {1: "better", -1: "worse"}.get(good, comparison.verdict)
     unknown = "not comparable" if estimate is None else "no interval"
-    words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%)", "unknown": unknown}
+    of = " of the baseline's" if comparison.metric.is_share else ""  # its change is in points
+    words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%{of})", "unknown": unknown}
     return words.get(comparison.verdict, comparison.verdict)
 
 

@@ -122,8 +122,8 @@ def _sessions(requests: Requests) -> FloatArray:
 
 class Waiting(NamedTuple):
     """Of requests that were not scheduled yet, means over the second, third and fourth quarter of the time in which
-    customers came: how many, and their work in requests of mean size; none where all came at once. spread: of their
-    sizes, as `Customers` has it."""
+    customers came: how many, and their work in requests of mean size (of a partial run without what was to be emitted);
+    none where all came at once. spread: of their sizes, as `Customers` has it."""
 
     num: tuple[float, ...] = ()
     work: tuple[float, ...] = ()
@@ -208,7 +208,13 @@ def outrun_note(summary: Mapping[str, Any]) -> str | None:
     if not found or not found["is_outrun"]:
         return None
     before, _, after = found["in_system"]
-    return (
-        f"arrivals outran the engine: on average {before:,.0f} requests were in the system in the second quarter of "
-        f"their time, and {after:,.0f} in the last; the latencies depend on how long the trace is"
+    what = (
+        f"{before:,.0f} requests were in the system in the second quarter of their time, and {after:,.0f} in the last"
     )
+    work = found.get("waiting_work") or (0.0, 0.0, 0.0)
+    if work[2] - work[0] > after - before:  # few requests, but the long ones
+        what = (
+            f"requests waited with the work of {work[0]:,.0f} of mean size in the second quarter of their time, and of "
+            f"{work[2]:,.0f} in the last"
+        )
+    return f"arrivals outran the engine: on average {what}; the latencies depend on how long the trace is"

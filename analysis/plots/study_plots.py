@@ -234,7 +234,7 @@ def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
 
 
 _FAR = 250.0  # percent
-_LEAST = 2.0  # percent, to each side of 0: else noise would look like an effect
+_LEAST = 2.0  # percent or points, to each side of 0: else noise would look like an effect
 _RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, beside 0
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
@@ -278,6 +278,8 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
     low, high = axes.get_xlim()
+    if any(row.metric.is_share for row in rows.values()):
+        low, high = max(low, -100.0), min(high, 100.0)  # of an interval that ends beyond them
     if high > _FAR:  # one arm far off would leave the others no length
         _go_by_ratio(axes, high)
         return

@@ -232,7 +232,7 @@ def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
     where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
     if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # none has turns
         offered, reached = _mean_rates(runs)
-        return f"{where}{offered} came, {reached} were served, and more and more were in the system"
+        return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
     if after <= before:  # what grew are the sessions
         return f"{where}more and more were in the system"

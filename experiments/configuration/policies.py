@@ -122,7 +122,10 @@ def _refuse_foresight(key: str, target: str, policy: Any) -> None:
         if made.__module__.partition(".")[0] in ("testbed", "sim", "builtins"):
             continue
         try:
-            read = re.search(r"\.(forced_output|token_limit|foreseen_end)\b", inspect.getsource(made))
+            read = re.search(
+                r"\.(forced_output|token_limit|foreseen_end|first_tokens|next_tokens|_content)\b",
+                inspect.getsource(made),
+            )
         except (OSError, TypeError):
             continue  # without source
         if read is not None:

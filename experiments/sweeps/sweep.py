@@ -126,7 +126,8 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
 def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> str:
     """The sweep's own, which makes it again in the same folder."""
     of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
-    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
+    named = [item for item in of_hydra if item.startswith("hydra.sweep.subdir=")]
+    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}", *named])
 
 
 def _searched(of_hydra: list[str]) -> list[str]:

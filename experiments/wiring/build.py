@@ -13,7 +13,7 @@ from experiments.configuration.saved import read_config
 from experiments.configuration.settings import RecordedConfig, SimConfig
 from experiments.configuration.structured import freeze
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
-from experiments.wiring.foreign import policy_failure
+from experiments.wiring.foreign import CheckedOracle, policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace
 from experiments.wiring.traces import vocab_size as vocab_size
@@ -32,7 +32,6 @@ from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig, resolve_limits
 from testbed.policies.context import PolicyContext, bind
-from testbed.policies.oracle import Checked
 from testbed.policies.preemption import Recompute, Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
 from testbed.specs.model import check_ranks
@@ -157,7 +156,7 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
         sliding_window=config.sliding_window,
     )
     is_ours = type(made.oracle).__module__.startswith("testbed.")
-    oracle = made.oracle if is_ours else Checked(made.oracle)
+    oracle = made.oracle if is_ours else CheckedOracle(made.oracle)
     context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
     try:
         for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):

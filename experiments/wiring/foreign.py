@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
+from operator import index
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from experiments.configuration.config import CLASSES, RunConfig
 from experiments.configuration.policies import GROUPS, missing_name
+from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
+from testbed.foreign_text import shown
+from testbed.policies.oracle import has_no_opinion
 
 ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
 ROOT = Path(__file__).parents[2]
@@ -16,6 +22,29 @@ ROOT = Path(__file__).parents[2]
 
 class PolicyError(TestbedError):
     """A user's own class failed, or gave what it may not give."""
+
+
+class CheckedOracle:
+    """A user's oracle, whose predictions are lengths; whatever else it has is its own. Raises PolicyError."""
+
+    def __init__(self, oracle: Any) -> None:
+        self._oracle = oracle
+        self.is_none = has_no_opinion(oracle)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._oracle, name)
+
+    def predict(self, seq: Sequence) -> int | None:
+        said = self._oracle.predict(seq)
+        if said is None:
+            return None
+        with suppress(TypeError):  # numpy's whole numbers too
+            if (length := index(said)) >= 1:
+                return length
+        raise PolicyError(
+            f"scheduler.oracle: {type(self._oracle).__name__} predicts {shown(said)} for request {seq.request_id!r}; "
+            "it must be a whole number of tokens, at least 1, or None"
+        )
 
 
 def own_classes(config: RunConfig) -> list[str]:

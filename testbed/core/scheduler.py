@@ -285,7 +285,7 @@ class Scheduler:
             assert len(seq.siblings) > 1
             assert seq in seq.siblings
             assert all(one.state is seq.state and one.unit_id == seq.unit_id for one in seq.siblings), "apart"
-        assert seq.is_forced or len(seq.tokens) == seq.num_known_tokens
+        assert seq.is_forced or len(seq._content) == seq.num_known_tokens
         num_in_flight = sum([step.batch.num_tokens_of(seq) for step in self._steps])
         assert seq.num_in_flight_tokens in (0, num_in_flight), f"{seq} expects what no plan in flight brings"
         assert seq.num_placeholders <= len(self._steps)

@@ -91,7 +91,7 @@ class Sequence(KVSequence):
 
     @property
     def tokens(self) -> array[int]:
-        """The prompt and what was emitted."""
+        """The prompt and what was emitted, or will be by a plan in flight where that is known."""
         return self.known_tokens(0, self.num_tokens)
 
     @property

@@ -12,7 +12,7 @@ from mypy_extensions import mypyc_attr
 from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from testbed.foreign_text import Unchecked, shown
+from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.streams import draw
 
@@ -105,23 +105,6 @@ class Binned:
         while edge < length:
             edge *= self._ratio
         return edge
-
-
-class Checked:
-    """A user's oracle, whose predictions are lengths. Raises ConfigError for one that is not."""
-
-    def __init__(self, oracle: LengthOracle) -> None:
-        self._oracle = oracle
-        self.is_none = has_no_opinion(oracle)
-
-    def predict(self, seq: Sequence) -> int | None:
-        said: Unchecked = self._oracle.predict(seq)
-        if said is None or (isinstance(said, int) and said >= 1):
-            return said
-        raise ConfigError(
-            f"scheduler.oracle: {type(self._oracle).__name__} predicts {shown(said)} for request {seq.request_id!r}; "
-            "it must be a whole number of tokens, at least 1, or None"
-        )
 
 
 def _rises(edges: Unchecked) -> bool:

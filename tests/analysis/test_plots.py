@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.comparison import fidelity
-from analysis.comparison.compare import LATENCY, RATES, Comparison
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
 from analysis.load import load_run
 from analysis.measures.statistics import Estimate, mean_t
 from analysis.plots import curves, style
@@ -99,6 +99,15 @@ def test_a_panel_of_bars_with_one_far_off_goes_by_the_ratio_and_says_so(tmp_path
     assert axes.bbox.x0 < half < zero < double < far < axes.bbox.x1
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "+900"]
     saved(np.array([axes]), tmp_path, "far")
+
+
+def test_bars_of_shares_are_in_points_however_wide_their_interval():
+    estimate = mean_t(np.array([0.05, 0.60]))
+    (axes,) = plots.ablation_bars([Comparison("a", SLO_METRICS[0], 0.6, estimate, "inside the noise", base=0.3)])
+    assert axes.get_xlabel() == "change (points)"
+    assert axes.get_xlim() == (-100.0, 100.0)
+    (bar,) = [patch for patch in axes.patches if patch.get_width()]
+    assert bar.get_width() == pytest.approx(32.5)
 
 
 def test_a_panel_of_small_changes_is_not_blown_up():

@@ -154,5 +154,8 @@ def test_an_order_by_size_that_leaves_the_long_ones_waiting_is_outrun_by_their_w
     assert not is_outrun(waiting.num, 2000), "so few"
     assert waiting.grew(2000)
     assert outrun(found) is True
+    note = outrun_note({"steadiness": steadiness(found)})
+    assert note is not None
+    assert "requests waited with the work of " in note, "in number there are hardly more"
     evenly = [row | {"num_prompt_tokens": 100} for row in rows]
     assert outrun(Requests.of(table(evenly, REQUEST_COLUMNS))) is not True, "of equal ones that would be too few"

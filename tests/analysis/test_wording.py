@@ -10,8 +10,8 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
-from analysis.comparison.wording import change_text, interval_text
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, judge
+from analysis.comparison.wording import change_text, interval_text, verdict_text
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate, differences, verdict
 from analysis.reports import findings
@@ -73,10 +73,17 @@ def test_a_change_of_a_share_is_told_in_points():
     estimate = Estimate(-0.037, -0.051, -0.022, 3, "paired t", scale)
     lost = Comparison("arm", SLO_METRICS[0], 0.37, estimate, "lower", base=0.41)
     assert interval_text(lost).replace("\u00a0", " ") == "−3.7 points [−5.1, −2.2]"
-    assert lost.gain == pytest.approx(math.log(0.373 / 0.41))
+    assert (lost.gain, lost.log_ratio) == (-0.037, pytest.approx(math.log(0.373 / 0.41)))
     all_of_it = replace(lost, estimate=Estimate(-0.41, -0.5, -0.3, 5, "paired t", scale))
-    assert (change_text(all_of_it).replace("\u00a0", " "), all_of_it.gain) == ("−41 points", -math.inf)
+    assert change_text(all_of_it).replace("\u00a0", " ") == "−41.0 points"
+    assert (all_of_it.gain, all_of_it.log_ratio) == (-0.41, -math.inf)
     assert change_text(replace(lost, verdict="identical")).replace("\u00a0", " ") == "0 points"
+    small = Estimate(0.0011, -0.001, 0.003, 5, "paired t", scale)
+    noisy = replace(lost, value=0.2, base=0.2, estimate=small)
+    (within,) = judge([replace(noisy, noise=0.01)], 0.02, ["one"])
+    (beyond,) = judge([replace(noisy, noise=0.05)], 0.02, ["one"])
+    assert (within.verdict, beyond.verdict) == ("equivalent", "inside the engine's noise"), "both relative to the base"
+    assert verdict_text(within, 0.02).replace("\u00a0", " ") == "equivalent (±2 % of the baseline's)"
     none_left = Estimate(-0.4, -0.5, -0.3, 5, "paired t", scale)
     goodput = replace(all_of_it, metric=SLO_METRICS[1], base=0.4, estimate=none_left)
     said = interval_text(goodput).replace("\u00a0", " ")

@@ -305,8 +305,10 @@ class Shadow:
         for member in self.members.values():
             for index, block in enumerate(seqs[member.seq_id].cpu_table):
                 on_cpu.setdefault(block, []).append((member, index))
-        for member, index in [held for holders in on_cpu.values() if len(holders) > 1 for held in holders]:
-            member.merged.update(range(index * size, (index + 1) * size))
+        for holders in on_cpu.values():
+            if len({one.unit[0].seq_id for one, _ in holders}) > 1:  # those that go together share what is theirs
+                for member, index in holders:
+                    member.merged.update(range(index * size, (index + 1) * size))
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

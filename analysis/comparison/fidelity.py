@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis import format as fmt
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
 from analysis.measures.statistics import spread
@@ -184,11 +183,6 @@ def ranking_agreement(
             row["winner_is_clear"] = max(first, second) > min(first, second) * (1.0 + threshold)
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def told_winner(winner: Any) -> str:
-    """sim_winner or real_winner in a table's cell."""
-    return winner or "several" if isinstance(winner, str) else fmt.NOTHING
 
 
 def _winner(names: Sequence[str], values: Sequence[float], sign: int) -> str:

@@ -6,6 +6,7 @@ Changes are in percent; those of shares, as SLO attainment, in percentage points
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
@@ -82,3 +83,8 @@ def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:
     words = {"unknown": "without an interval"}
     texts = [f"{end.claim or words.get(end.verdict, end.verdict)} with {end.arm} ({told(end)})" for end in effect.ends]
     return f"{effect.comparison.metric.label} is {' and '.join(texts)}"
+
+
+def winner_text(winner: Any) -> str:
+    """Of a row of `fidelity.ranking_agreement`: sim_winner or real_winner in a table's cell."""
+    return winner or "several" if isinstance(winner, str) else fmt.NOTHING

@@ -35,7 +35,7 @@ EACH = 0.25
 LATE = 2.0
 SURE, PERHAPS = 3.0, 1.0  # standard deviations
 QUARTERS = (1, 2, 3)
-Spans = tuple[FloatArray, FloatArray, FloatArray | float]  # begin, end, weight
+Spans = tuple[FloatArray, FloatArray, FloatArray | float]  # begin, end, size in requests of mean size
 
 
 class Customers:
@@ -71,18 +71,20 @@ class Customers:
             yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone], 1.0
         yield self.sessions[:, 0], self.sessions[:, 1], 1.0
 
-    def by_quarter(self, spans: Iterable[Spans]) -> tuple[float, ...]:
-        """How many of them there are, by weight, in the mean over each quarter of the arrivals but the first; none
+    def by_quarter(self, spans: Iterable[Spans]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """How many of them there are, and their work, in the mean over each quarter of the arrivals but the first; none
         where all came at once."""
         if not self.quarter_ns:
-            return ()
-        sums = dict.fromkeys(QUARTERS, 0.0)
-        for begin, end, weight in spans:
+            return (), ()
+        sums, work = dict.fromkeys(QUARTERS, 0.0), dict.fromkeys(QUARTERS, 0.0)
+        for begin, end, size in spans:
             for number in QUARTERS:
                 start = self.first_ns + number * self.quarter_ns
-                inside = np.minimum(end, start + self.quarter_ns) - np.maximum(begin, start)
-                sums[number] += float((np.maximum(inside, 0.0) * weight).sum())
-        return tuple(total / self.quarter_ns for total in sums.values())
+                inside = np.maximum(np.minimum(end, start + self.quarter_ns) - np.maximum(begin, start), 0.0)
+                sums[number] += float(inside.sum())
+                work[number] += float((inside * size).sum())
+        num, in_sizes = (tuple(total / self.quarter_ns for total in each.values()) for each in (sums, work))
+        return num, in_sizes
 
     def stays(self) -> Stays:
         total, num, early, last_end = 0.0, 0, 0.0, self.last_ns
@@ -138,19 +140,16 @@ def waiting_of(requests: Requests) -> Waiting:
 
 
 def _waiting(customers: Customers, requests: Requests) -> Waiting:
-    num = customers.by_quarter(_spans(requests, only_waiting=True))
-    work = customers.by_quarter(_spans(requests, only_waiting=True, mean_tokens=customers.mean_tokens))
-    return Waiting(num, work, customers.spread)
+    return Waiting(*customers.by_quarter(_spans(requests, customers.mean_tokens, only_waiting=True)), customers.spread)
 
 
-def _spans(requests: Requests, *, only_waiting: bool, mean_tokens: float | None = None) -> Iterator[Spans]:
-    """Of requests: from their arrivals to their ends, or to when they were first scheduled. mean_tokens: each counts by
-    its size, of this mean."""
+def _spans(requests: Requests, mean_tokens: float, *, only_waiting: bool) -> Iterator[Spans]:
+    """Of requests: from their arrivals to their ends, or to when they were first scheduled."""
     for piece in requests.pieces():
         left = _ends(piece)
         if only_waiting:
             left = np.fmin(left, piece.numbers("first_scheduled_ns"))
-        yield piece.numbers("arrival_ns"), left, 1.0 if mean_tokens is None else _num_tokens(piece) / mean_tokens
+        yield piece.numbers("arrival_ns"), left, _num_tokens(piece) / mean_tokens
 
 
 def _num_tokens(piece: RequestColumns) -> FloatArray:
@@ -183,7 +182,7 @@ def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) 
     without_waits_ns = stays.mean_ns - customers.waited_ns / max(1, num)
     if waiting.grew(num) and (not in_sessions or without_waits_ns <= quarter_ns):
         return True
-    there = customers.by_quarter(customers.spans()) if in_sessions else in_system
+    there = customers.by_quarter(customers.spans())[0] if in_sessions else in_system
     counts = (waiting.num, in_system, there)
     if waiting.grew(num) or any(is_outrun(one, num) for one in counts):
         return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
@@ -195,7 +194,8 @@ def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) 
 def steadiness(requests: Requests) -> dict[str, Any] | None:
     """For the summary; None where all came at once."""
     customers = Customers(requests)
-    waiting, in_system = _waiting(customers, requests), customers.by_quarter(_spans(requests, only_waiting=False))
+    waiting = _waiting(customers, requests)
+    in_system, _ = customers.by_quarter(_spans(requests, customers.mean_tokens, only_waiting=False))
     if not waiting.num:
         return None
     told = {"waiting": list(waiting.num), "waiting_work": list(waiting.work), "in_system": list(in_system)}

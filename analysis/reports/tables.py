@@ -14,8 +14,7 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, counted, engine_of, infer_arms, stated_replicates
 from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
-from analysis.comparison.fidelity import told_winner
-from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text
+from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text, winner_text
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline
 from analysis.measures.metrics import SLO
@@ -241,7 +240,7 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
         same = {True: "yes", False: "no"}[item["same_winner"]] if item["winner_is_clear"] else fmt.NOTHING
         cells = [metric_of(str(item["metric"])).label, fmt.number(item["num_policies"]), fmt.number(tau)]
         cells.append(f"{item['num_same_order']} of {told_apart}" if told_apart else "none told apart")
-        cells += [told_winner(item[name]) for name in ("sim_winner", "real_winner")]
+        cells += [winner_text(item[name]) for name in ("sim_winner", "real_winner")]
         rows.append((Cell(cells[0], kind="head"), *[Cell(text) for text in cells[1:]], Cell(same)))
     headers = ("metric", "policies", "Kendall's τ", "pairs ordered alike", "best in sim", "best in real", "same")
     caption = (

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from analysis.comparison import fidelity
 from analysis.comparison.arms import grouped
-from analysis.comparison.fidelity import StepErrors, step_errors, told_winner
+from analysis.comparison.fidelity import StepErrors, step_errors
+from analysis.comparison.wording import winner_text
 from analysis.load import Run
 from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clocks
@@ -291,7 +292,7 @@ def _ranking(frame: pd.DataFrame) -> str:
         same = "–" if not row["winner_is_clear"] else "yes" if row["same_winner"] else "no"
         rows.append([
             metric_name(str(row["metric"])), "a tie" if is_tie else f"{tau:+.2f}" if num_apart else "–",
-            told_winner(row["real_winner"]), told_winner(row["sim_winner"]), same,
+            winner_text(row["real_winner"]), winner_text(row["sim_winner"]), same,
             f"{row['num_same_order']} of {num_apart}" if num_apart else "none told apart",
         ])  # fmt: skip
     headers = ["metric", "Kendall's tau", "measured best", "simulated best", "same", "pairs in order, of those apart"]

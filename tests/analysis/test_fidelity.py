@@ -14,6 +14,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
+from analysis.comparison.wording import winner_text
 from analysis.load import Run, load_run
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
@@ -78,7 +79,7 @@ def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
         ranking = fidelity.ranking_agreement({name: pairs[name] for name in order}, ["ttft_s.mean"])
         row = ranking.iloc[0]
         assert (row.sim_winner, row.real_winner, bool(row.same_winner)) == ("", "a", False)
-        assert [fidelity.told_winner(one) for one in (row.sim_winner, row.real_winner, None)] == ["several", "a", "–"]
+        assert [winner_text(one) for one in (row.sim_winner, row.real_winner, None)] == ["several", "a", "–"]
         (said,) = winners({"": ranking}, {})
         assert "picks the real engine's best policy in 0 of the 1 metrics" in said
         assert said.endswith("not in mean TTFT (where several are best).")

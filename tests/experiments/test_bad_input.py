@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,6 @@ import pytest
 from analysis.comparison.arms import Arm
 from analysis.load import load_run
 from analysis.reports.cautions import lost
-from experiments import simulate
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -264,90 +258,6 @@ def test_a_run_is_never_overwritten_without_being_asked(tmp_path: Path, capsys: 
     assert manifest_of(tmp_path / "run")["num_sent"] == 2
 
 
-class FullDisk:
-    """A method that works `after` times, and then finds the disk full."""
-
-    def __init__(self, method: Callable[..., Any], after: int) -> None:
-        self.method, self.left = method, after
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return self.method(instance, *arguments)
-
-        return call
-
-
-@pytest.mark.parametrize("place", ["ParquetFile.write", "ParquetFile.close", "TapeWriter.committed"])
-def test_a_full_disk_is_one_line_and_what_was_written_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    from testbed.records import parquet, tape
-
-    owner = tape.TapeWriter if place.startswith("Tape") else parquet.ParquetFile
-    if owner is tape.TapeWriter:
-        pytest.importorskip("torch")
-    name = place.partition(".")[2]
-    monkeypatch.setattr(owner, name, FullDisk(getattr(owner, name), after=9 if name == "committed" else 0))
-    more = REAL if owner is tape.TapeWriter else ()
-    rows = [{**GOOD, "arrival_time": i / 10, "output_tokens": 5} for i in range(6)]
-    error = run(capsys, tmp_path, rows, *more).error()
-    assert "the disk is full" in error
-    if name != "committed":
-        assert f"its records in {tmp_path / 'run'} cannot be read; run it again with overwrite=true" in error
-    else:
-        assert f"partial results kept in {tmp_path / 'run'}" in error
-        load_run(tmp_path / "run")
-    manifest = manifest_of(tmp_path / "run")
-    assert manifest["status"] == "partial"
-    assert not (tmp_path / "run" / "done").exists()
-    if name == "committed":
-        assert table_of(tmp_path / "run", "steps").num_rows >= 9
-        assert "of 6 requests" in error
-
-
-def test_a_full_disk_at_the_very_end_is_no_whole_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import os
-
-    def full(source: Any, target: Any) -> None:
-        if str(target).endswith("summary.json"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(source, target)
-
-    replace = os.replace
-    monkeypatch.setattr("experiments.runs.run_folder.os.replace", full)
-    error = run(capsys, tmp_path, [GOOD]).error()
-    assert "the disk is full" in error
-    assert not (tmp_path / "run" / "done").exists()
-    assert not list((tmp_path / "run").glob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        (["run", *TINY, "trace.num_requests=300", "hydra.run.dir=other"], "other"),
-        (["timeline", "run", "--out", "big.json"], "big.json"),
-        (["report", "run", "--out", "page.html"], "page.html"),
-        (["trace", "synthesise", "big.parquet", "trace.num_requests=3000"], "big.parquet"),
-    ],
-)
-def test_a_file_that_grows_beyond_its_limit_is_named(tmp_path: Path, command: list[str], file: str) -> None:
-    simulate({"num_requests": 40}, folder=tmp_path / "run")
-    limited = f"ulimit -f 4; exec {shlex.join([sys.executable, '-m', 'experiments', *command])}"
-    done = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1
-    assert "File too large for this shell or file system (" in told[0]
-    assert "raise the limit (ulimit -f) and run again" in told[0]
-    assert file in told[0]
-    assert "Traceback" not in done.stderr
-
-
 def test_from_a_folder_that_holds_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) in say(capsys, "run", f"from={tmp_path}").error()
 
@@ -459,23 +369,3 @@ def test_a_cost_model_that_returns_a_negative_span_is_told() -> None:
     scheduler.add(make_request("a", 4, 9))
     with pytest.raises(ConfigError, match="Backwards returned prepare_ns=-5; a span is 0 ns or more"):
         SimBackend(Backwards()).start(scheduler.plan(0))
-
-
-def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import errno
-    from concurrent.futures import ThreadPoolExecutor
-
-    from testbed.records.tables import RowTable
-
-    with ThreadPoolExecutor(1) as worker:
-        table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, worker, 1)
-        full = FullDisk(lambda *_: None, after=0).__get__(None, object)
-        monkeypatch.setattr(table._file._writer, "write_batch", full)
-        table.append((1,))
-        worker.submit(int).result()  # it has tried
-        for attempt in (lambda: table.append((1,)), table.close):
-            with pytest.raises(OSError, match=r"t\.parquet") as caught:
-                attempt()
-            assert caught.value.errno == errno.ENOSPC

@@ -78,3 +78,29 @@ class Job:
         room = max(1, max_model_len - self.num_prompt)
         wanted = wanted if forced is None else len(forced)
         return room if wanted is None else min(wanted, room)
+
+
+Tables = list[tuple[Member, list[int]]]
+
+
+def note_replaced(tables: Tables, copied: set[int], block_size: int) -> None:
+    """Positions in blocks that took the place of the own ones, but by copies."""
+    for member, table in tables:
+        for index, (before, now) in enumerate(zip(member.table, table, strict=False)):
+            if before != now and now not in copied:
+                member.merged.update(range(index * block_size, (index + 1) * block_size))
+        member.table = table[:]
+
+
+def note_shared(tables: Tables, block_size: int) -> None:
+    """On the CPU: those in blocks that others have too, where a victim's is written over the equal one. Members that go
+    together share what is theirs."""
+    held: dict[int, list[tuple[Member, int]]] = {}
+    for member, table in tables:
+        for index, block in enumerate(table):
+            if block >= 0:
+                held.setdefault(block, []).append((member, index))
+    for holders in held.values():
+        if len({member.unit[0].seq_id for member, _ in holders}) > 1:
+            for member, index in holders:
+                member.merged.update(range(index * block_size, (index + 1) * block_size))

@@ -17,7 +17,7 @@ from testbed.core.sequence import Sequence
 from tests.properties.device import Device
 from tests.properties.draws import draw
 from tests.properties.laws import check_admissions, check_budgets, check_finished, check_shape, check_steps_of_their_own
-from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member
+from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member, note_replaced, note_shared
 from tests.properties.setups import EOS, Setup
 
 
@@ -293,22 +293,11 @@ class Shadow:
         """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into."""
         if self._trusts_hits or self.setup.composition not in ("unified", "decode_first", "prefill_decode_split"):
             return
-        size, copied = self.setup.block_size, {target for _, target in plan.copies}
-        seqs = self._sequences()
-        for member in self.members.values():
-            table = seqs[member.seq_id].block_table[:]
-            for index, (before, now) in enumerate(zip(member.table, table, strict=False)):
-                if before != now and now not in copied:
-                    member.merged.update(range(index * size, (index + 1) * size))
-            member.table = table
-        on_cpu: dict[int, list[tuple[Member, int]]] = {}  # a victim's block is written over the equal one there
-        for member in self.members.values():
-            for index, block in enumerate(seqs[member.seq_id].cpu_table):
-                on_cpu.setdefault(block, []).append((member, index))
-        for holders in on_cpu.values():
-            if len({one.unit[0].seq_id for one, _ in holders}) > 1:  # those that go together share what is theirs
-                for member, index in holders:
-                    member.merged.update(range(index * size, (index + 1) * size))
+        copied, seqs = {target for _, target in plan.copies}, self._sequences()
+        on_gpu = [(member, seqs[member.seq_id].block_table) for member in self.members.values()]
+        on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
+        note_replaced(on_gpu, copied, self.setup.block_size)
+        note_shared(on_cpu, self.setup.block_size)
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

@@ -1,4 +1,4 @@
-"""The provider of CPUs: decodes by a C kernel that reads paged blocks where they lie, all else as the reference does.
+"""The provider of CPUs: decodes by a C kernel that reads paged blocks where they lie, prefills as the reference does.
 
 To gather the blocks first, as the reference does, takes longer than to attend to them. The kernel is compiled on first
 use (real/kernels/host.py); where that cannot be, the reference stands in.
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionSpec
-from real.attention.torch_provider import Decodes, TorchAttention
-from real.kernels.host import HostCodeError, library
+from real.attention.torch_provider import Decodes, TorchAttention, TorchStep
+from real.kernels.host import library, why_no_library
+from real.kernels.host_layers import turn_and_store
 
 LANES = 16  # as the kernel has it
 _ENTRIES = {torch.float32: "decode_float32", torch.bfloat16: "decode_bfloat16"}
@@ -42,17 +43,18 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it reads no {spec.kv_dtype} cache"
     if spec.head_dim % LANES:
         return f"head size {spec.head_dim} is no multiple of {LANES}"
-    try:
-        library("paged_decode")
-    except HostCodeError as error:
-        return str(error)
-    return None
+    return why_no_library("paged_decode") or why_no_library("layers")
 
 
 class CpuAttention(TorchAttention):
     """The reference but for decodes."""
 
     name = "cpu"
+
+    def prepare(self, metadata: AttentionMetadata) -> TorchStep:
+        step = super().prepare(metadata)
+        step.turn_and_store = partial(turn_and_store, slot_mapping=metadata.slot_mapping)
+        return step
 
     def _decodes(self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int]) -> Decodes:
         if not decodes:

@@ -55,7 +55,8 @@ class Flash3Step:
         self._scale, self._metadata = provider.spec.scale, metadata
         window = provider.window(metadata)
         self._window = (-1, -1) if window is None else (window - 1, 0)
-        self.slots = provider.slots(metadata)
+        self._slots = provider.slots(metadata)
+        self.turn_and_store = None if self._slots is None else self._slots.turn_and_store
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
@@ -63,7 +64,7 @@ class Flash3Step:
         from flash_attn_interface import flash_attn_with_kvcache
 
         metadata = self._metadata
-        store_step(key, value, kv_cache, metadata, self.slots, is_stored=is_stored)
+        store_step(key, value, kv_cache, metadata, self._slots, is_stored=is_stored)
         output: Tensor = flash_attn_with_kvcache(
             query,  # [num_tokens, num_heads, head_dim]
             kv_cache[0],

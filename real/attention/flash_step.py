@@ -22,12 +22,11 @@ from real.attention import triton_provider
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    KVSlots,
     StepAttention,
     as_stored,
     store_kv,
 )
-from real.attention.triton_provider import PagedRows, Takes, TritonStep, scoring_of, store
+from real.attention.triton_provider import KVSlots, PagedRows, Takes, TritonStep, scoring_of
 from real.staging import send_array
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def store_step(
     if slots is None:
         store_kv(key, value, kv_cache, metadata.slot_mapping)
     elif not is_stored:
-        store(key, value, kv_cache, slots)
+        slots.store(key, value, kv_cache)
 
 
 class FlashStep:
@@ -152,7 +151,8 @@ class FlashStep:
         lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
         self._fresh = _part(metadata, [row for row, (num, context) in enumerate(lens) if num > 1 and num == context])
         self._cached = self._decodes = self._paged = None
-        self.slots = provider.slots(metadata)
+        self._slots = provider.slots(metadata)
+        self.turn_and_store = None if self._slots is None else self._slots.turn_and_store
         if takes_pages(spec):
             self._cached = _part(metadata, [row for row, (num, context) in enumerate(lens) if 1 < num < context])
             if decode is not None:
@@ -164,7 +164,7 @@ class FlashStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        store_step(key, value, kv_cache, self._metadata, self.slots, is_stored=is_stored)
+        store_step(key, value, kv_cache, self._metadata, self._slots, is_stored=is_stored)
         decode, varlen, options = self._decode, self._varlen, self._options
         if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # nothing to put together
             return decode(self._decodes, query, kv_cache, options)

@@ -23,7 +23,7 @@ rows, with slots like these, and what comes out of them means nothing. For a slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -106,27 +106,31 @@ def metadata_of(rows: Sequence[tuple[int, int]], slot_mapping: Tensor, block_tab
     )
 
 
-class KVSlots(NamedTuple):
-    """Where a step's keys and values go, for a kernel that stores them before attention is called: as AttentionMetadata
-    and AttentionSpec have it."""
+class HeadNorm(NamedTuple):
+    """Weights of RMSNorm over a head, each [head_dim]."""
 
-    slot_mapping: Tensor
-    k_scale: float
-    v_scale: float
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float
+
+
+# (query, key, value, norm, (cos, sin), KV memory): normalises heads and turns them in place, stores keys and values
+TurnAndStore = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, tuple[Tensor, Tensor], Tensor], None]
 
 
 class StepAttention(Protocol):
     """Attention of one step, called once by every layer."""
 
     @property
-    def slots(self) -> KVSlots | None:
-        """None: keys and values are stored by the call alone."""
+    def turn_and_store(self) -> TurnAndStore | None:
+        """Does in one go what lies between a layer's projections and the call; None: keys and values are stored by the
+        call alone."""
         ...
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        """Stores key and value by slot, if they are not (where there are `slots`); attends. The result is valid until
+        """Stores key and value by slot, unless `turn_and_store` did; attends. The result is valid until
         the next call.
 
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];

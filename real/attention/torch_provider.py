@@ -23,6 +23,7 @@ from torch.nn import functional
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
+    TurnAndStore,
     as_bytes,
     as_stored,
     dequantize,
@@ -228,7 +229,7 @@ class TorchAttention:
 class TorchStep:
     """One step's attention; see StepAttention for the shapes."""
 
-    slots = None
+    turn_and_store: TurnAndStore | None = None
 
     def __init__(
         self, attention: TorchAttention, slot_mapping: Tensor, decodes: Decodes, tiles: list[PrefillTile]
@@ -238,9 +239,9 @@ class TorchStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        assert not is_stored, "torch's operators store keys and values themselves"
         spec = self._attention.spec
-        store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
+        if not is_stored:
+            store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
         if self._tiles:
             key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
         output = torch.empty_like(query)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from enum import IntEnum
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from real import kernels
-from real.attention.interface import AttentionMetadata, AttentionSpec, KVSlots, StepAttention
+from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, TurnAndStore
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
@@ -70,12 +71,33 @@ class TritonAttention:
         return TritonStep(self.spec, self.scoring, metadata)
 
 
+class KVSlots(NamedTuple):
+    """Where a step's keys and values go, and the kernels that put them there: as AttentionMetadata and AttentionSpec
+    have it."""
+
+    slot_mapping: Tensor
+    k_scale: float
+    v_scale: float
+
+    @property
+    def turn_and_store(self) -> TurnAndStore:
+        from real.kernels.heads import turn_and_store
+
+        return partial(turn_and_store, **self._asdict())
+
+    def store(self, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        from real.kernels.store import store_kv
+
+        store_kv(key, value, kv_cache, *self)
+
+
 class TritonStep:
     """One step's attention; see StepAttention for the shapes."""
 
     def __init__(self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata) -> None:
         self._rows = PagedRows(spec, scoring, metadata)
-        self.slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        self._slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        self.turn_and_store = self._slots.turn_and_store
         self._may_have_padding = metadata.are_bounds and max(metadata.query_lens) > 1
         self._output: Tensor | None = None  # of all layers, one after the other
 
@@ -83,19 +105,12 @@ class TritonStep:
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
         if not is_stored:
-            store(key, value, kv_cache, self.slots)
+            self._slots.store(key, value, kv_cache)
         if self._output is None:  # nobody writes the tokens that pad a step
             create = torch.zeros_like if self._may_have_padding else torch.empty_like
             self._output = create(query, memory_format=torch.contiguous_format)
         self._rows.attend(query, kv_cache, self._output)
         return self._output
-
-
-def store(key: Tensor, value: Tensor, kv_cache: Tensor, slots: KVSlots) -> None:
-    """Of a whole step, by our kernel."""
-    from real.kernels.store import store_kv
-
-    store_kv(key, value, kv_cache, *slots)
 
 
 class Prefills(NamedTuple):

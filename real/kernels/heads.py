@@ -3,8 +3,6 @@ head and turned by their positions, keys and values are stored in the KV memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,29 +76,21 @@ def heads_kernel(
                 store_as(to + HALF + dims, second, is_part, inverse_v_scale, KV_FORMAT)
 
 
-class HeadNorm(NamedTuple):
-    """Weights of RMSNorm over a head, each [head_dim]."""
-
-    query_weight: Tensor
-    key_weight: Tensor
-    eps: float
-
-
 def turn_and_store(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    norm: HeadNorm | None,
+    norm: tuple[Tensor, Tensor, float] | None,
     rotation: tuple[Tensor, Tensor],
     kv_cache: Tensor,
     slot_mapping: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """query [num_tokens, num_heads, head_dim] and key [num_tokens, num_kv_heads, head_dim] are normalised (norm: None
-    leaves that out) and turned in place; key and value are stored. rotation: cos and sin, [num_tokens, 1,
-    head_dim / 2]; kv_cache, slot_mapping, scales: as for real.kernels.store.store_kv. Results are rounded to the
-    tensors' format after the norm and after the rotation.
+    """query [num_tokens, num_heads, head_dim] and key [num_tokens, num_kv_heads, head_dim] are normalised (norm:
+    weights of either, [head_dim], and epsilon; None leaves that out) and turned in place; key and value are stored.
+    rotation: cos and sin, [num_tokens, 1, head_dim / 2]; kv_cache, slot_mapping, scales: as for
+    real.kernels.store.store_kv. Results are rounded to the tensors' format after the norm and after the rotation.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, (cos, sin) = key.shape[1], rotation

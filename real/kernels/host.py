@@ -16,10 +16,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+HEADER = "lines.h"  # what the C files share
 FLAGS = (
     "-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast",
     # sums may be taken in another order, which vectors do; infinities stay what they are
     "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+    "-fno-tree-pre",  # GCC would give the ends of ranges branches of their own, and no vectors to the loops around them
 )  # fmt: skip
 LINKED = ("-shared",)  # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
 FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
@@ -32,30 +34,41 @@ class HostCodeError(Exception):
 @cache
 def library(name: str) -> ctypes.CDLL:
     """The functions of `<name>.c`, for threads of the OpenMP that torch has loaded. Raises HostCodeError."""
-    source = Path(__file__).with_name(f"{name}.c").read_bytes()
+    source, header = (Path(__file__).with_name(file).read_bytes() for file in (f"{name}.c", HEADER))
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         raise HostCodeError(f"there is no C compiler ({compiler[0]})") from None
-    made_from = (source, version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
+    made_from = (source, header, version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     file = _folder() / f"{name}-{key}.so"
     if not file.is_absolute():  # who has no home has no cache; code is not taken from where one happens to be
         raise HostCodeError("there is no folder for what is compiled; set XDG_CACHE_HOME to one")
     try:
         if not file.exists():
-            _compile(compiler, source, file)
+            _compile(compiler, source, header, file)
         return ctypes.CDLL(str(file))
     except OSError as error:  # a folder that cannot be written to, a libc or an OpenMP that is not there
         raise HostCodeError(f"what {compiler[0]} makes cannot be used ({error})") from None
 
 
-def _compile(compiler: list[str], source: bytes, file: Path) -> None:
+@cache
+def why_no_library(name: str) -> str | None:
+    """None if it can be used."""
+    try:
+        library(name)
+    except HostCodeError as error:
+        return str(error)
+    return None
+
+
+def _compile(compiler: list[str], source: bytes, header: bytes, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
         code, object_file, made = Path(work, "code.c"), Path(work, "code.o"), Path(work, "code.so")
         code.write_bytes(source)
+        Path(work, HEADER).write_bytes(header)
         said = b""
         for native in FOR_THIS_MACHINE:
             command = [*compiler, *FLAGS, *native, "-c", str(code), "-o", str(object_file)]

@@ -3,11 +3,8 @@
    A row and a KV head are a piece of work; its query heads go through the positions together, CHUNK of them at a time,
    with a running maximum and sum (Milakov and Gimelshein, 2018). What a row gets depends on no other row. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "lines.h"
 
-#define INLINE inline __attribute__((always_inline))
 #define LANES 16 /* floats of a vector; the compiler splits it where the machine's are shorter */
 #define TILE 4   /* keys that two queries are multiplied with at a time */
 #define WIDE 4   /* vectors of an output that stay in registers */
@@ -31,45 +28,6 @@ typedef struct {
   int64_t window; /* positions that it looks back at; 0: all */
   float scale;
 } Decode;
-
-/* e^x for x <= 0, to six digits; below e^-87 it stays there. Coefficients: Cephes' expf (Moshier). */
-static INLINE float exp_of(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;
-  const float r = x - (float)n * 0.693359375f + (float)n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f, power;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  memcpy(&power, &bits, sizeof power);
-  return y * power;
-}
-
-static INLINE void load(const void *from, int64_t at, float *to, int64_t dim, int is_half) {
-  if (!is_half) {
-    memcpy(to, (const float *)from + at, (size_t)dim * sizeof(float));
-    return;
-  }
-  for (int64_t i = 0; i < dim; i++) {
-    const uint32_t bits = (uint32_t)((const uint16_t *)from)[at + i] << 16;
-    memcpy(to + i, &bits, sizeof bits);
-  }
-}
-
-static INLINE void store(void *to, int64_t at, const float *from, int64_t dim, int is_half) {
-  if (!is_half) {
-    memcpy((float *)to + at, from, (size_t)dim * sizeof(float));
-    return;
-  }
-  for (int64_t i = 0; i < dim; i++) {
-    uint32_t bits;
-    memcpy(&bits, from + i, sizeof bits);
-    ((uint16_t *)to)[at + i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* ties to even */
-  }
-}
 
 /* Where a key or value can be read as floats: in place, or in `room`. */
 static INLINE const float *line(const void *from, int64_t at, float *room, int64_t dim, int is_half) {

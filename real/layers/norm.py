@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.kernels import host_layers
+from real.kernels.host_layers import by_host
 from real.layers.compiled import compiled_on_cuda
 from real.layers.slots import empty_parameter
 
@@ -29,11 +31,13 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps), x
 
 
+@by_host(host_layers.rms_norm)
 @compiled_on_cuda
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
+@by_host(host_layers.add_rms_norm)
 @compiled_on_cuda
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds the residual to x in place; returns the normalised sum."""

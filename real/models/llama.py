@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from real.attention.interface import StepAttention
+from real.attention.interface import HeadNorm, StepAttention
 from real.device import Placement
 from real.layers.activation import silu_and_mul
 from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
 from real.layers.linear import Linear, QKVParallel, RowParallel, even_part
-from real.layers.norm import RMSNorm
+from real.layers.norm import RMSNorm, rms_norm
 from real.layers.rotary import RotaryEmbedding, rotate
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
@@ -52,19 +52,22 @@ class LlamaAttention(nn.Module):
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, attention: StepAttention
     ) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        if attention.slots is not None:  # one launch, in place; key and value are stored too
-            from real.kernels.heads import HeadNorm, turn_and_store  # not at the top: needs Triton
-
-            norm = None if norms is None else HeadNorm(norms[0].weight, norms[1].weight, norms[0].eps)
-            turn_and_store(query, key, value, norm, rotation, kv_cache, *attention.slots)
+        turn_and_store, norm = attention.turn_and_store, self._head_norm()
+        if turn_and_store is not None:
+            turn_and_store(query, key, value, norm, rotation, kv_cache)
         else:
-            if norms is not None:
-                query, key = norms[0](query), norms[1](key)
+            if norm is not None:
+                query = rms_norm(query, norm.query_weight, norm.eps)
+                key = rms_norm(key, norm.key_weight, norm.eps)
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        attended = attention(query, key, value, kv_cache, is_stored=attention.slots is not None)
+        attended = attention(query, key, value, kv_cache, is_stored=turn_and_store is not None)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
+
+    def _head_norm(self) -> HeadNorm | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class LlamaMLP(nn.Module):

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from real import kernels
 from real.beams import Candidates, advance, best_continuations, is_beam
+from real.kernels import host_layers
+from real.kernels.host_layers import by_host
 from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, draws_at_a_time
 from real.sampling.logprobs import Scored, at_a_time, in_parts, score, to_lists
 from real.sampling.noise import log_exponential
@@ -59,6 +61,12 @@ def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
     )
 
 
+@by_host(host_layers.argmax)
+def largest(logits: Tensor) -> Tensor:
+    """Logits float32 [num_rows, vocab] -> int64 [num_rows]: which of them is the largest."""
+    return logits.argmax(dim=-1)
+
+
 def _to_host(tensor: Tensor) -> Tensor:
     """Into pinned memory, behind what the device is doing; nothing to do where the device is a CPU."""
     return tensor.to("cpu", non_blocking=True)
@@ -67,7 +75,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
     """Logits float32 [num_rows, vocab] -> ids int64 [num_draws]."""
     if inputs.needs_argmax:
-        token_ids = logits.argmax(dim=-1)
+        token_ids = largest(logits)
         if inputs.num_draws > len(token_ids):
             token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - len(token_ids))])
     else:

@@ -337,8 +337,8 @@ def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_heads_are_turned_and_stored_as_by_the_layers_one_by_one(head_dim, kv_dtype, dtype):
     """Against the norms and the rotation of float32, rounded once more than they; what is stored, to the last bit."""
-    from real.attention.interface import as_bytes
-    from real.kernels.heads import HeadNorm, turn_and_store
+    from real.attention.interface import HeadNorm, as_bytes
+    from real.kernels.heads import turn_and_store
     from real.kernels.store import store_kv
 
     spec = make_spec(8, 1, head_dim, 16, dtype, GPU, kv_dtype=kv_dtype)

@@ -111,9 +111,14 @@ def test_auto_takes_it_on_a_cpu():
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    host.library.cache_clear()
+    forget()
     yield tmp_path / "llm-serving-testbed"
+    forget()
+
+
+def forget() -> None:
     host.library.cache_clear()
+    host.why_no_library.cache_clear()
 
 
 def test_it_is_made_once_and_never_older_than_its_source(anew: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,12 +128,14 @@ def test_it_is_made_once_and_never_older_than_its_source(anew: Path, monkeypatch
     (made,) = anew.iterdir()
     changed = anew.parent / "kernels"
     changed.mkdir()
-    source = Path(host.__file__).with_name("paged_decode.c").read_text()
-    (changed / "paged_decode.c").write_text(source + "\n/* another */\n")
+    files = [Path(host.__file__).with_name(name) for name in ("paged_decode.c", host.HEADER)]
     monkeypatch.setattr(host, "__file__", str(changed / "host.py"))
-    host.library.cache_clear()
-    host.library("paged_decode")
-    assert len(list(anew.iterdir())) == 2
+    for num_made, is_changed in ((2, (True, False)), (3, (False, True))):
+        for file, is_other in zip(files, is_changed, strict=True):
+            (changed / file.name).write_text(file.read_text() + "\n/* another */\n" * is_other)
+        host.library.cache_clear()
+        host.library("paged_decode")
+        assert len(list(anew.iterdir())) == num_made
     assert made.exists()
 
 

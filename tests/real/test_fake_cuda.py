@@ -5,6 +5,7 @@ What comes out must be what the engine gives on a CPU; what a GPU would not do, 
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from typing import Any
@@ -144,7 +145,7 @@ def test_a_layer_of_a_captured_step_is_nine_launches(gpu, monkeypatch, changes):
     beside decodes one more. What is compiled on a GPU is one launch there."""
     for module, name in (("real.layers.norm", "add_rms_norm"), ("real.models.llama", "silu_and_mul")):
         function = getattr(sys.modules[module], name)
-        monkeypatch.setattr(f"{module}.{name}", launched(gpu, function.__wrapped__))
+        monkeypatch.setattr(f"{module}.{name}", launched(gpu, inspect.unwrap(function)))
     counts: dict[bool, list[set[int]]] = {True: [], False: []}  # by whether there are prompts
     for num_layers in (2, 3):
         known = set(gpu.graphs)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention.interface import as_bytes
-from real.kernels.heads import HeadNorm, turn_and_store
+from real.attention.interface import HeadNorm, as_bytes
+from real.kernels.heads import turn_and_store
 from real.kernels.store import store_kv
 
 FP8 = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -1,9 +1,9 @@
 """Whether an SLO is kept at a load: what is counted of a run, pooled over replicates, and the verdict on it.
 
 Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
-if arrivals outrun the engine (`analysis.measures.steadiness`), or if fewer than half of the requests are done when the
-last one comes: nothing shows that the engine keeps up. Then latencies tell how long the trace is, and the load counts
-as failed whatever its attainment.
+if arrivals outrun the engine (`analysis.measures.steadiness`), or if fewer than half of the requests (of the sessions,
+where these come at a rate) are done when the last one comes: nothing shows that the engine keeps up. Then latencies
+tell how long the trace is, and the load counts as failed whatever its attainment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from analysis.measures.metrics import SLO, latency, meets_slo
 from analysis.measures.statistics import wilson
-from analysis.measures.steadiness import Waiting, waiting_of
+from analysis.measures.steadiness import Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 
 LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
@@ -34,10 +34,12 @@ class Load:
     num_failed: int
     over: dict[str, int]
     waiting: Waiting = field(default_factory=Waiting)  # never scheduled yet; of several runs sums
-    arriving_s: float = 0.0  # from the first arrival to the last
     duration_s: float = 0.0  # to the end of the last step
     num_completed: int = 0
-    num_done: int | None = None  # completed when the last one arrived
+    num_customers: int = 0  # what comes at a rate: requests, or sessions with all their turns
+    num_done: int = 0  # of those, when the last one came
+    arriving_s: float = 0.0  # from the first of them to the last
+    stay_s: float | None = None  # in the mean, of those that ended
     mean_s: Mapping[str, float | None] | None = None  # of each latency that the SLO limits, and of E2E
 
     @property
@@ -59,24 +61,25 @@ class Load:
         return self.num_met / self.duration_s if self.is_whole and self.duration_s > 0 else None
 
     @property
-    def is_overloaded(self) -> bool:
+    def overload(self) -> str | None:
+        """What shows it: "queue" where that grows, "short" where too few are done when the last one comes."""
         if not self.waiting.num:
-            return False
-        if self.num_done is not None and self.num_done < self.num_requests / 2:
-            return True
-        return self.waiting.grew(self.num_requests)
+            return None
+        if self.waiting.grew(self.num_requests):
+            return "queue"
+        return "short" if self.num_done < self.num_customers / 2 else None
 
     def keeps(self, share: float) -> bool | None:
         """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
         if self.attainment < share:
             return False
-        return not self.is_overloaded if self.is_whole else None
+        return self.overload is None if self.is_whole else None
 
     def first_failed(self, share: float) -> str | None:
-        """The limit that most requests fail; "queue" where it grows, though `share` of them, which are asked for, keep
-        the SLO."""
+        """The limit that most requests fail; or the `overload`, though `share` of them, which are asked for, keep the
+        SLO."""
         if self.attainment >= share or not any(self.over.values()):
-            return "queue" if self.is_overloaded else None
+            return self.overload
         return max(self.over, key=lambda name: self.over[name])
 
     def as_row(self) -> dict[str, Any]:
@@ -98,23 +101,30 @@ def max_failed(num_requests: int, share: float) -> int:
     return num
 
 
-def count_load(requests: Any, slo: SLO, duration_s: float) -> Load:
-    """Of a whole run's request records, as `analysis.measures.metrics` takes them."""
+def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool = False) -> Load:
+    """Of a whole run's request records, as `analysis.measures.metrics` takes them. by_session: sessions come at a rate,
+    and their later turns when the one before has ended."""
     columns = RequestColumns.of(requests)
     completed = columns.is_completed
     values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
     over = {name: int((values[name] > limit).sum()) for name, limit in slo.limits.items()}
-    arrival = columns.numbers("arrival_ns")
+    begin, end = columns.numbers("arrival_ns"), columns.numbers("finish_ns")
+    if by_session:
+        spans = list(Customers(Requests.of(requests)).spans())
+        begin, end = (np.concatenate([span[i] for span in spans]) for i in range(2))
+    stay = (end - begin)[np.isfinite(end)]
     return Load(
         is_whole=True,
         num_requests=len(columns),
         num_failed=len(columns) - int(meets_slo(columns, slo).sum()),
         over=over | {"unfinished": int((~completed).sum())},
         waiting=waiting_of(Requests.of(requests)),
-        arriving_s=float(np.ptp(arrival)) / 1e9 if len(columns) else 0.0,
         duration_s=duration_s,
         num_completed=int(completed.sum()),
-        num_done=int((columns.numbers("finish_ns") <= arrival.max(initial=0.0)).sum()),
+        num_customers=len(begin),
+        num_done=int((end <= begin.max(initial=0.0)).sum()),
+        arriving_s=float(np.ptp(begin)) / 1e9 if len(begin) else 0.0,
+        stay_s=float(stay.mean()) / 1e9 if len(stay) else None,
         mean_s={name: None if np.isnan(value).all() else float(np.nanmean(value)) for name, value in values.items()},
     )
 
@@ -126,13 +136,16 @@ def pooled(loads: Sequence[Load]) -> Load:
     queues = [load.waiting for load in whole if load.waiting.num]
     num, work = ([getattr(queue, name) for queue in queues] for name in ("num", "work"))
     means = [load.mean_s for load in whole if load.mean_s]
-    added = ("num_requests", "num_failed", "arriving_s", "duration_s", "num_completed", "num_done")
+    added = (
+        "num_requests", "num_failed", "duration_s", "num_completed", "num_customers", "num_done", "arriving_s"
+    )  # fmt: skip
     return Load(
         is_whole=len(whole) == len(loads),
         over={name: sum(load.over.get(name, 0) for load in loads) for name in names},
         waiting=Waiting(_summed(num), _summed(work), max((queue.spread for queue in queues), default=1.0)),
+        stay_s=_mean([load.stay_s for load in whole]),
         mean_s={name: _mean([mean[name] for mean in means]) for name in means[0]} if means else None,
-        **{name: sum(getattr(load, name) or 0 for load in loads) for name in added},
+        **{name: sum(getattr(load, name) for load in loads) for name in added},
     )
 
 

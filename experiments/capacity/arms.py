@@ -45,9 +45,13 @@ class Arm:
     rate_key: str
     start: float
     per_value: float
-    unit: str
+    is_of_sessions: bool  # which come at the rate, and each turn when the one before has ended
     num_requests: tuple[int, ...]
     is_simulated: bool
+
+    @property
+    def unit(self) -> str:
+        return "sessions/s" if self.is_of_sessions else "req/s"
 
     def at(self, value: float, seed: int) -> dict[str, Any]:
         return _at(self.raw, self.rate_key, value, seed)
@@ -140,7 +144,7 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
     has_sessions = arrivals[0].has_think_times or (is_made and arrivals[0].has_turns)
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * speed,
-        "sessions/s" if has_sessions else "req/s", tuple(one.num_requests for one in arrivals),
+        has_sessions, tuple(one.num_requests for one in arrivals),
         config.is_simulated,
     )  # fmt: skip
 

@@ -24,8 +24,8 @@ from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
-SHORT = 10  # a run is short where its requests arrive within so many times what one lasts
-QUEUE = "the queue grows"
+SHORT = 10  # a run is short where its requests (or sessions) arrive within so many times what one lasts
+OVERLOAD = {"queue": "the queue grows", "short": "half are not done when the last one comes"}
 _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
 
@@ -156,8 +156,8 @@ def _fails_first(above: Load | None, share: float) -> str:
     first = None if above is None else above.first_failed(share)
     if above is None or first is None:
         return "–"
-    if first == "queue":
-        return QUEUE
+    if first in OVERLOAD:
+        return OVERLOAD[first]
     return LIMITS[first] + (f" ({above.over[first] / above.num_requests:.2%})" if above.is_whole else "")
 
 
@@ -173,8 +173,8 @@ def without_capacity(found: Found) -> str:
     if found.bracket.kept is not None:
         return ""
     name, num = at.first_failed(arm.share), at.num_requests
-    if name in (None, "queue"):
-        reason = QUEUE
+    if name is None or name in OVERLOAD:
+        reason = OVERLOAD[name or "queue"]
     elif name == "unfinished":
         reason = f"{at.over[name]} of {num} requests do not finish: they can never fit, or were cancelled"
     else:
@@ -198,13 +198,13 @@ def warnings(found: Found) -> list[str]:
             "give more requests or seeds"
         )
     if at is not None:
-        num, e2e_s = at.num_requests, (at.mean_s or {}).get("e2e_s")
-        arriving_s = at.arriving_s / len(arm.num_requests)
-        if e2e_s is not None and arriving_s < SHORT * e2e_s:
+        num, arriving_s = at.num_requests, at.arriving_s / len(arm.num_requests)
+        who = "sessions begin" if arm.is_of_sessions else "requests arrive"
+        if at.stay_s is not None and arriving_s < SHORT * at.stay_s:
             said.append(
-                f"the run is short: at capacity the requests arrive within {arriving_s:.3g} s, and one lasts "
-                f"{e2e_s:.3g} s; overload hardly shows, and a longer run may have another capacity; give at least "
-                f"{SHORT * e2e_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
+                f"the run is short: at capacity the {who} within {arriving_s:.3g} s, and one lasts {at.stay_s:.3g} s; "
+                "overload hardly shows, and a longer run may have another capacity; give at least "
+                f"{SHORT * at.stay_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
                 "trace.limit)"
             )
         if (allowed := num * (1 - arm.share)) < 5:

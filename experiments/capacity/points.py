@@ -115,10 +115,11 @@ class SloWatch(Recorder):
 
 
 def run_point(
-    raw: dict[str, Any], slo: SLO, max_failed: int | None, file: Path, num_requests: int, scratch: str
+    raw: dict[str, Any], slo: SLO, max_failed: int | None, file: Path, num_requests: int, by_session: bool, scratch: str
 ) -> None:
     """Simulates (or runs) it and writes the file, whole. max_failed: the run ends when more have failed; None: never.
-    num_requests: of its trace, where the run was stopped before it knew. scratch: a folder for the run's own.
+    num_requests: of its trace, where the run was stopped before it knew. by_session: as `count_load` has it. scratch: a
+    folder for the run's own.
 
     Raises TestbedError in one line, KeyboardInterrupt.
     """
@@ -133,7 +134,8 @@ def run_point(
         elif result.status != "complete":
             raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is not kept
         else:
-            load = count_load(load_run(result.folder).requests, slo, result.summary["duration_s"])
+            requests, duration_s = load_run(result.folder).requests, result.summary["duration_s"]
+            load = count_load(requests, slo, duration_s, by_session=by_session)
     notes = list(result.manifest.get("cost_notes") or [])
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -215,7 +215,7 @@ class _Study:
             for seed, num in zip(self._seeds, arm.num_requests, strict=True) if arm.name in asked else ():
                 raw, file, most = self._point(arm, asked[arm.name], seed)
                 if read_point(file, most) is None:
-                    yield delayed(run_point)(raw, arm.slo, most, file, num, scratch)
+                    yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
 
     def _point(self, arm: Arm, ask: Ask, seed: int) -> tuple[dict[str, Any], Path, int | None]:
         raw = arm.at(ask.value, seed)

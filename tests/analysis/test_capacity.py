@@ -22,7 +22,8 @@ S = 10**9
 
 def load(num=100, failed=0, waiting=(), whole=True, over=None):
     over = {"ttft_s": failed} if over is None else over
-    return Load(whole, num, failed, over, Waiting(waiting), 10.0 if whole else 0.0, 12.5 if whole else 0.0)
+    waited = Waiting(waiting)
+    return Load(whole, num, failed, over, waited, 12.5 if whole else 0.0, num_customers=num, num_done=num)
 
 
 @given(st.integers(1, 5000), st.floats(0.01, 0.999))
@@ -57,14 +58,31 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
     records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
     found = count_load(records, SLO(ttft_s=1e6), 80.0)
     assert found.waiting.num == pytest.approx((750, 1250, 1750), rel=0.01)
-    assert found.is_overloaded
-    for later, is_overloaded in ((10 * S, False), (25 * S, True)):  # a quarter of the time and more than half of it
+    assert found.overload == "queue"
+    for later, overload in ((10 * S, None), (25 * S, "short")):  # a quarter of the time and more than half of it
         kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]
         kept_up = [row | {"finish_ns": row["arrival_ns"] + later} for row in kept_up]
         records = table([request_row(request_id=str(i), **row) for i, row in enumerate(kept_up)], REQUEST_COLUMNS)
         found = count_load(records, SLO(ttft_s=1e6), 80.0)
         assert found.waiting.num == pytest.approx((100, 100, 100), rel=0.01)
-        assert found.is_overloaded is is_overloaded
+        assert found.overload == overload
+
+
+def test_sessions_that_begin_together_do_not_show_what_an_engine_bears():
+    """100 sessions of five turns begin within a second, each turn 2 s after the one before: 8 s in all."""
+    rows = [
+        {"arrival_ns": at, "first_scheduled_ns": at, "finish_ns": at + S // 10, "finish_reason": "stop"}
+        | {"request_id": f"{i}-{turn}", "session_id": str(i), "turn": turn}
+        for i in range(100)
+        for turn in range(5)
+        for at in [i * S // 100 + 2 * turn * S]
+    ]
+    records = table([request_row(**row) for row in sorted(rows, key=lambda row: row["arrival_ns"])], REQUEST_COLUMNS)
+    found = count_load(records, SLO(e2e_s=1.0), 10.0, by_session=True)
+    assert (found.num_customers, found.num_done, found.overload) == (100, 0, "short")
+    assert (found.arriving_s, found.stay_s) == (pytest.approx(0.99), pytest.approx(8.1))
+    assert (found.attainment, found.keeps(0.99), found.first_failed(0.99)) == (1.0, False, "short")
+    assert count_load(records, SLO(e2e_s=1.0), 10.0).keeps(0.99), "as requests, which came for 9 s"
 
 
 def test_the_verdict_needs_attainment_and_a_queue_that_keeps():

@@ -71,7 +71,8 @@ class Occupancy:
         self._presence = Presence(requests)
         self._num_gpu_blocks = num_gpu_blocks
         self._start_ns, self._end_ns = start_ns, end_ns
-        self.num_steps = 0
+        self.is_recorded = False  # whether there was any step
+        self.num_steps = 0  # that ended within
         self._held_ns = dict.fromkeys((*COUNTS, "blocks"), 0)  # count times ns
         self._least_free: int | None = None  # blocks
         self._tokens = dict.fromkeys(("num_prefill_tokens", "num_decode_tokens"), 0)
@@ -82,10 +83,12 @@ class Occupancy:
 
     def add(self, run: StepRun) -> None:
         """The steps that follow those before."""
-        self.num_steps += len(run)
+        self.is_recorded |= len(run) > 0
+        counts = run.end > self._start_ns
+        self.num_steps += int(counts.sum())
         self._with_nulls = run.with_nulls
         for name in self._tokens:
-            self._tokens[name] += int(run.columns[name].sum())
+            self._tokens[name] += int(run.columns[name][counts].sum())
         until = hold_until(run, self._presence)
         held_ns = self._within(run.start, until)
         for name in COUNTS:
@@ -119,7 +122,7 @@ class Occupancy:
 
     @property
     def num_computed_tokens(self) -> int | None:
-        """Tokens that all steps computed; None where it was not recorded."""
+        """Tokens that those steps computed; None where it was not recorded."""
         return None if self._with_nulls & self._tokens.keys() else sum(self._tokens.values())
 
     def metrics(self, *, is_recorded: bool) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def measure(
 
 def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The part of a summary that comes from steps: of the fleet, and of each replica."""
-    is_recorded = any(one.num_steps for one in measured)  # else steps were not kept, or nothing ran
+    is_recorded = any(one.is_recorded for one in measured)  # else steps were not kept, or nothing ran
     each = [one.metrics(is_recorded=is_recorded) for one in measured]
     if len(each) == 1:
         return each[0], each
@@ -63,22 +63,22 @@ def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[
 
 def describe_replicas(
     parts: list[Requests],
+    rates: list[dict[str, Any]],
     measured: list[Occupancy],
     each: list[dict[str, Any]],
     manifest: Mapping[str, Any],
-    duration_s: float,
 ) -> dict[str, Any] | None:
     """What a summary says of each replica, and how evenly they were loaded; None where there is only one.
 
-    requests_per_s and the token rates are of the whole time base, so they add up to the fleet's over a whole run.
-    `imbalance` is the most of any replica over the mean (1: even); `jain`: Jain's index of the same.
+    rates: each replica's throughput; like steps and what they computed of the time base, so that they add up to the
+    fleet's. `imbalance` is the most of any replica over the mean (1: even); `jain`: Jain's index of the same.
     """
     if len(parts) == 1:
         return None
-    is_recorded = any(one.num_steps for one in measured)
+    is_recorded = any(one.is_recorded for one in measured)
     rows = [
-        _replica(part, one.num_computed_tokens if is_recorded else None, metrics, duration_s)
-        for part, one, metrics in zip(parts, measured, each, strict=True)
+        _replica(part, rate, one.num_computed_tokens if is_recorded else None, metrics)
+        for part, rate, one, metrics in zip(parts, rates, measured, each, strict=True)
     ]
     columns = {"requests": "num_requests", "computed_tokens": "num_computed_tokens", "busy": "busy_share"}
     loads = {name: np.array([row[of] or 0 for row in rows], dtype=np.float64) for name, of in columns.items()}
@@ -92,10 +92,8 @@ def describe_replicas(
 
 
 def _replica(
-    requests: Requests, num_computed: int | None, metrics: dict[str, Any], duration_s: float
+    requests: Requests, rates: dict[str, Any], num_computed: int | None, metrics: dict[str, Any]
 ) -> dict[str, Any]:
-    done = requests.sum(lambda piece: piece.is_completed.sum())
-    output = requests.sum(lambda piece: piece.numbers("num_output_tokens").sum())
     started = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
     prompt = started.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
     cached = started.sum(lambda piece: np.nansum(piece.numbers("num_cached_tokens")))
@@ -103,10 +101,9 @@ def _replica(
     ttft_s = requests.sum(lambda piece: np.nansum(piece.numbers("ttft_s")))
     return {
         "num_requests": len(requests),
-        "num_finished": done,
+        "num_finished": requests.sum(lambda piece: piece.is_completed.sum()),
         "num_computed_tokens": num_computed,
-        "requests_per_s": done / duration_s if duration_s > 0 else None,
-        "output_tokens_per_s": output / duration_s if duration_s > 0 else None,
+        **{name: rates[name] for name in ("requests_per_s", "output_tokens_per_s")},
         "prefix_hit_rate": cached / prompt if len(started) else None,
         "num_preemptions": requests.sum(lambda piece: piece.whole("num_preemptions").sum()),
         "ttft_mean_s": ttft_s / num_ttft if num_ttft else None,

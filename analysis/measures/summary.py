@@ -51,7 +51,8 @@ def summarise(
     kept = sent.where(lambda piece: piece.whole("arrival_ns") >= start_ns)
     duration_s = max(end_ns - start_ns, 0) / 1e9
     limits = SLO.parse(slo)
-    measured = measure(split(everything, manifest), step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
+    parts = split(everything, manifest)
+    measured = measure(parts, step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
     of_steps, of_each = fleet_step_metrics(measured)
     computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
     result = {
@@ -73,7 +74,9 @@ def summarise(
         "host_share": _host_share(of_steps["time_s"]),
         "steadiness": steadiness(sent),
         "replay": manifest.get("replay"),
-        "replicas": describe_replicas(split(kept, manifest), measured, of_each, manifest, duration_s),
+        "replicas": describe_replicas(
+            split(kept, manifest), [_throughput(part, start_ns, end_ns) for part in parts], measured, of_each, manifest
+        ),
         "checks": run_checks(everything, step_rows, manifest),
     }
     safe: dict[str, Any] = json_safe(result)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -107,6 +108,22 @@ def test_requests_may_come_in_any_pieces_and_windows(
             assert found["checks"] == whole["checks"]
             assert json.dumps(list(found)) == json.dumps(list(whole))
             assert found == near(whole)
+
+
+@pytest.mark.parametrize("warmup_s", [0.0, 0.5])
+def test_what_replicas_did_adds_up_to_what_the_fleet_did(warmup_s: float) -> None:
+    requests, steps, manifest = run_of(3, 4, 40, None, True)
+    summary = summarise(requests, steps, manifest, None, warmup_s)
+    each = pd.DataFrame(summary["replicas"]["each"])
+    for name in ("requests_per_s", "output_tokens_per_s"):
+        assert each[name].sum() == pytest.approx(summary["throughput"][name])
+    frame = steps.to_pandas()
+    since = requests.to_pandas()["arrival_ns"].min() + warmup_s * 1e9
+    counted = frame[frame["end_ns"] > since]
+    assert each["num_steps"].sum() == summary["num_steps"] == len(counted)
+    computed = counted["num_prefill_tokens"] + counted["num_decode_tokens"]
+    assert each["num_computed_tokens"].tolist() == computed.groupby(counted["replica"]).sum().tolist()
+    assert each["num_requests"].sum() == summary["num_requests"]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

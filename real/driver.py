@@ -113,12 +113,12 @@ class Drive(Generic[Result]):
             self.catch_up()
             self._go_on(_wait(self._command, self._clock, self._last_ns))
 
-    def wake(self) -> None:
+    def wake(self, now_ns: int) -> None:
         """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
-        else now, as something came, or it is to look again."""
+        else at `now_ns`, up to which its inbox has what came."""
         assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
         until_ns = self._command.until_ns
-        self._go_on(Resume(max(self._clock.now_ns() if until_ns is None else until_ns, self._last_ns)))
+        self._go_on(Resume(max(now_ns if until_ns is None else until_ns, self._last_ns)))
 
     def begin(self) -> None:
         """Launches what the next command has to launch."""

@@ -69,17 +69,18 @@ class Fleet:
     def _turn(self) -> bool:
         """All that can be done now; whether anything was."""
         has_moved = self._commit()
-        for _ in self._dispatcher.send_due(self._clock.now_ns(), is_late=True):
+        now_ns = self._clock.now_ns()  # what comes from here on is for the next turn, and for the steps planned there
+        for _ in self._dispatcher.send_due(now_ns, is_late=True):
             has_moved = True
         for drive, inbox in zip(self._drives, self.inboxes, strict=True):
             if drive.is_waiting and (inbox.next_ns() is not None or not drive.waits_for_events):
-                drive.wake()
+                drive.wake(now_ns)
                 drive.begin()
                 has_moved = True
         if not has_moved and self._is_over:
             self._dispatcher.close()
             for drive in self._drives:
-                drive.wake()
+                drive.wake(now_ns)
             return True
         return has_moved
 
@@ -114,4 +115,4 @@ class Fleet:
         self._clock.wait_until(min(next_ns, self._clock.now_ns() + round(SLEEP_SLICE_S * 1e9)))
         for drive, scheduler in zip(self._drives, self._schedulers, strict=True):
             if drive.is_waiting and not scheduler.has_work:
-                drive.wake()
+                drive.wake(self._clock.now_ns())

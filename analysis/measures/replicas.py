@@ -18,6 +18,7 @@ from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
 from analysis.reading.timeline import step_runs
 
+FEW = 4  # requests of a replica: with fewer of each, one may get none by chance
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
 
 
@@ -85,10 +86,25 @@ def describe_replicas(
     return {
         "num": len(rows),
         "router": manifest.get("router"),
+        "num_in_sessions": sum(part.sum(lambda piece: piece.is_known("session_id").sum()) for part in parts),
         "imbalance": {name: float(of.max() / of.mean()) if of.sum() > 0 else None for name, of in loads.items()},
         "jain": {name: jain_index(values) for name, values in loads.items()},
         "each": rows,
     }
+
+
+def routing_notes(summary: Mapping[str, Any]) -> list[str]:
+    """What to know of how a fleet's requests were routed, a sentence each."""
+    fleet = summary.get("replicas")
+    if fleet is None:
+        return []
+    router, notes = fleet["router"], []
+    idle = sum(one["num_requests"] == 0 for one in fleet["each"])
+    if idle and summary["num_requests"] >= FEW * fleet["num"]:
+        notes.append(f"{idle} of {fleet['num']} replicas served no request (router {router})")
+    if str(router).rpartition(".")[2] in ("session_sticky", "SessionSticky") and not fleet.get("num_in_sessions", 1):
+        notes.append(f"no request was in a session: router {router} had none to keep together, and its `others` chose")
+    return notes
 
 
 def _replica(

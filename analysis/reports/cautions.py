@@ -13,6 +13,7 @@ from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_po
 from analysis.comparison.compare import ignored
 from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, flatten, relative, swept_keys
+from analysis.measures.replicas import routing_notes
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
@@ -110,12 +111,14 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
 
 
 def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
-    """What runs said of their own times: prices outside of a profile, or filled in; a machine that did not keep up."""
+    """What runs said of their own times (prices outside of a profile, or filled in; a machine that did not keep up) and
+    of how they were routed."""
     found: dict[tuple[str, str], list[str]] = {}
     for arm in arms:
         for run in arm.runs:
             replay = run.manifest.get("replay") or {}
-            for what, notes in (("Prices", run.manifest.get("cost_notes")), ("Measured", replay.get("notes"))):
+            said = run.manifest.get("cost_notes"), replay.get("notes"), routing_notes(run.summary)
+            for what, notes in zip(("Prices", "Measured", "Routed"), said, strict=True):
                 for note in notes or ():
                     found.setdefault((what, re.sub(r"[\d.,]*\d", "…", note)), []).append(f"{arm.name}: {note}")
     for (what, _), (first, *more) in found.items():

@@ -29,10 +29,11 @@ _SETTINGS = {  # that keep the head of the queue out
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
     """What whoever reads the run's numbers should know of them."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
+    from analysis.measures.replicas import routing_notes
     from analysis.measures.steadiness import outrun_note
 
     outrun = outrun_note(summary)
-    notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun])]
+    notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun]), *routing_notes(summary)]
     notes += [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 from testbed.core.commands import Arrive, Event, ResetPrefixes
@@ -16,6 +18,7 @@ from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence as CoreSequence
 from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 from testbed.routing.routers import Router
 
 
@@ -106,11 +109,11 @@ class Dispatcher:
         self._router = router
         self._on_finished = on_finished
         self._homes: dict[str, int] = {}  # of the requests that have not ended
-        self._replicas: list[Replica] = []
+        self._replicas: tuple[Replica, ...] = ()
 
     def attach(self, schedulers: Sequence[Scheduler]) -> None:
         pairs = zip(self.inboxes, schedulers, strict=True)
-        self._replicas = [Replica(number, inbox, scheduler) for number, (inbox, scheduler) in enumerate(pairs)]
+        self._replicas = tuple(Replica(number, inbox, scheduler) for number, (inbox, scheduler) in enumerate(pairs))
 
     def next_ns(self) -> int | None:
         """When something is to be sent."""
@@ -146,13 +149,15 @@ class Dispatcher:
 
     def _choose(self, request: Request) -> int:
         """The router's answer. Raises ConfigError for one that is no replica's number."""
-        number: Any = self._router.route(request, self._replicas)
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self._replicas):
-            raise ConfigError(
-                f"router {type(self._router).__name__} sent request {request.request_id!r} to {number!r}; route() must "
-                f"return the number of a replica, 0 to {len(self._replicas) - 1}"
-            )
-        return number
+        said: Any = self._router.route(request, self._replicas)
+        if not isinstance(said, bool):
+            with suppress(TypeError):  # numpy's whole numbers too
+                if 0 <= (number := index(said)) < len(self._replicas):
+                    return number
+        raise ConfigError(
+            f"router {type(self._router).__name__} sent request {request.request_id!r} to {shown(said)}; route() must "
+            f"return the number of a replica, a whole number from 0 to {len(self._replicas) - 1}"
+        )
 
     def _finished(self, requests: list[Finished], now_ns: int) -> None:
         """Requests of some replica have ended: their sessions may go on now, or later."""

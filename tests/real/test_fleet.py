@@ -35,8 +35,8 @@ ANY = settings(max_examples=30, deadline=None)
 class Clock:
     """Moves when somebody rests, and a little whenever it is read."""
 
-    def __init__(self) -> None:
-        self.ns = 0
+    def __init__(self, tick_ns: int = 1) -> None:
+        self.ns, self.tick_ns = 0, tick_ns
 
     def start(self) -> None:
         """It runs already."""
@@ -45,7 +45,7 @@ class Clock:
         return 1.0
 
     def now_ns(self) -> int:
-        self.ns += 1
+        self.ns += self.tick_ns
         return self.ns
 
     def wait_until(self, until_ns: int) -> None:
@@ -144,11 +144,11 @@ def test_each_request_ends_once_on_the_replica_that_the_router_named(
 
 
 @ANY
-@given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 3))
+@given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 3), tick_ns=st.sampled_from((1, 5_000, 20_000)))
 def test_a_replica_with_work_is_never_idle_and_sees_what_came_by_the_end_of_its_step(
-    seed: int, num_engines: int, readable: int
+    seed: int, num_engines: int, tick_ns: int, readable: int
 ) -> None:
-    draw, clock = random.Random(seed), Clock()
+    draw, clock = random.Random(seed), Clock(tick_ns)
     arrivals = requests(draw, draw.randint(2, 25))
     engines = [Engine(clock, draw.randint(1_000, 40_000), readable) for _ in range(num_engines)]
     logs = go(RoundRobin(), Sessions(arrivals, [], {}), engines, clock)

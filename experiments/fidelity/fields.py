@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,22 @@ def json_value(text: str, place: str) -> Any:
         raise TraceError(f"{place}: not JSON ({error}); expected the file as the tool wrote it") from None
 
 
-def json_lines(text: str, file: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The object on each line that is not empty, and its place. Raises TraceError where it is none."""
+def json_lines(text: str, file: Path) -> Iterator[Fields]:
+    """The object on each line that is not empty. Raises TraceError where it is none."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield json_object(line, f"{file}:{number}"), f"{file}:{number}"
+            yield Fields(json_object(line, f"{file}:{number}"), f"{file}:{number}")
 
 
-def csv_rows(text: str, file: Path) -> Iterator[tuple[dict[str, str], str]]:
-    """Each row of a CSV and its place; the first names the columns. Raises TraceError where it is none."""
+def csv_rows(text: str, file: Path) -> Iterator[Fields]:
+    """Each row of a CSV, whose first names the columns. Raises TraceError where it is none."""
     csv.field_size_limit(_MAX_FIELD)
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     try:
         for values in reader:
             if None in values:
                 raise TraceError(f"{file}:{reader.line_num}: more values than columns; quote lists")
-            yield values, f"{file}:{reader.line_num}"
+            yield Fields(values, f"{file}:{reader.line_num}")
     except csv.Error as error:
         raise TraceError(f"{file}:{reader.line_num}: not CSV ({error}); expected the file as it was written") from None
 
@@ -66,33 +67,67 @@ def csv_columns(text: str) -> list[str]:
         return []
 
 
-def mapping(value: Any, place: str, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise refuse(place, field, value, "an object")
-    return value
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object of a measured file, and where it stands; values are checked as they are asked for. Raises TraceError.
+
+    prefix: of its fields' names, within a larger object.
+    """
+
+    values: Mapping[str, Any]
+    place: str
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, value: Any, place: str, name: str, prefix: str = "") -> Fields:
+        """Of what should be an object, and is called so."""
+        if not isinstance(value, dict):
+            raise refuse(place, name, value, "an object")
+        return cls(value, place, prefix)
+
+    def get(self, field: str) -> Any:
+        """None where it is absent."""
+        return self.values.get(field)
+
+    def required(self, field: str, expected: str) -> Any:
+        if self.get(field) is None:
+            raise TraceError(f"{self.place}: field {self.prefix + field!r} is absent; expected {expected}")
+        return self.values[field]
+
+    def within(self, field: str) -> Fields:
+        """The object that a field is."""
+        name = self.prefix + field
+        return self.of(self.required(field, "an object"), self.place, name, f"{name}.")
+
+    def listed(self, field: str) -> list[Any]:
+        return listed(self.get(field), self.place, self.prefix + field)
+
+    def name(self, field: str) -> str:
+        return name_text(self.required(field, "a name"), self.place, self.prefix + field)
+
+    def count(self, field: str) -> int:
+        """A number of tokens, or of other things that must be there: 1 or more."""
+        value = self.required(field, "a whole number above 0")
+        return token_count(value, self.place, self.prefix + field)
+
+    def duration_s(self, field: str, unit_s: float = 1.0) -> float:
+        return duration_s(self.get(field), self.place, self.prefix + field, unit_s)
+
+    def instant_s(self, field: str) -> float:
+        return instant_s(self.required(field, "an instant in s"), self.place, self.prefix + field)
+
+    def request_id(self, field: str = "request_id", otherwise: object = None) -> str:
+        """A name or a number; where it is absent or empty `otherwise`, or the number of the line."""
+        value = self.get(field)
+        if value is None or value == "":
+            return str(self.place.rsplit(":", 1)[-1] if otherwise is None else otherwise)
+        return name_text(value, self.place, self.prefix + field)
 
 
 def listed(value: Any, place: str, field: str) -> list[Any]:
     if not isinstance(value, list):
         raise refuse(place, field, value, "a list")
     return value
-
-
-def required(values: Mapping[str, Any], field: str, place: str, expected: str) -> Any:
-    if values.get(field) is None:
-        raise TraceError(f"{place}: field {field!r} is absent; expected {expected}")
-    return values[field]
-
-
-def count(values: Mapping[str, Any], field: str, place: str) -> int:
-    """A number of tokens, or of other things that must be there: 1 or more."""
-    return token_count(required(values, field, place, "a whole number above 0"), place, field)
-
-
-def request_id(values: Mapping[str, Any], field: str, place: str, otherwise: object) -> str:
-    """A name or a number; `otherwise` where the field is absent or empty."""
-    value = values.get(field)
-    return str(otherwise) if value is None or value == "" else name_text(value, place, field)
 
 
 def real(value: Any, place: str, field: str, least: float, expected: str) -> float:

@@ -7,12 +7,12 @@ of the tokens after the arrival, a list; in CSV as text) and failed (true, 1: th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from experiments.fidelity.fields import count, csv_rows, duration_s, instant_s, json_lines, listed, request_id, required
+from experiments.fidelity.fields import Fields, csv_rows, duration_s, json_lines, listed
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
@@ -27,45 +27,43 @@ _NEAR_S = 1e-3  # of the first and last token's instants to TTFT and E2E
 def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     rows: list[MeasuredRequest] = []
     num_failed = 0
-    for values, place in _rows(text, file):
-        for name in values:
+    for row in _rows(text, file):
+        for name in row.values:
             if name not in COLUMNS:
-                raise TraceError(unknown(f"{place}: unknown column {name!r}", str(name), COLUMNS))
-        if _has_failed(values, place):
+                raise TraceError(unknown(f"{row.place}: unknown column {name!r}", str(name), COLUMNS))
+        if _has_failed(row):
             num_failed += 1
         else:
-            rows.append(_row(values, place))
+            rows.append(_row(row))
     return [measured(file.stem, "a log of requests", rows, file, (), num_failed)]
 
 
-def _rows(text: str, file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _rows(text: str, file: Path) -> Iterator[Fields]:
     if text.lstrip().startswith("{"):
         yield from json_lines(text, file)
         return
-    for values, place in csv_rows(text, file):
-        yield {name: value for name, value in values.items() if value not in ("", None)}, place
+    for row in csv_rows(text, file):
+        yield Fields({name: value for name, value in row.values.items() if value not in ("", None)}, row.place)
 
 
-def _has_failed(values: Mapping[str, Any], place: str) -> bool:
-    value = values.get("failed")
+def _has_failed(row: Fields) -> bool:
+    value = row.get("failed")
     word = "" if value is None else str(value).strip().lower()
     if word not in (*_FAILED, *_ENDED_WELL):
-        raise refuse(place, "failed", value, "true, false, 1, 0 or nothing")
+        raise refuse(row.place, "failed", value, "true, false, 1, 0 or nothing")
     return word in _FAILED
 
 
-def _row(values: Mapping[str, Any], place: str) -> MeasuredRequest:
-    known = {name: required(values, name, place, "it, as docs/fidelity.md has it") for name in NEEDED}
-    ttft_s = duration_s(known["ttft_s"], place, "ttft_s")
-    e2e_s = duration_s(known["e2e_s"], place, "e2e_s")
-    tpot, times = values.get("tpot_s"), values.get("token_times_s")
-    num_output = count(values, "num_output_tokens", place)
-    row = MeasuredRequest(
-        request_id(values, "request_id", place, place.rsplit(":", 1)[-1]),
-        instant_s(known["arrival_s"], place, "arrival_s"), count(values, "num_prompt_tokens", place), num_output,
-        ttft_s, e2e_s, None if tpot is None else duration_s(tpot, place, "tpot_s"), None, place,
+def _row(row: Fields) -> MeasuredRequest:
+    for name in NEEDED:
+        row.required(name, "it, as docs/fidelity.md has it")
+    times, has_tpot = row.get("token_times_s"), row.get("tpot_s") is not None
+    request = MeasuredRequest(
+        row.request_id(), row.instant_s("arrival_s"), row.count("num_prompt_tokens"), row.count("num_output_tokens"),
+        row.duration_s("ttft_s"), row.duration_s("e2e_s"), row.duration_s("tpot_s") if has_tpot else None, None,
+        row.place,
     ).checked()  # fmt: skip
-    return row if times is None else row._replace(gaps_s=_token_gaps(times, row))
+    return request if times is None else request._replace(gaps_s=_token_gaps(times, request))
 
 
 def _token_gaps(value: Any, row: MeasuredRequest) -> tuple[float, ...]:

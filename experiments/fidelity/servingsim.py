@@ -9,21 +9,11 @@ least waited not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.configuration.names import choice
-from experiments.fidelity.fields import (
-    count,
-    csv_columns,
-    csv_rows,
-    duration_s,
-    instant_s,
-    json_lines,
-    request_id,
-    required,
-)
+from experiments.fidelity.fields import Fields, csv_columns, csv_rows, duration_s, json_lines
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
@@ -40,10 +30,10 @@ def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun
         raise TraceError(f"{file}:1: column {missing[0]!r} is absent; expected {', '.join(COLUMNS)}")
     rows: list[MeasuredRequest] = []
     models, instances = dict[str | None, None](), set()
-    for values, place in csv_rows(text, file):
-        rows.append(_row(values, place))
-        models[values.get("model") or None] = None
-        instances.add(values.get("instance id"))
+    for row in csv_rows(text, file):
+        rows.append(_row(row))
+        models[row.get("model") or None] = None
+        instances.add(row.get("instance id"))
     if len(models) > 1:
         raise TraceError(f"{file}: requests of {len(models)} models; expected one, split the file")
     notes = [f"{len(instances)} instances served it; see backend.num_replicas"] if len(instances) > 1 else []
@@ -51,17 +41,16 @@ def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun
     return [measured(file.stem, "LLMServingSim", rows, file, settings, 0, notes)]
 
 
-def _row(values: Mapping[str, Any], place: str) -> MeasuredRequest:
-    num_prompt, num_all = count(values, "input", place), count(values, "output", place)
+def _row(row: Fields) -> MeasuredRequest:
+    place, num_prompt, num_all = row.place, row.count("input"), row.count("output")
     if num_all <= num_prompt:
         raise refuse(place, "output", num_all, f"more than input ({num_prompt}): it counts prompt and output together")
     gaps = None
-    if values.get("ITL"):
-        gaps = tuple(duration_s(gap, place, "ITL", 1e-9) for gap in _gaps(values["ITL"], place))
+    if row.get("ITL"):
+        gaps = tuple(duration_s(gap, place, "ITL", 1e-9) for gap in _gaps(row.values["ITL"], place))
     return MeasuredRequest(
-        str(required(values, "request id", place, "an id")), nanoseconds(values["arrival"], place, "arrival") / 1e9,
-        num_prompt, num_all - num_prompt, duration_s(values["TTFT"], place, "TTFT", 1e-9),
-        duration_s(values["latency"], place, "latency", 1e-9), None, gaps, place,
+        str(row.required("request id", "an id")), nanoseconds(row.get("arrival"), place, "arrival") / 1e9, num_prompt,
+        num_all - num_prompt, row.duration_s("TTFT", 1e-9), row.duration_s("latency", 1e-9), None, gaps, place,
     )  # fmt: skip
 
 
@@ -77,28 +66,23 @@ def _gaps(text: str, place: str) -> list[Any]:
 
 def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     every = list(json_lines(text, file))
-    ended = [one for one in every if one[0].get("output_toks") and one[0].get("first_token_ts") is not None]
-    known = [_instant(*one, "queued_ts") - _instant(*one, "arrival_time") for one in ended if _has_wall(one[0])]
+    ended = [row for row in every if row.get("output_toks") and row.get("first_token_ts") is not None]
+    known = [row.instant_s("queued_ts") - row.instant_s("arrival_time") for row in ended if _has_wall(row)]
     # what turns the wall's clock into the engine's: 0 where they are one
     offset_s = min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
-    rows = [_bench_row(values, place, offset_s) for values, place in ended]
+    rows = [_bench_row(row, offset_s) for row in ended]
     return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), len(every) - len(ended))]
 
 
-def _has_wall(values: Mapping[str, Any]) -> bool:
-    return values.get("arrival_time") is not None
+def _has_wall(row: Fields) -> bool:
+    return row.get("arrival_time") is not None
 
 
-def _instant(values: Mapping[str, Any], place: str, field: str) -> float:
-    return instant_s(required(values, field, place, "an instant in s"), place, field)
-
-
-def _bench_row(values: Mapping[str, Any], place: str, offset_s: float) -> MeasuredRequest:
-    queued_s, first_s, last_s = (_instant(values, place, field) for field in BENCH_FIELDS[2:])
-    arrival_s = _instant(values, place, "arrival_time") + offset_s if _has_wall(values) else queued_s
+def _bench_row(row: Fields, offset_s: float) -> MeasuredRequest:
+    queued_s, first_s, last_s = map(row.instant_s, BENCH_FIELDS[2:])
+    arrival_s = row.instant_s("arrival_time") + offset_s if _has_wall(row) else queued_s
     return MeasuredRequest(
-        request_id(values, "request_id", place, place.rsplit(":", 1)[-1]), arrival_s,
-        count(values, "input_toks", place), count(values, "output_toks", place),
-        duration_s(first_s - arrival_s, place, "first_token_ts - arrival"),
-        duration_s(last_s - arrival_s, place, "last_token_ts - arrival"), None, None, place,
+        row.request_id(), arrival_s, row.count("input_toks"), row.count("output_toks"),
+        duration_s(first_s - arrival_s, row.place, "first_token_ts - arrival"),
+        duration_s(last_s - arrival_s, row.place, "last_token_ts - arrival"), None, None, row.place,
     )  # fmt: skip

@@ -7,8 +7,8 @@ are unique, of system_prompt_len + question_len tokens; every output has output_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ import numpy as np
 from analysis.load import Run
 from analysis.reading.frames import numbers
 from experiments.configuration.names import choice
-from experiments.fidelity.fields import count, duration_s, listed, mapping, real, required
+from experiments.fidelity.fields import Fields, real
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.readers.fields import name_text, refuse
+from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
@@ -125,14 +125,15 @@ def means(simulated: Run, run: StudyRun) -> Parts:
 
 
 def _run(value: Any, place: str, given: list[str]) -> StudyRun:
-    values = mapping(value, place, "run")
-    name = name_text(required(values, "name", place, "the run's name"), place, "name")
+    run = Fields.of(value, place, "run")
+    name = run.name("name")
     place = f"{place} ({name})"
-    work = mapping(required(values, "workload", place, "an object"), place, "workload")
-    num_prompt = sum(count(work, field, place) for field in ("system_prompt_len", "question_len"))
-    num_output = count(work, "output_len", place)
-    stages = _stages(work, place)
-    measured = _parts(values.get("measured_ms"), place, "measured_ms", num_output)
+    run = replace(run, place=place)
+    work = run.within("workload")
+    num_prompt = sum(map(work.count, ("system_prompt_len", "question_len")))
+    num_output = work.count("output_len")
+    stages = _stages(work)
+    measured = _parts(run.within("measured_ms"), num_output)
     for part in (WHOLE, *(f"stage{number}" for number in range(len(stages)))):
         if part not in measured:
             raise TraceError(f"{place}: field 'measured_ms' has no {part!r}; expected 'all' and each stage")
@@ -147,42 +148,42 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
                 f"{place}: field 'measured_ms.{part}.itl_mean' is 0, between {num_output} tokens; expected a mean "
                 "above 0, or leave it out"
             )
-    others = mapping(values.get("predicted_ms") or {}, place, "predicted_ms")
-    for who in others:
-        if who.startswith(OURS):
-            raise refuse(place, "predicted_ms", who, f"another name: rows of {OURS!r} are simulated here")
-    predicted = {who: _parts(known, place, f"predicted_ms.{who}", num_output) for who, known in others.items()}
-    engine = str(values.get("engine") or "an unnamed engine")
-    return StudyRun(
-        name, place, tuple(_settings(values, engine, place, given)), engine, stages, num_prompt, num_output,
-        measured, predicted,
-    )  # fmt: skip
+    predicted: dict[str, Parts] = {}
+    if run.get("predicted_ms"):
+        others = run.within("predicted_ms")
+        for who in others.values:
+            if who.startswith(OURS):
+                raise refuse(place, "predicted_ms", who, f"another name: rows of {OURS!r} are simulated here")
+            predicted[who] = _parts(others.within(who), num_output)
+    engine = str(run.get("engine") or "an unnamed engine")
+    settings = tuple(_settings(run, engine, given))
+    return StudyRun(name, place, settings, engine, stages, num_prompt, num_output, measured, predicted)
 
 
-def _settings(values: Mapping[str, Any], engine: str, place: str, given: list[str]) -> list[str]:
-    model = str(required(values, "model", place, "a Hugging Face name"))
-    device = str(required(values, "device", place, "the device's name"))
-    settings = choice("model", model, place, given) + choice("device", device, place, given)
+def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:
+    model = str(run.required("model", "a Hugging Face name"))
+    device = str(run.required("device", "the device's name"))
+    settings = choice("model", model, run.place, given) + choice("device", device, run.place, given)
     version = re.search(r"(\d+)\.(\d+)", engine)
     is_async = version is not None and (int(version[1]), int(version[2])) >= _ASYNC_SINCE
     settings.append(f"scheduler={'vllm_v1_async' if is_async else 'vllm_v1'}")
-    if values.get("dtype") is not None:
-        settings.append(f"model.dtype={values['dtype']}")
+    if run.get("dtype") is not None:
+        settings.append(f"model.dtype={run.values['dtype']}")
     given_counts = {key: key.partition(".")[2] for key in _COUNTS}
-    counts = {key: count(values, field, place) for key, field in given_counts.items() if values.get(field) is not None}
+    counts = {key: run.count(field) for key, field in given_counts.items() if run.get(field) is not None}
     settings += [f"{key}={num}" for key, num in counts.items()]
     captured = min(_MAX_CAPTURED, 2 * counts.get("scheduler.max_num_seqs", _MAX_CAPTURED))
     return [*settings, f"cost.max_captured_tokens={captured}"]
 
 
-def _stages(work: Mapping[str, Any], place: str) -> tuple[Stage, ...]:
+def _stages(work: Fields) -> tuple[Stage, ...]:
     stages: list[Stage] = []
-    start_s = num_requests = 0.0
-    for number, item in enumerate(listed(work.get("stages"), place, "workload.stages")):
+    place, start_s, num_requests = work.place, 0.0, 0.0
+    for number, item in enumerate(work.listed("stages")):
         field = f"workload.stages[{number}]"
-        values = mapping(item, place, field)
-        length = duration_s(values.get("duration"), place, f"{field}.duration")
-        stages.append(Stage(start_s, length, real(values.get("rate"), place, f"{field}.rate", 1e-6, "a rate above 0")))
+        stage = Fields.of(item, place, field, f"{field}.")
+        length = stage.duration_s("duration")
+        stages.append(Stage(start_s, length, real(stage.get("rate"), place, f"{field}.rate", 1e-6, "a rate above 0")))
         num = length * stages[-1].rate  # not yet whole: rates may be absurd
         if round(num) < 1:
             raise TraceError(
@@ -201,20 +202,17 @@ def _stages(work: Mapping[str, Any], place: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _parts(value: Any, place: str, field: str, num_output: int) -> Parts:
+def _parts(parts: Fields, num_output: int) -> Parts:
     """With TPOT, which follows from the means of E2E and TTFT where every output has as many tokens."""
     found: Parts = {}
-    for part, known in mapping(value, place, field).items():
-        values = mapping(known, place, f"{field}.{part}")
-        metrics = {
-            name: 1e3 * duration_s(values[name], place, f"{field}.{part}.{name}", 1e-3)
-            for name in METRICS
-            if values.get(name) is not None
-        }
+    for part in parts.values:
+        known = parts.within(part)
+        metrics = {name: 1e3 * known.duration_s(name, 1e-3) for name in METRICS if known.get(name) is not None}
         if num_output > 1 and {"e2e_mean", "ttft_mean"} <= metrics.keys():
             metrics["tpot_mean"] = (metrics["e2e_mean"] - metrics["ttft_mean"]) / (num_output - 1)
         missing = [name for name in ("e2e_mean", "ttft_mean") if name not in metrics]
         if missing:
-            raise TraceError(f"{place}: field '{field}.{part}' lacks {missing[0]!r}; expected its mean in ms")
+            name = f"{parts.prefix}{part}"
+            raise TraceError(f"{parts.place}: field {name!r} lacks {missing[0]!r}; expected its mean in ms")
         found[str(part)] = metrics
     return found

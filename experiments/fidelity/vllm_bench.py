@@ -7,12 +7,12 @@ no TTFT. A gap is between two chunks of the stream, which may hold several token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.configuration.names import choice
-from experiments.fidelity.fields import duration_s, instant_s, json_value, listed, mapping
+from experiments.fidelity.fields import Fields, duration_s, instant_s, json_value, listed
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import token_count
@@ -23,37 +23,38 @@ AGGREGATES = ("mean_ttft_ms", "request_throughput")
 
 def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
     found = list(_documents(text, file))
-    return [_one(values, place, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem, given)
-            for i, (values, place) in enumerate(found)]  # fmt: skip
+    return [
+        _one(result, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem, given)
+        for i, result in enumerate(found)
+    ]
 
 
-def _documents(text: str, file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Each result and its place: the file as a whole, or its lines."""
+def _documents(text: str, file: Path) -> Iterator[Fields]:
+    """Each result: the file as a whole, or its lines."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if len(lines) > 1 and lines[0][1].rstrip().endswith("}"):
         for number, line in lines:
             place = f"{file}:{number}"
-            yield mapping(json_value(line, place), place, "result"), place
+            yield Fields.of(json_value(line, place), place, "result")
     else:
-        yield mapping(json_value(text, str(file)), str(file), "result"), str(file)
+        yield Fields.of(json_value(text, str(file)), str(file), "result")
 
 
-def _one(values: Mapping[str, Any], place: str, file: Path, name: str, given: list[str]) -> MeasuredRun:
-    columns = _columns(values, place)
+def _one(result: Fields, file: Path, name: str, given: list[str]) -> MeasuredRun:
+    columns = _columns(result)
     failed = [bool(error) for error in columns["errors"]]
-    rows = [_row(columns, i, place) for i, has_failed in enumerate(failed) if not has_failed]
-    said = values.get("model_id")
+    rows = [_row(columns, i, result.place) for i, has_failed in enumerate(failed) if not has_failed]
+    said, most = result.get("model_id"), result.get("max_concurrency")
     notes = ["measured at the client of a server: its time is in TTFT"]
-    if values.get("max_concurrency") is not None:
-        notes.append(
-            f"sent by at most {values['max_concurrency']} at once; the simulation sends at the measured instants"
-        )
-    settings = choice("model", str(said) if said else None, place, given)
+    if most is not None:
+        notes.append(f"sent by at most {most} at once; the simulation sends at the measured instants")
+    settings = choice("model", str(said) if said else None, result.place, given)
     return measured(name, "vllm bench serve", rows, file, settings, sum(failed), notes)
 
 
-def _columns(values: Mapping[str, Any], place: str) -> dict[str, list[Any]]:
+def _columns(result: Fields) -> dict[str, list[Any]]:
     """The lists, all of one length."""
+    values, place = result.values, result.place
     if "ttfts" not in values or "input_lens" not in values:
         raise TraceError(f"{place}: no values of single requests; run vllm bench serve with --save-detailed")
     if "start_times" not in values:
@@ -62,10 +63,10 @@ def _columns(values: Mapping[str, Any], place: str) -> dict[str, list[Any]]:
             "2026 (0.15): measure again with --save-result --save-detailed of a newer version"
         )
     names = ("input_lens", "output_lens", "ttfts", "itls", "start_times")
-    columns = {field: listed(values.get(field), place, field) for field in names}
+    columns = {field: result.listed(field) for field in names}
     num = len(columns["input_lens"])
     for field in ("errors", "latencies"):
-        columns[field] = [None] * num if values.get(field) is None else listed(values[field], place, field)
+        columns[field] = [None] * num if values.get(field) is None else result.listed(field)
     for field, column in columns.items():
         if len(column) != num:
             raise TraceError(f"{place}: field {field!r} has {len(column)} entries; expected {num}, as input_lens has")

@@ -209,7 +209,7 @@ def test_values_of_another_kind_are_refused_where_they_stand(rows, tmp_path, cap
     records = write(tmp_path, "aiperf", rows)
     records.write_text(records.read_text().replace('"unit": "ms"', '"unit": ["ms"]', 1))
     said = error_line(capsys, records, *FILE)
-    assert "profile_export.jsonl:1: field 'time_to_first_token.unit' is ['ms']; expected one of ns" in said
+    assert "profile_export.jsonl:1: field 'metrics.time_to_first_token.unit' is ['ms']; expected one of ns" in said
 
 
 def test_times_of_0_have_nothing_to_fit(rows, tmp_path, capsys):

@@ -209,7 +209,7 @@ def test_a_study_captures_steps_with_prompts_as_vllm_does(tmp_path, max_num_seqs
     [
         (
             lambda run: run["workload"].update(output_len=0),
-            "field 'output_len' is 0; expected a whole number of tokens",
+            "field 'workload.output_len' is 0; expected a whole number of tokens",
         ),
         (lambda run: run["workload"].update(stages=[]), "field 'workload.stages' is empty"),
         (

@@ -35,7 +35,6 @@ _RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
 
 
 def run_lines(run: Described) -> list[str]:
-    """Five lines."""
     manifest, summary = run.manifest, run.summary
     trace, rates, kv = manifest.get("trace") or {}, summary["throughput"], summary["kv"]
     status = "complete" if run.is_complete else "PARTIAL"
@@ -71,7 +70,6 @@ def run_lines(run: Described) -> list[str]:
 def sweep_lines(
     path: Path, runs: Sequence[Described], incomplete: Sequence[tuple[Path, str]], swept: Sequence[str]
 ) -> list[str]:
-    """Five lines."""
     left_out = ""
     if incomplete:
         first, reason = incomplete[0]

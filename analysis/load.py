@@ -64,7 +64,6 @@ class Run:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """`steps.parquet`."""
         return read_frame(self.path / "steps.parquet", STEP_COLUMNS)
 
     @cached_property

@@ -57,12 +57,10 @@ class Told:
 
     @property
     def waits(self) -> pd.DataFrame:
-        """See `waits`."""
         return pd.concat(self._waits or [_frame([])], ignore_index=True)
 
     @property
     def preemptions(self) -> pd.DataFrame:
-        """See `preemptions`."""
         rows = [[getattr(one, name) for name in PREEMPTED] for one in self._preempted]
         whole = dict.fromkeys(("back_ns", "caught_up_ns"), "Int64")
         return pd.DataFrame(rows, columns=list(PREEMPTED)).astype(whole).sort_values("at_ns", ignore_index=True)

@@ -101,6 +101,5 @@ def failures(checks: Mapping[str, Check]) -> list[str]:
 
 
 def outline(checks: Mapping[str, Check]) -> str:
-    """All verdicts in one line."""
     said = {True: "holds", False: "FAILS", None: "not applicable"}
     return ", ".join(f"{NAMES[name]}: {said[checks[name]['holds']]}" for name in CHECKS)

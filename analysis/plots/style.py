@@ -97,7 +97,6 @@ def series_style(index: int) -> dict[str, Any]:
 
 
 def point_style(index: int) -> dict[str, Any]:
-    """Colour and marker of the index-th series of points."""
     return {"color": colour(index), "marker": marker(index), "linestyle": "none"}
 
 
@@ -126,7 +125,6 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
 
 
 def figure_of(drawn: Axes | AxesArray) -> Figure:
-    """The figure that these axes are in."""
     axes = cast(Axes, np.ravel(np.asarray(drawn, dtype=object))[0])
     return cast(Figure, axes.get_figure(root=True))
 
@@ -194,7 +192,6 @@ def set_log(axis: Axis, low: float, high: float) -> None:
 
 
 def say_empty(axes: Axes, text: str = "no data") -> None:
-    """Writes `text` where there is nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
     axes.set_xticks([])
     axes.set_yticks([])

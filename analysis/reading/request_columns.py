@@ -138,7 +138,6 @@ class RequestColumns:
         return self._column(name, np.int64, partial(whole, missing=missing))
 
     def is_known(self, name: str) -> BoolArray:
-        """Which are not null."""
         return self._column(name, np.bool_, is_known)
 
     def _column(self, name: str, kind: type[S], read: Callable[[Any], NDArray[S]]) -> NDArray[S]:
@@ -148,7 +147,6 @@ class RequestColumns:
         return result if self._chosen is None else result[self._chosen]
 
     def codes(self, name: str, missing: str = "") -> Codes:
-        """A column of strings, as codes."""
         codes = Codes((array for _, array in self._arrays(name)), missing)
         if self._chosen is not None:
             codes.codes = codes.codes[self._chosen]

@@ -181,11 +181,9 @@ class Codes:
         self.codes = whole(column.indices, null).astype(np.int32)
 
     def among(self, texts: Sequence[str]) -> BoolArray:
-        """Which rows have one of these texts."""
         return np.isin(self.codes, [number for number, label in enumerate(self.labels) if label in texts])
 
     def texts(self) -> NDArray[np.object_]:
-        """The strings, as Python's."""
         return np.array([*self.labels, None], dtype=object)[self.codes]
 
 

@@ -81,7 +81,6 @@ def _by_engine(columns: dict[str, IntArray], engines: Sequence[int] | None) -> I
 
 
 def replicas_of(steps: Rows) -> list[int]:
-    """Which replicas took steps, in ascending order."""
     found: set[int] = set()
     if "replica" in steps.names:
         for (array,) in steps.batches(["replica"]):
@@ -132,7 +131,6 @@ class Instants:
             window = self._next()
 
     def _next(self) -> IntArray:
-        """The window after this one."""
         after_ns, after_row = self._window[:2, -1].tolist()
         found = np.empty((self._window.shape[0], 0), dtype=np.int64)
         self._has_more, self._num_done = False, 0

@@ -292,7 +292,6 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
 
 
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
-    """Arms with more replicates than others."""
     nums = {arm.name: len(replicates(arm)) for arm in arms}
     if len(set(nums.values())) > 1:
         told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
@@ -359,5 +358,4 @@ def _change_by_warm_up(run: Run) -> float:
 
 
 def _warmup_s(run: Run) -> float:
-    """What report.warmup_s cuts off."""
     return run.flat_config.get("report.warmup_s") or 0.0

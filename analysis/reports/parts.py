@@ -52,8 +52,6 @@ class Plot(NamedTuple):
 
 @dataclass
 class Sections:
-    """What is gathered while a report is built."""
-
     out: Path
     findings: list[str] = field(default_factory=list)
     ablation: list[Any] = field(default_factory=list)

@@ -270,7 +270,6 @@ def _float(value: Any) -> float | None:
 
 
 def slo_text(slo: SLO) -> str:
-    """The limits in words."""
     names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency"}
     parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in slo.limits.items()]
     return fmt.listing(parts)

@@ -189,7 +189,6 @@ def without_capacity(found: Found) -> str:
 
 
 def warnings(found: Found) -> list[str]:
-    """What makes the number doubtful."""
     arm, at, said = found.arm, found.at_kept, []
     kept, failed = found.extreme(kept=True), found.extreme(kept=False)
     if kept is not None and failed is not None and kept > failed:
@@ -215,7 +214,6 @@ def warnings(found: Found) -> list[str]:
 
 
 def _terms(found: Found) -> str:
-    """What was searched, in a line."""
     arm, config = found.arm, RunConfig.from_container(found.arm.raw)
     limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))

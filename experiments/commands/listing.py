@@ -45,7 +45,6 @@ DESCRIPTIONS = {
 
 
 def print_listing(only: str | None) -> None:
-    """Prints every group's options, or those of one group."""
     from experiments.configuration import policies
     from experiments.configuration.config import register
     from experiments.configuration.options import options
@@ -99,7 +98,6 @@ def _rate(value: float) -> str:
 
 
 def print_summary(result: RunResult) -> None:
-    """Prints what ran, the headline numbers, and where the run is."""
     summary = result.summary
     print(_what(result.manifest, result.config["backend"].get("decides")))
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)

@@ -190,7 +190,6 @@ class RunConfig:
 
     @property
     def is_real(self) -> bool:
-        """Whether this testbed's engine runs it."""
         return isinstance(self.backend, RealConfig)
 
     @property
@@ -199,7 +198,6 @@ class RunConfig:
 
     @property
     def backend_name(self) -> str:
-        """sim, real or vllm."""
         return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
 
     @property
@@ -214,7 +212,6 @@ class RunConfig:
 
     @property
     def is_vllm(self) -> bool:
-        """Whether vLLM runs it."""
         return isinstance(self.backend, VllmConfig)
 
     @classmethod

@@ -37,7 +37,6 @@ def _made(name: str, attributes: list[tuple[str, Any, Any]]) -> type:
 
 
 def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
-    """Type and field of an editable attribute with this default."""
     if is_dataclass(default) and not isinstance(default, type):
         pairs = [(item.name, getattr(default, item.name)) for item in fields(default)]
         hints = _hints(type(default))

@@ -189,7 +189,6 @@ def _scaled_by(reals: dict[str, list[Run]]) -> str:
 
 
 def _make_model(folder: Path) -> Path:
-    """A small Qwen3-shaped checkpoint of random weights."""
     try:
         from real.checkpoint import make_checkpoint
     except ModuleNotFoundError as error:

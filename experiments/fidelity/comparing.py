@@ -184,7 +184,6 @@ def metric_name(path: str) -> str:
 
 
 def comparison_lines(found: Comparison) -> list[str]:
-    """Errors by load, what was fitted, rankings."""
     lines: list[str] = []
     for one in found.loads:
         lines += [*_load(one), ""]

@@ -102,7 +102,6 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
 
 
 def _is_repeat(one: Trace, other: Trace) -> bool:
-    """Whether the same requests were sent at the same instants."""
     return len(one) == len(other) and all(
         (a.num_prompt_tokens, a.num_output_tokens) == (b.num_prompt_tokens, b.num_output_tokens)
         and abs(a.arrival_ns - b.arrival_ns) <= _SAME_S * 1e9

@@ -84,7 +84,6 @@ def read_study(values: list[Any], file: Path, given: list[str]) -> list[StudyRun
 
 
 def check_names(runs: Iterable[StudyRun]) -> None:
-    """Raises TraceError if two runs have one name."""
     places: dict[str, str] = {}
     for run in runs:
         if run.name in places:

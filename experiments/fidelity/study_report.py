@@ -108,7 +108,6 @@ def merged(found: Sequence[Simulated]) -> list[str]:
 
 
 def as_json(found: Sequence[Simulated]) -> dict[str, Any]:
-    """All of it, for fidelity.json."""
     parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
     return {
         "kind": "study",
@@ -137,7 +136,6 @@ def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]
 
 
 def _summed_up(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
-    """The predictors' errors over the runs, and what was fitted."""
     lines = []
     for part in dict.fromkeys(part for one in found for part in one.run.parts):
         rows, where = scores(found, part), "whole runs" if part == WHOLE else part

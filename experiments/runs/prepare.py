@@ -202,7 +202,6 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
 
 
 def _described(engine: Any) -> dict[str, Any]:
-    """What the manifest says of an engine."""
     return {
         "cost": None, "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
         "weights": engine.load_format, "device": engine.device_description,

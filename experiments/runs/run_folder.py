@@ -182,7 +182,6 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """Whether both are there, and are one file."""
     return one.exists() and other.exists() and one.samefile(other)
 
 

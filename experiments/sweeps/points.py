@@ -94,7 +94,6 @@ class Known:
 
 
 def is_done(folder: Path, identity: Identity) -> bool:
-    """Whether this very point was finished there."""
     return (folder / "done").exists() and identity.is_of(read_manifest(folder)) and not _is_damaged(folder)
 
 
@@ -287,8 +286,6 @@ def say_not_begun(point: Point, why: str) -> None:
 
 
 class _NoTerminal(io.TextIOBase):
-    """Standard error without the bars of single points."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 

@@ -108,7 +108,6 @@ def coverage() -> list[Coverage]:
 
 
 def _counted(folder: Path, engine: str, version: str) -> dict[str, int]:
-    """The points of each operator."""
     attention = folder / "attention" / engine / version
     files = {
         "gemm": folder / "gemm" / engine / version / "gemm_perf.parquet",

@@ -150,7 +150,6 @@ class _Points:
         return order, line
 
     def words(self, row: int) -> str:
-        """The sizes of a point."""
         pairs = zip(_KEYS, self.sizes[row], strict=True)
         return " ".join(f"{name}={size:,}" for name, size in pairs if OPERATOR_COLUMNS[name] == "int64" and size >= 0)
 

@@ -14,7 +14,6 @@ _LEFT = "  "
 
 
 def coverage_lines(found: Iterable[Coverage]) -> Iterator[str]:
-    """The package's tables: a line for each device and engine."""
     yield f"{'device':<14} {'engine':<18} {'points':>9}  operators"
     for item in found:
         engine = f"{item.engine} {item.version}"
@@ -22,7 +21,6 @@ def coverage_lines(found: Iterable[Coverage]) -> Iterator[str]:
 
 
 def engine_lines(tables: OperatorTables) -> Iterator[str]:
-    """A file's tables: a line for each engine and operator."""
     yield f"{tables.device} ({tables.device_description}): {tables.rows.num_rows:,} points"
     yield f"{_LEFT}{'engine':<18} {'operator':<18} {'points':>9}  {'source':<28} licence"
     keys = ["engine", "operator", "source", "licence"]

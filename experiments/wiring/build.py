@@ -48,8 +48,6 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """How many KV blocks there are."""
-
     num_gpu_blocks: int
     num_cpu_blocks: int
 
@@ -137,7 +135,6 @@ def check_makeable(config: RunConfig) -> None:
 
 
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
-    """The core, the same for both backends."""
     cache, scheduler = config.cache, config.scheduler
     check_plans_ahead(config)
     check_policies(config, pools)

@@ -29,14 +29,6 @@ def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str
     return dict.fromkeys(said)
 
 
-def arm_finding(rows: Sequence[Comparison], opening: str, margin: float) -> str:
-    """A few sentences on one arm: what is better, worse, inside the noise, and what could not be compared.
-
-    `opening` says against what: "Against <baseline>".
-    """
-    return _sentences(f"{opening}, {rows[0].arm}", rows, margin)
-
-
 def effect_finding(effects: Sequence[Effect], margin: float) -> str:
     """A few sentences on one factor's step: in which metrics the others turn it, by their levels; what it does on
     average over them in the rest, and where its size depends on them."""
@@ -46,7 +38,7 @@ def effect_finding(effects: Sequence[Effect], margin: float) -> str:
     even = [effect for effect in effects if effect not in turned]
     if even:
         subject = f"On average over the other factors, {'it' if turned else name}"
-        said.append(_sentences(subject, [effect.comparison for effect in even], margin))
+        said.append(finding(subject, [effect.comparison for effect in even], margin))
     uneven = [_interaction_text(effect) for effect in even if effect.interaction is not None]
     return " ".join([*said, *([f"Its size depends on the other factors: {'; '.join(uneven)}."] if uneven else [])])
 
@@ -82,7 +74,8 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
     ]
 
 
-def _sentences(subject: str, rows: Sequence[Comparison], margin: float) -> str:
+def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
+    """A few sentences on an arm or a step: what is better, worse, inside the noise, and what could not be compared."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)

@@ -231,7 +231,7 @@ def _said(
     by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
     nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
     against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
-    return [findings.arm_finding(of, f"{against[name]} {baseline.name}", margin) for name, of in by_arm.items()]
+    return [findings.finding(f"{against[arm]} {baseline.name}, {arm}", of, margin) for arm, of in by_arm.items()]
 
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:

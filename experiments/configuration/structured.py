@@ -79,8 +79,9 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
         value, hint = values[item.name], hints[item.name]
         if get_origin(hint) is Literal:
             choose(f"{group}.{item.name}", value, get_args(hint))
-        elif isinstance(value, dict) and (nested := [kind for kind in _kinds(hint) if is_dataclass(kind)]):
-            value = _freeze_whole(nested[0], f"{group}.{item.name}", value)
+        elif isinstance(value, dict):
+            kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+            value = _freeze_whole(kinds[0], f"{group}.{item.name}", value) if kinds else value
         elif get_origin(hint) is tuple and isinstance(value, list):
             value = tuple(value)
         chosen[item.name] = value
@@ -88,11 +89,6 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
         return cls(**chosen)
     except RequestError as error:
         raise ConfigError(str(error)) from None
-
-
-def _kinds(hint: Any) -> list[type]:
-    """The classes that a hint names, alone or as options."""
-    return [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
 
 
 def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:

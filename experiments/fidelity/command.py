@@ -137,7 +137,7 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
     from analysis.plots.fidelity_plots import study_figure
-    from experiments.fidelity.fitting import Fitted, fit_study, fits_json
+    from experiments.fidelity.fitting import Fitted, fit_study
     from experiments.fidelity.study import WHOLE
     from experiments.fidelity.study_report import (
         NAMES,
@@ -162,7 +162,7 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     if options.out is not None:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
-        _write(options, text, {**as_json(found), "fits": fits_json(fits)}, study_figure(signed, errors, NAMES))
+        _write(options, text, as_json(found, fits), study_figure(signed, errors, NAMES))
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
     print(text)
     return 0

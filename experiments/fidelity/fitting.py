@@ -258,10 +258,6 @@ def fit_study(
     return [replace(run, predicted_ms={**run.predicted_ms, **predicted[run.name]}) for run in runs], list(fits.values())
 
 
-def fits_json(fits: Sequence[Fitted]) -> list[dict[str, Any]]:
-    return [{"who": one.who, "runs": {name: run._asdict() for name, run in one.found.items()}} for one in fits]
-
-
 def _num_fitted(run: StudyRun) -> int:
     """The first stages, which it is fitted to."""
     return len(run.stages) // 2

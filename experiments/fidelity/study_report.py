@@ -107,7 +107,7 @@ def merged(found: Sequence[Simulated]) -> list[str]:
     return lines
 
 
-def as_json(found: Sequence[Simulated]) -> dict[str, Any]:
+def as_json(found: Sequence[Simulated], fits: Sequence[Fitted]) -> dict[str, Any]:
     parts = list(dict.fromkeys(part for one in found for part in one.run.parts))
     return {
         "kind": "study",
@@ -118,6 +118,7 @@ def as_json(found: Sequence[Simulated]) -> dict[str, Any]:
         ],
         "mape": {part: [score._asdict() for score in scores(found, part)] for part in parts},
         "notes": merged(found),
+        "fits": [{"who": one.who, "runs": {name: run._asdict() for name, run in one.found.items()}} for one in fits],
     }  # fmt: skip
 
 

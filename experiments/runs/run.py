@@ -166,11 +166,6 @@ def _log_trace(described: dict[str, Any]) -> None:
         log.info("trace: %s", note)
 
 
-def _tapes(folder: Path, num_engines: int) -> list[TapeWriter]:
-    is_fleet = num_engines > 1  # the loop of a replica is asked from outside, by the router's driver
-    return [TapeWriter(folder / file, decision, is_live=is_fleet) for file in tape_names(num_engines)]
-
-
 def _run(
     config: RunConfig,
     folder: Path,
@@ -183,7 +178,9 @@ def _run(
     """Drives the loops and closes the folder, whatever happens."""
     _log_trace(manifest["trace"])
     records = engines.RunRecords(config.record, folder, len(schedulers))
-    tapes = [] if config.is_simulated else _tapes(folder, len(schedulers))
+    is_fleet = len(schedulers) > 1  # the loop of a replica is asked from outside, by the router's driver
+    files = [] if config.is_simulated else tape_names(len(schedulers))
+    tapes = [TapeWriter(folder / file, decision, is_live=is_fleet) for file in files]
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])

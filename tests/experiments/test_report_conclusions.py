@@ -14,7 +14,7 @@ from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate
-from analysis.reports.findings import arm_finding
+from analysis.reports.findings import finding
 from analysis.reports.report import report_from_folders
 from experiments import simulate
 from experiments.wiring.traces import build_trace
@@ -294,6 +294,6 @@ def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> Non
     rows = [Comparison("b", metric, 1.0, away, "inside the noise", 0.2) for metric in metrics[:4]]
     rows += [Comparison("b", metric, 1.0, away, "higher", 0.01) for metric in metrics[4:6]]
     rows += [Comparison("b", metric, None, None, "unknown") for metric in metrics[6:]]
-    said = arm_finding(rows, "Against a", 0.02)
+    said = finding(f"Against a, {rows[0].arm}", rows, 0.02)
     assert all(metric.label in said for metric in metrics)
     assert "Inside the noise: mean TTFT" in said

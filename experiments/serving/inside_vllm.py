@@ -127,23 +127,24 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
     chosen = settings.get("scheduler", "vllm_v1")
     scheduler = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
     fixed = {"block_size": engine.block_size, "num_gpu_blocks": engine.num_gpu_blocks, "num_cpu_blocks": 0}
-    for key, value in fixed.items():
-        if cache.get(key, value) != value:
-            raise ConfigError(f"cache.{key} is {cache[key]}, and vLLM's is {value}: set it there, leave it out here")
+    max_len = {"max_model_len": engine.max_model_len}
+    for group, asked, theirs in (("cache", cache, fixed), ("scheduler", scheduler, max_len)):
+        for key, value in theirs.items():
+            if asked.get(key, value) != value:
+                raise ConfigError(
+                    f"{group}.{key} is {asked[key]}, and vLLM's is {value}: set it there, leave it out here"
+                )
     if cache.get("kv_dtype") is not None:
         raise ConfigError(
             f"cache.kv_dtype is {cache['kv_dtype']}: that is vLLM's; leave it out, and say kv_cache_dtype there"
         )
-    if scheduler.get("max_model_len", engine.max_model_len) != engine.max_model_len:
-        raise ConfigError(
-            f"scheduler.max_model_len is {scheduler['max_model_len']}, and vLLM's is {engine.max_model_len}: "
-            "set it there, leave it out here"
-        )
     caches = bool(engine.vllm_config.cache_config.enable_prefix_caching)
     if cache.setdefault("prefix_caching", caches) and not caches:
         raise ConfigError("cache.prefix_caching is true, and vLLM was started without: start it with prefix caching")
-    overrides = {"scheduler": scheduler, "cache": cache | fixed, "backend": {"name": "vllm"}}
-    free = compose_config(to_overrides({**overrides, "device": {"name": device}}))
+    overrides = {
+        "scheduler": scheduler, "cache": cache | fixed, "backend": {"name": "vllm"}, "device": {"name": device}
+    }  # fmt: skip
+    free = compose_config(to_overrides(overrides))
     is_async = bool(said.async_scheduling)
     if ("async_scheduling" in scheduler or not is_async) and free.scheduler.async_scheduling != is_async:
         raise ConfigError(
@@ -156,16 +157,9 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
         if scheduler.get(key) is not None and own > most:
             raise ConfigError(f"scheduler.{key} is {own}, and vLLM was started for {most}: raise it there")
         scheduler[key] = most if own is None else min(own, most)
-    scheduler |= {"max_model_len": engine.max_model_len, "async_scheduling": is_async}
-    return compose_config(
-        to_overrides(
-            {
-                **overrides, "device": {"name": device}, "seed": settings.get("seed", 0),
-                "model": model,
-                "trace": {"name": "jsonl", "path": TRACE_FILE, "forced": "lengths"},
-            }
-        )
-    )  # fmt: skip
+    scheduler |= max_len | {"async_scheduling": is_async}
+    trace = {"name": "jsonl", "path": TRACE_FILE, "forced": "lengths"}
+    return compose_config(to_overrides({**overrides, "seed": settings.get("seed", 0), "model": model, "trace": trace}))
 
 
 def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
-from analysis.measures.statistics import spread
+from analysis.measures.statistics import mean_of_all, spread
 from analysis.measures.summary import summary_value
 from analysis.measures.survival import distribution
 from analysis.reading.frames import numbers
@@ -76,8 +76,7 @@ def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
 
 def _mean(runs: Sequence[Run], path: str) -> float | None:
     """Of a metric over equal runs; None: one of them has none."""
-    values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
-    return sum(values) / len(values) if len(values) == len(runs) else None
+    return mean_of_all([summary_value(run.summary, path) for run in runs])
 
 
 def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -> pd.DataFrame:

@@ -290,7 +290,7 @@ def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
 
 def alike(arms: Sequence[Arm]) -> dict[str, str]:
     """Arm -> the first that took the same decisions at every step, at the same prices: of most itself. Only settings of
-    the scheduler and the cache set such arms apart."""
+    the scheduler, the cache and the router set such arms apart."""
     firsts: list[tuple[Arm, set[str]]] = []
     found = {}
     for arm in arms:
@@ -309,7 +309,7 @@ def _took_same(one: Arm, other: Arm) -> bool:
         if len({(decided_alike(run), run.summary["e2e_s"]["mean"]) for run in (*ours, *theirs)}) > 1:
             return False
     keys = [key for key in swept_keys([*one.runs, *other.runs]) if is_policy(key)]
-    return all(key.split(".")[0] in ("scheduler", "cache") for key in keys)
+    return all(key.split(".")[0] in ("scheduler", "cache") or key.startswith("backend.router") for key in keys)
 
 
 def num_replicates(arms: Sequence[Arm]) -> int:

@@ -247,6 +247,11 @@ def is_measured(run: Run) -> bool:
     return run.manifest.get("backend") != "sim"
 
 
+def was_busy(run: Run) -> bool:
+    """Whether a real run waited for cores that others had, by its own note."""
+    return any(note.startswith("BUSY MACHINE") for note in (run.manifest.get("replay") or {}).get("notes") or ())
+
+
 def replicates(arm: Arm) -> dict[Key, Run]:
     """An arm's first run on each trace, by (trace fingerprint, seed, repetition), which stands for its `repeats`: of a
     recorded trace a seed makes no other, and what varies on one trace (a random policy, a real machine) says nothing of

@@ -8,7 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, alike, comparable, grouped, level_groups, num_replicates, replicates
+from analysis.comparison.arms import (
+    Arm,
+    alike,
+    comparable,
+    grouped,
+    is_measured,
+    level_groups,
+    num_replicates,
+    repeats,
+    replicates,
+    was_busy,
+)
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
@@ -112,6 +123,11 @@ def _conditions(group: Compared) -> str:
         parts.append("on this one trace")
     elif shared([run for arm in group.arms for run in arm.runs])[0] == "poor":
         parts.append("on poor replicates, which share requests")
+    measured = [(arm, run) for arm in group.arms for run in arm.runs if is_measured(run)]
+    if any(len(repeats(arm, run)) == 1 for arm, run in measured):
+        parts.append("each measured once")
+    if any(was_busy(run) for _, run in measured):
+        parts.append("on a busy machine")
     return ", ".join(parts)
 
 

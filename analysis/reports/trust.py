@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, grouped, num_replicates
+from analysis.comparison.arms import Arm, Pair, grouped, num_replicates, was_busy
 from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
@@ -122,11 +122,14 @@ def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:
 
 
 def _measured(arms: Sequence[Arm]) -> Trust:
-    """Of arms of which nothing is simulated: whether the engine's own noise is known, and small."""
+    """Of arms of which nothing is simulated: whether the engine's own noise is known, and small, and its machine was
+    its own."""
     known = [most for path in _ERRORS if (most := engine_noise(arms, metric_of(path))) is not None]
     said = "measured on a real engine, nothing is simulated"
+    if any(was_busy(run) for arm in arms for run in arm.runs):
+        return Trust("fidelity", "poor", f"{said}, but others used its machine too")
     if not known:
-        return Trust("fidelity", "fair", f"{said}; how far the engine differs from itself was not measured")
+        return Trust("fidelity", "poor", f"{said}; how far the engine differs from itself was not measured")
     level: Level = "good" if max(known) <= _FAR else "fair"
     return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.significant(100 * max(known), 2)} %")
 

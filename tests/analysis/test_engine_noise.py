@@ -131,10 +131,18 @@ def test_a_page_on_measured_runs_without_a_repeat_says_so_once(tmp_path, backend
 
 @pytest.mark.usefixtures("unrendered")
 def test_what_runs_say_of_their_own_times_stands_on_the_page(tmp_path):
-    folders = [measured(tmp_path / f"run-{on}", 1.0, chunked=on).path for on in (True, False)]
+    folders = [measured(tmp_path / f"run-{on}", 1.0 if on else 90.0, chunked=on).path for on in (True, False)]
+    once = report_from_folders(folders, tmp_path / "once.html").with_suffix(".md").read_text()
+    assert "- On this one trace, each measured once, " in once.partition("## Answer")[2].partition("| trust |")[0]
+    assert "| fidelity | poor | measured on a real engine, nothing is simulated; how far the engine differs" in once
     for folder, share in zip(folders, (44, 31), strict=True):
         file = folder / "manifest.json"
         said = {"notes": [f"BUSY MACHINE: for {share} % of the time it waited"]}
         file.write_text(json.dumps(json.loads(file.read_text()) | {"replay": said}))
     text = report_from_folders(folders, tmp_path / "report.html").with_suffix(".md").read_text()
     assert "BUSY MACHINE: for 44 % of the time it waited (1 more run says the like, with other numbers)" in text
+    answer = text.partition("## Answer")[2].partition("| trust |")[0]
+    assert "- On this one trace, each measured once, on a busy machine, " in answer
+    assert (
+        "| fidelity | poor | measured on a real engine, nothing is simulated, but others used" in text
+    )

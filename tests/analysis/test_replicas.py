@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.measures.replicas import split
+from analysis.measures.replicas import FEW, routing_notes, split
 from analysis.measures.summary import summarise
 from analysis.reading.request_columns import Requests
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
@@ -75,6 +75,23 @@ def test_a_replica_that_did_nothing_counts() -> None:
     assert [one["num_computed_tokens"] for one in replicas["each"]] == [0, 11, 0, 0]
     assert [one["ttft_mean_s"] for one in replicas["each"]] == [None, 1.0, None, None]
     assert summarise(table([], REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest)["replicas"]["jain"]["busy"] is None
+
+
+def test_how_requests_were_routed_is_told_where_it_misleads() -> None:
+    requests, steps, manifest, _ = twice()
+    sticky = manifest | {"router": "session_sticky"}
+    assert routing_notes(summarise(requests, steps, manifest)) == []
+    (said,) = routing_notes(summarise(requests, steps, sticky))
+    assert said.startswith("no request was in a session: router session_sticky had none to keep together")
+    in_sessions = requests.assign(session_id=requests["request_id"])
+    assert routing_notes(summarise(in_sessions, steps, sticky)) == []
+    wider = manifest | {"num_replicas": 4, "router": "prefix_hash"}
+    assert routing_notes(summarise(requests, steps, wider)) == [
+        "2 of 4 replicas served no request (router prefix_hash)"
+    ]
+    few = requests.head(FEW * 4 - 1)
+    assert routing_notes(summarise(few, steps, wider)) == [], "by chance"
+    assert routing_notes({"replicas": None}) == []
 
 
 def test_without_a_fleet_nothing_is_split() -> None:

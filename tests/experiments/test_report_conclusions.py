@@ -168,6 +168,18 @@ def test_what_was_never_triggered_is_called_so(tmp_path: Path, seeds: int) -> No
     assert answered(said) == [told]
 
 
+def test_routers_that_sent_every_request_alike_are_called_so(tmp_path: Path) -> None:
+    """Without sessions a router that keeps them together is the other one that it goes by."""
+    for router in ("least_loaded", "session_sticky", "round_robin"):
+        backend = {"name": "sim", "num_replicas": 2, "router": router}
+        ran(tmp_path / router, backend=backend, trace={"name": "synthetic", "num_requests": 40, "rate": 60})
+    said = report(tmp_path, baseline="router least_loaded")
+    told = "router session_sticky took the same decisions as router least_loaded at every step; what sets them apart"
+    assert f"{told} was never triggered: there are no sessions." in said
+    assert "- Routed, router session_sticky: no request was in a session" in said
+    assert "router round_robin took the same" not in said
+
+
 def test_a_factor_that_was_never_triggered_is_told_with_what_another_did(tmp_path: Path) -> None:
     for mode in ("recompute", "swap"):
         for seqs in (64, 2):

@@ -120,6 +120,8 @@ def _parity(arguments: list[str]) -> int:
         until = "; the run was interrupted there" if report.is_cut else ""
         until = until if report.failure is None else f"; there the run failed: {report.failure}"
         print(f"{who}identical: {report.num_steps} steps, decision digest {report.digest:016x}{until}")
+    if num > 1:
+        print("each replica was sent what it was sent then: the router's choices are not replayed")
     return 0
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
+from typing import Any
 
 import torch
 
-from real.attention.interface import AttentionSpec
+from real.attention.interface import AttentionSpec, cache_format
 from real.attention.registry import Choice, choose_together
 from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
@@ -89,7 +90,8 @@ class RealBackend:
         self.attention_name, self.attention_reasons = choice.provider.name, choice.reasons
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
-            check_host_memory(spec, config, placement.dtype, attention.cache_dtype, block_size, num_gpu_blocks)
+            asked = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks, "kv_dtype": kv_dtype}
+            check_host_memory(spec, config, asked)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         max_model_len = max_model_len or spec.max_length
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
@@ -177,16 +179,17 @@ class RealBackend:
 def check_host_memory(
     spec: ModelSpec,
     config: RealConfig,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    block_size: int,
-    num_gpu_blocks: int | None,
+    options: Mapping[str, Any],
     num_ranks: int = 1,
+    num_replicas: int = 1,
 ) -> None:
-    """Raises DeviceError if the ranks together ask for more memory than this host has to give."""
-    size = block_bytes(spec, block_size, cache_dtype, num_ranks)
-    num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
-    check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks)
+    """Raises DeviceError if the ranks of all replicas together ask for more memory than this host has to give. options:
+    of RealBackend, by name."""
+    dtype = resolve_dtype(config.dtype, spec)
+    size = block_bytes(spec, options["block_size"], cache_format(options.get("kv_dtype"), dtype), num_ranks)
+    num_blocks = options.get("num_gpu_blocks")
+    num_blocks = config.cpu_kv_bytes // size if num_blocks is None else num_blocks
+    check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks, num_replicas)
 
 
 def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:

@@ -21,22 +21,24 @@ def available_bytes() -> int | None:
     return None
 
 
-def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int) -> None:
-    """Raises DeviceError if the weights, or the KV blocks beside them, are more than what is available.
+def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int, num_replicas: int = 1) -> None:
+    """Raises DeviceError if the weights, or the KV blocks beside them, are more than what each replica has available.
 
     The swap pool does not count: its pages are taken when they are first written.
     """
     available = available_bytes()
     if available is None:
         return
+    available //= num_replicas
+    here = "available" + f" for each of {num_replicas} replicas" * (num_replicas > 1)
     weights = f"the weights of {model_name} ({weight_bytes:,} bytes)"
     if weight_bytes + RESERVE_BYTES > available:
         raise DeviceError(
-            f"{weights} do not fit in the {available:,} bytes that are available, of which {RESERVE_BYTES:,} are kept "
+            f"{weights} do not fit in the {available:,} bytes that are {here}, of which {RESERVE_BYTES:,} are kept "
             "for the steps; choose a smaller model, or backend=sim"
         )
     if weight_bytes + num_blocks * block_bytes + RESERVE_BYTES > available:
         raise DeviceError(
             f"no memory for {num_blocks} KV blocks on cpu, {block_bytes:,} bytes each, beside {weights}: "
-            f"{available:,} bytes are available; lower cache.num_gpu_blocks or backend.cpu_kv_bytes"
+            f"{available:,} bytes are {here}; lower cache.num_gpu_blocks or backend.cpu_kv_bytes"
         )

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from real.attention.interface import cache_format
 from real.backend import RealBackend, check_host_memory
 from real.config import RealConfig
-from real.device import resolve_device, resolve_dtype
+from real.device import resolve_device
 from real.driver import Computed, Work
 from real.models.registry import check_supported
 from real.parallel.distributed import DistributedGroup, LostPeerError, host_store, join
@@ -48,10 +47,7 @@ class RankedBackend:
         if device.type == "cuda":
             _check_gpus(num_ranks)
         else:
-            dtype = resolve_dtype(config.dtype, spec)
-            cache_dtype = cache_format(options.get("kv_dtype"), dtype)
-            blocks = options["block_size"], options.get("num_gpu_blocks")
-            check_host_memory(spec, config, dtype, cache_dtype, *blocks, num_ranks)
+            check_host_memory(spec, config, options, num_ranks)
             num_threads = config.num_threads or torch.get_num_threads()
             config = replace(config, num_threads=max(1, num_threads // num_ranks))
         store = host_store(num_ranks)

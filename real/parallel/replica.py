@@ -164,6 +164,7 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
     left running."""
     import torch
 
+    from real.backend import check_host_memory
     from real.device import resolve_device
 
     visible: list[str | None] = [None] * num_replicas
@@ -171,6 +172,7 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
         visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
     else:
         _check_room(num_replicas)
+        check_host_memory(setup.spec, setup.config, setup.options, setup.num_ranks, num_replicas)
         num_threads = setup.config.num_threads or torch.get_num_threads()
         setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
     engines: list[ReplicaEngine] = []

@@ -143,6 +143,4 @@ def test_what_runs_say_of_their_own_times_stands_on_the_page(tmp_path):
     assert "BUSY MACHINE: for 44 % of the time it waited (1 more run says the like, with other numbers)" in text
     answer = text.partition("## Answer")[2].partition("| trust |")[0]
     assert "- On this one trace, each measured once, on a busy machine, " in answer
-    assert (
-        "| fidelity | poor | measured on a real engine, nothing is simulated, but others used" in text
-    )
+    assert "| fidelity | poor | measured on a real engine, nothing is simulated, but others used" in text

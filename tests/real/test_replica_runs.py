@@ -143,6 +143,7 @@ def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
         ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the time of one process"),
         ("backend.num_replicas=2 backend.router=leastloaded", "did you mean 'least_loaded'"),
         ("backend.num_replicas=2 model.path=/nowhere", "/nowhere"),
+        ("backend.num_replicas=2 cache.num_gpu_blocks=100000000", "bytes are available for each of 2 replicas; lower"),
         ("backend.num_replicas=2 backend.load_format=safetensors", "replica 0 failed: "),
     ],
 )

@@ -212,10 +212,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     try:
         _check_schema(folder / "requests.parquet", REQUEST_COLUMNS)
         _check_schema(folder / "steps.parquet", STEP_COLUMNS)
-    except RunFolderError as error:
+    except RunFolderError:
         if (folder / "done").exists():
             raise
-        raise RunFolderError(f"{folder}: its records end in the middle; {_cure(folder)}") from error
+        raise RunFolderError(f"{folder}: its records end in the middle; {_cure(folder)}") from None
     return Run(folder, read_said(folder / "config.yaml"), read_said(folder / "manifest.json"))
 
 

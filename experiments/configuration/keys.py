@@ -34,6 +34,7 @@ from experiments.configuration.options import (
     plain,
     read_option,
 )
+from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
 
@@ -177,7 +178,8 @@ class Keys:
             if kind is not Any and get_origin(plain(kind)) is not dict:
                 raise ConfigError(f"{whole} has no keys of its own")
             if kind is Any and isinstance(schema, type) and not is_added and key not in self._mappings:
-                raise ConfigError(f"{whole} is given whole, as in '{key}={{{rest[0]}: …}}'")
+                target = "_target_: …, " if key in POLICIES else ""
+                raise ConfigError(f"{whole} is given whole, as in '{key}={{{target}{rest[0]}: …}}'")
             self._mappings.add(key)
         else:
             if kind is Any and isinstance(value, dict):

@@ -118,7 +118,10 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
         raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
     is_simulated = run.manifest.get("backend") == "sim"
     if num_replicas(run) > 1 and not is_simulated:
-        raise RunFolderError(f"{run.path}: several engines served it; give the folder of a run of one")
+        raise RunFolderError(
+            f"{run.path}: several engines served it; give the folder of a run of one, or "
+            "compare the fleet with its simulation (testbed run from=<folder> backend=sim) by testbed report"
+        )
     saved = {
         **read_config(run.path),
         "backend": run.config["backend"] if is_simulated else {"name": "sim"},

@@ -82,7 +82,10 @@ def test_from_python_as_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("scheduler.queue_order.ageing_per_s=1", "scheduler.queue_order is given whole, as in "),
+        (
+            "scheduler.queue_order.ageing_per_s=1",
+            "scheduler.queue_order is given whole, as in 'scheduler.queue_order={_target_: …, ageing_per_s: …}'",
+        ),
         ("model.rope_scaling.factor=4", "model.rope_scaling is given whole, as in "),
         ("cache.block_size.size=4", "unknown key 'cache.block_size.size'; cache.block_size has no keys of its own"),
     ],

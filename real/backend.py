@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
-from typing import Any
 
 import torch
 
@@ -90,8 +89,7 @@ class RealBackend:
         self.attention_name, self.attention_reasons = choice.provider.name, choice.reasons
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
-            asked = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks, "kv_dtype": kv_dtype}
-            check_host_memory(spec, config, asked)
+            check_host_memory(spec, config, block_size, num_gpu_blocks, kv_dtype)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         max_model_len = max_model_len or spec.max_length
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
@@ -179,16 +177,16 @@ class RealBackend:
 def check_host_memory(
     spec: ModelSpec,
     config: RealConfig,
-    options: Mapping[str, Any],
+    block_size: int,
+    num_gpu_blocks: int | None,
+    kv_dtype: str | None,
     num_ranks: int = 1,
     num_replicas: int = 1,
 ) -> None:
-    """Raises DeviceError if the ranks of all replicas together ask for more memory than this host has to give. options:
-    of RealBackend, by name."""
+    """Raises DeviceError if the ranks of all replicas together ask for more memory than this host has to give."""
     dtype = resolve_dtype(config.dtype, spec)
-    size = block_bytes(spec, options["block_size"], cache_format(options.get("kv_dtype"), dtype), num_ranks)
-    num_blocks = options.get("num_gpu_blocks")
-    num_blocks = config.cpu_kv_bytes // size if num_blocks is None else num_blocks
+    size = block_bytes(spec, block_size, cache_format(kv_dtype, dtype), num_ranks)
+    num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks, num_replicas)
 
 

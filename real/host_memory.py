@@ -7,6 +7,7 @@ from pathlib import Path
 from testbed.errors import DeviceError
 
 MEMINFO = Path("/proc/meminfo")
+PROCESS_BYTES = 400 * 1024**2  # of an engine's process of its own, without model and cache
 RESERVE_BYTES = 256 * 1024**2  # for the temporaries of a step and the core
 
 
@@ -29,7 +30,8 @@ def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes:
     available = available_bytes()
     if available is None:
         return
-    available //= num_replicas
+    if num_replicas > 1:
+        available = available // num_replicas - PROCESS_BYTES
     here = "available" + f" for each of {num_replicas} replicas" * (num_replicas > 1)
     weights = f"the weights of {model_name} ({weight_bytes:,} bytes)"
     if weight_bytes + RESERVE_BYTES > available:

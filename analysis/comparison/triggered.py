@@ -18,12 +18,7 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
     (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
     (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
-    (("router",), lambda run: _of_fleet(run, "num", 1) < 2, "there is one replica"),
-    (
-        ("session_sticky", "SessionSticky"),
-        lambda run: not _of_fleet(run, "num_in_sessions", 1),
-        "there are no sessions",
-    ),
+    (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
 )
 _MAX_GROUPS = 4  # that are named
@@ -35,10 +30,6 @@ def _preemptions(run: Run) -> int:
 
 def _is_one(run: Run, column: str) -> bool:
     return int(run.requests[column].nunique(dropna=False)) < 2
-
-
-def _of_fleet(run: Run, name: str, otherwise: int) -> int:
-    return int((run.summary.get("replicas") or {}).get(name, otherwise))
 
 
 def _never_blocked(run: Run) -> bool:

@@ -62,12 +62,12 @@ class Load:
 
     @property
     def overload(self) -> str | None:
-        """What shows it: "queue" where that grows, "short" where too few are done when the last one comes."""
+        """What shows it: "queue" where that grows, "undone" where too few are done when the last one comes."""
         if not self.waiting.num:
             return None
         if self.waiting.grew(self.num_requests):
             return "queue"
-        return "short" if self.num_done < self.num_customers / 2 else None
+        return "undone" if self.num_done < self.num_customers / 2 else None
 
     def keeps(self, share: float) -> bool | None:
         """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
@@ -102,8 +102,8 @@ def max_failed(num_requests: int, share: float) -> int:
 
 
 def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool = False) -> Load:
-    """Of a whole run's request records, as `analysis.measures.metrics` takes them. by_session: sessions come at a rate,
-    and their later turns when the one before has ended."""
+    """Of a whole run's request records, as `analysis.measures.metrics` takes them. by_session: what comes at a
+    rate is a session, with all its turns."""
     columns = RequestColumns.of(requests)
     completed = columns.is_completed
     values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}

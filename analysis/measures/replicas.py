@@ -18,7 +18,7 @@ from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
 from analysis.reading.timeline import step_runs
 
-FEW = 4  # requests of a replica: with fewer of each, one may get none by chance
+FEW = 10  # requests of a replica, in the mean: with fewer one may get none by chance
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
 
 

@@ -123,10 +123,10 @@ def _conditions(group: Compared) -> str:
         parts.append("on this one trace")
     elif shared([run for arm in group.arms for run in arm.runs])[0] == "poor":
         parts.append("on poor replicates, which share requests")
-    measured = [(arm, run) for arm in group.arms for run in arm.runs if is_measured(run)]
-    if any(len(repeats(arm, run)) == 1 for arm, run in measured):
-        parts.append("each measured once")
-    if any(was_busy(run) for _, run in measured):
+    once = [len(repeats(arm, run)) == 1 for arm in group.arms for run in arm.runs if is_measured(run)]
+    if any(once):
+        parts.append("each measured once" if all(once) else "some measured once")
+    if any(was_busy(run) for arm in group.arms for run in arm.runs):
         parts.append("on a busy machine")
     return ", ".join(parts)
 

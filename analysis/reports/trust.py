@@ -128,9 +128,10 @@ def _measured(arms: Sequence[Arm]) -> Trust:
     said = "measured on a real engine, nothing is simulated"
     if any(was_busy(run) for arm in arms for run in arm.runs):
         return Trust("fidelity", "poor", f"{said}, but others used its machine too")
+    level: Level = "poor" if num_replicates(arms) == 1 else "fair"  # over several traces its noise is in their spread
     if not known:
-        return Trust("fidelity", "poor", f"{said}; how far the engine differs from itself was not measured")
-    level: Level = "good" if max(known) <= _FAR else "fair"
+        return Trust("fidelity", level, f"{said}; how far the engine differs from itself was not measured")
+    level = "good" if max(known) <= _FAR else "fair"
     return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.significant(100 * max(known), 2)} %")
 
 

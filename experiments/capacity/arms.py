@@ -45,7 +45,7 @@ class Arm:
     rate_key: str
     start: float
     per_value: float
-    is_of_sessions: bool  # which come at the rate, and each turn when the one before has ended
+    is_of_sessions: bool  # what comes at the rate is a session, whose later turns follow
     num_requests: tuple[int, ...]
     is_simulated: bool
 

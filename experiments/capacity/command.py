@@ -25,7 +25,7 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short where its requests (or sessions) arrive within so many times what one lasts
-OVERLOAD = {"queue": "the queue grows", "short": "half are not done when the last one comes"}
+OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when the last one comes"}
 _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
 
@@ -183,6 +183,8 @@ def without_capacity(found: Found) -> str:
         reason = f"{who} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
     lowest = found.rate(found.bracket.failed)
     remedy = "widen the limit, or take a faster device or shorter requests"
+    if name == "undone":
+        remedy = "give a longer trace (trace.num_requests, trace.limit)"
     if name == "unfinished":
         remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
     return f"{arm.name} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"

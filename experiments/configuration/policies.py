@@ -129,9 +129,12 @@ def _refuse_foresight(key: str, target: str, policy: Any) -> None:
         except (OSError, TypeError):
             continue  # without source
         if read is not None:
+            instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
+            if key == "backend.router":
+                instead = "go by the prompt, and by what the replicas show"
             raise ConfigError(
-                f"{key}: {target} reads {read[1]}, which says how long an output will be, as no scheduler knows; ask "
-                "context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
+                f"{key}: {target} reads {read[1]}, which says how long an output will be, as no scheduler knows; "
+                f"{instead}"
             )
 
 

@@ -59,7 +59,8 @@ def _own_version() -> str:
 def source_hash() -> str:
     """Of all source that makes a run: a version cannot tell two states of a checkout with changes apart."""
     digest = xxh64()
-    for file in sorted(file for room in _MAKE_RUNS for file in (ROOT / room).rglob("*.py")):
+    rooms = [ROOT / room for room in _MAKE_RUNS]
+    for file in sorted(file for room in rooms for kind in ("*.py", "*.[ch]") for file in room.rglob(kind)):
         digest.update(f"{file.relative_to(ROOT).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 

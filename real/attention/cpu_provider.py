@@ -43,7 +43,7 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it reads no {spec.kv_dtype} cache"
     if spec.head_dim % LANES:
         return f"head size {spec.head_dim} is no multiple of {LANES}"
-    return why_no_library("paged_decode") or why_no_library("layers")
+    return why_no_library()
 
 
 class CpuAttention(TorchAttention):
@@ -72,7 +72,7 @@ class CpuAttention(TorchAttention):
             kv_heads=spec.num_kv_heads, dim=spec.head_dim, block_size=spec.block_size, table_stride=tables.stride(0),
             window=spec.sliding_window or 0, scale=spec.scale,
         )  # fmt: skip
-        kernel = getattr(library("paged_decode"), _ENTRIES[spec.dtype])
+        kernel = getattr(library(), _ENTRIES[spec.dtype])
         return partial(_attend, kernel, told, (tables, lengths, tokens, slopes))
 
 

@@ -1,4 +1,4 @@
-"""Compiles a C file of this folder for the machine at hand, on first use, and loads it; as Triton does for a GPU.
+"""Compiles the C files of this folder for the machine at hand, on first use, and loads them; as Triton does for a GPU.
 
 What was compiled lies in the user's cache, named by all that it was made from: it is never older than its source.
 """
@@ -16,15 +16,15 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-HEADER = "lines.h"  # what the C files share
 FLAGS = (
     "-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast",
     # sums may be taken in another order, which vectors do; infinities stay what they are
     "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
-    "-fno-tree-pre",  # GCC would give the ends of ranges branches of their own, and no vectors to the loops around them
 )  # fmt: skip
 LINKED = ("-shared",)  # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
-FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+# The first that the compiler takes. no-tree-pre: GCC would give the ends of ranges branches of their own, and the loops
+# around them no vectors.
+FOR_THIS_MACHINE = (("-march=native", "-fno-tree-pre"), ("-march=native",), ("-mcpu=native",), ())
 
 
 class HostCodeError(Exception):
@@ -32,55 +32,59 @@ class HostCodeError(Exception):
 
 
 @cache
-def library(name: str) -> ctypes.CDLL:
-    """The functions of `<name>.c`, for threads of the OpenMP that torch has loaded. Raises HostCodeError."""
-    source, header = (Path(__file__).with_name(file).read_bytes() for file in (f"{name}.c", HEADER))
+def library() -> ctypes.CDLL:
+    """Their functions, for threads of the OpenMP that torch has loaded. Raises HostCodeError."""
+    sources = {file.name: file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         raise HostCodeError(f"there is no C compiler ({compiler[0]})") from None
-    made_from = (source, header, version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
+    made_from = (*sources.values(), version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
-    file = _folder() / f"{name}-{key}.so"
+    file = _folder() / f"kernels-{key}.so"
     if not file.is_absolute():  # who has no home has no cache; code is not taken from where one happens to be
         raise HostCodeError("there is no folder for what is compiled; set XDG_CACHE_HOME to one")
     try:
         if not file.exists():
-            _compile(compiler, source, header, file)
+            _compile(compiler, sources, file)
         return ctypes.CDLL(str(file))
     except OSError as error:  # a folder that cannot be written to, a libc or an OpenMP that is not there
         raise HostCodeError(f"what {compiler[0]} makes cannot be used ({error})") from None
 
 
 @cache
-def why_no_library(name: str) -> str | None:
+def why_no_library() -> str | None:
     """None if it can be used."""
     try:
-        library(name)
+        library()
     except HostCodeError as error:
         return str(error)
     return None
 
 
-def _compile(compiler: list[str], source: bytes, header: bytes, file: Path) -> None:
+def _compile(compiler: list[str], sources: dict[str, bytes], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
-        code, object_file, made = Path(work, "code.c"), Path(work, "code.o"), Path(work, "code.so")
-        code.write_bytes(source)
-        Path(work, HEADER).write_bytes(header)
+        for name, text in sources.items():
+            Path(work, name).write_bytes(text)
+        codes, made = sorted(Path(work).glob("*.c")), Path(work, "kernels.so")
+        objects = [str(code.with_suffix(".o")) for code in codes]
         said = b""
         for native in FOR_THIS_MACHINE:
-            command = [*compiler, *FLAGS, *native, "-c", str(code), "-o", str(object_file)]
-            done = subprocess.run(command, capture_output=True, check=False)
-            said = said or done.stderr
-            if not done.returncode:
+            command = [*compiler, *FLAGS, *native, "-c"]
+            done = [
+                subprocess.run([*command, str(code), "-o", made_of], capture_output=True, check=False)
+                for code, made_of in zip(codes, objects, strict=True)
+            ]
+            said = said or b"".join(one.stderr for one in done)
+            if not any(one.returncode for one in done):
                 break
         else:
             first, *_ = said.decode(errors="replace").splitlines() or ["without a word"]
             raise HostCodeError(f"{compiler[0]} refuses its source ({first})")
-        done = subprocess.run([*compiler, *LINKED, str(object_file), "-o", str(made)], capture_output=True, check=False)
-        if done.returncode:
+        linked = subprocess.run([*compiler, *LINKED, *objects, "-o", str(made)], capture_output=True, check=False)
+        if linked.returncode:
             raise HostCodeError(f"{compiler[0]} cannot link a shared library")
         made.replace(file)  # whole: another process may be making the same
 

@@ -30,8 +30,7 @@ class _Heads(ctypes.Structure):
 
 
 def by_host(kernel: Callable[P, Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """A function whose first argument is a tensor: where that lies on a CPU, whole and in order, in a format that C
-    computes, by `kernel`; elsewhere as it is."""
+    """A function whose first argument is a tensor: where C `takes` that, by `kernel`; elsewhere as it is."""
 
     def decorate(fn: Callable[P, Tensor]) -> Callable[P, Tensor]:
         @wraps(fn)
@@ -45,8 +44,10 @@ def by_host(kernel: Callable[P, Tensor]) -> Callable[[Callable[P, Tensor]], Call
 
 
 def takes(x: Tensor) -> bool:
-    is_plain = x.device.type == "cpu" and x.dtype in FORMATS and x.is_contiguous()
-    return is_plain and why_no_library("layers") is None
+    """Whether it is rows on a CPU, one after the other, in a format that C computes. (Heads of a wider projection lie
+    one after the other where there is one token, and else do not: what computes them shall not hang on that.)"""
+    is_plain = x.device.type == "cpu" and x.dtype in FORMATS and x.dim() == 2 and x.is_contiguous()
+    return is_plain and why_no_library() is None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,8 +67,9 @@ def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
         assert residual.dtype == x.dtype
         assert residual.shape == x.shape
     assert weight.dtype == x.dtype
+    assert x.shape[-1] == size
     assert weight.is_contiguous()
-    library("layers").normalize_rows(
+    library().normalize_rows(
         _place(x), None if residual is None else _place(residual), _place(weight), _place(output),
         ctypes.c_int64(x.numel() // size), ctypes.c_int64(size), ctypes.c_float(eps), *_how(x),
     )  # fmt: skip
@@ -75,11 +77,12 @@ def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """float32 [num_rows, vocab] -> int64 [num_rows], the first of the largest."""
+    """float32 [num_rows, vocab] -> int64 [num_rows], the first of the largest; NaN is larger than all, as in torch."""
+    assert logits.dtype == torch.float32
     rows, size = logits.shape
     places = torch.empty(rows, dtype=torch.int64)
     told = ctypes.c_int64(rows), ctypes.c_int64(size), torch.get_num_threads()
-    library("layers").argmax_rows(_place(logits), _place(places), *told)
+    library().argmax_rows(_place(logits), _place(places), *told)
     return places
 
 
@@ -110,7 +113,7 @@ def turn_and_store(
         tokens=num_tokens, heads=num_heads, kv_heads=key.shape[1], dim=head_dim,
         query_stride=query.stride(0), key_stride=key.stride(0), value_stride=value.stride(0), eps=eps,
     )  # fmt: skip
-    library("layers").turn_and_store_heads(ctypes.byref(told), *_how(query))
+    library().turn_and_store_heads(ctypes.byref(told), *_how(query))
 
 
 def _place(x: Tensor) -> ctypes.c_void_p:

@@ -84,36 +84,43 @@ static INLINE void turn_and_store(const Heads *h, int64_t token, int64_t dim, in
   memcpy((char *)h->value_cache + slot * width * size, (const char *)h->value + value * size, (size_t)(width * size));
 }
 
-void turn_and_store_heads(const Heads *h, int is_half, int num_threads) {
-  FOR_ROWS(h->tokens, h->tokens * (h->heads + h->kv_heads) * h->dim)
-  switch (is_half * 1024 + h->dim) { /* sizes that the compiler knows are computed faster */
-    case 64: turn_and_store(h, row, 64, 0); break;
-    case 128: turn_and_store(h, row, 128, 0); break;
-    case 1024 + 64: turn_and_store(h, row, 64, 1); break;
-    case 1024 + 128: turn_and_store(h, row, 128, 1); break;
-    default:
-      if (is_half)
-        turn_and_store(h, row, h->dim, 1);
-      else
-        turn_and_store(h, row, h->dim, 0);
+#define OF_SIZE(number) \
+  case number: turn_and_store(h, token, number, is_half); break;
+
+static INLINE void turn_and_store_token(const Heads *h, int64_t token, int is_half) {
+  switch (h->dim) { /* sizes that the compiler knows are computed faster */
+    OF_SIZE(64) OF_SIZE(128)
+    default: turn_and_store(h, token, h->dim, is_half);
   }
 }
+
+void turn_and_store_heads(const Heads *h, int is_half, int num_threads) {
+  FOR_ROWS(h->tokens, h->tokens * (h->heads + h->kv_heads) * h->dim)
+  if (is_half)
+    turn_and_store_token(h, row, 1);
+  else
+    turn_and_store_token(h, row, 0);
+}
+
+static INLINE float larger(float x, float y) { return x > y || x != x ? x : y; } /* of them NaN, if one is */
 
 static INLINE float largest(const float *x, int64_t size) {
   float most[PART], of_all = -INFINITY;
   int64_t i = 0;
   for (int j = 0; j < PART; j++) most[j] = -INFINITY;
   for (; i + PART <= size; i += PART)
-    for (int j = 0; j < PART; j++) most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
-  for (int j = 0; j < PART; j++) of_all = most[j] > of_all ? most[j] : of_all;
-  for (; i < size; i++) of_all = x[i] > of_all ? x[i] : of_all;
+    for (int j = 0; j < PART; j++) most[j] = larger(x[i + j], most[j]);
+  for (int j = 0; j < PART; j++) of_all = larger(most[j], of_all);
+  for (; i < size; i++) of_all = larger(x[i], of_all);
   return of_all;
 }
+
+static INLINE int is(float x, float wanted) { return x == wanted || (x != x && wanted != wanted); }
 
 /* Whether one of PART numbers is `wanted`. */
 static INLINE int holds(const float *x, float wanted) {
   int num = 0;
-  for (int j = 0; j < PART; j++) num += x[j] == wanted;
+  for (int j = 0; j < PART; j++) num += is(x[j], wanted);
   return num > 0;
 }
 
@@ -124,7 +131,7 @@ void argmax_rows(const float *x, int64_t *places, int64_t rows, int64_t size, in
     const float most = largest(line, size);
     int64_t place = 0;
     while (place + PART < size && !holds(line + place, most)) place += PART;
-    while (place < size - 1 && line[place] != most) place++;
+    while (place < size - 1 && !is(line[place], most)) place++;
     places[row] = place;
   }
 }

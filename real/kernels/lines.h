@@ -17,7 +17,7 @@ static INLINE float get(const void *from, int64_t at, int is_half) {
 static INLINE uint16_t half_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* ties to even */
+  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* ties to even */
 }
 
 static INLINE void put(void *to, int64_t at, float x, int is_half) {

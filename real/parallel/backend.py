@@ -47,7 +47,8 @@ class RankedBackend:
         if device.type == "cuda":
             _check_gpus(num_ranks)
         else:
-            check_host_memory(spec, config, options, num_ranks)
+            blocks = options["block_size"], options.get("num_gpu_blocks"), options.get("kv_dtype")
+            check_host_memory(spec, config, *blocks, num_ranks)
             num_threads = config.num_threads or torch.get_num_threads()
             config = replace(config, num_threads=max(1, num_threads // num_ranks))
         store = host_store(num_ranks)

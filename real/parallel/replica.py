@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 from real.config import RealConfig
 from real.driver import Computed, Work
-from real.host_memory import available_bytes
+from real.host_memory import PROCESS_BYTES, available_bytes
 from real.parallel.processes import Channel, Failure, channel_pair, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
-PROCESS_BYTES = 400 * 1024**2  # of an engine's process on a CPU, without model and cache
 POLL_S = 0.0001  # between two looks at a device that computes
 
 
@@ -172,7 +171,8 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
         visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
     else:
         _check_room(num_replicas)
-        check_host_memory(setup.spec, setup.config, setup.options, setup.num_ranks, num_replicas)
+        blocks = setup.options["block_size"], setup.options.get("num_gpu_blocks"), setup.options.get("kv_dtype")
+        check_host_memory(setup.spec, setup.config, *blocks, setup.num_ranks, num_replicas)
         num_threads = setup.config.num_threads or torch.get_num_threads()
         setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
     engines: list[ReplicaEngine] = []

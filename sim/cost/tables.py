@@ -135,7 +135,7 @@ class TablesCost(RooflineCost):
         each = shape.decode_context_tokens / num if num else 0.0
         if not shape.prefills:
             return {"attention_decode": _origin(measured.decode, (num, each))} if num else {}
-        largest = _largest(shape.prefills)
+        largest = max(shape.prefills, key=lambda chunk: chunk.num_tokens * (chunk.start + chunk.num_tokens))
         found = {"attention_prefill": _origin(measured.prefill, (largest.num_tokens, largest.start))}
         if num:
             beside = _origin(measured.mixed, (shape.num_prefill_tokens, largest.start, num, each))
@@ -184,27 +184,17 @@ class TablesCost(RooflineCost):
         if measured.prefill is None:
             return whole_ns
         alone_ns = whole_ns if num_decodes == 0 else self._mixed.ns(tiles, 0, 0, 0)
-        prefill_ns = alone_ns * self._prefill_ratio(measured.prefill.grid, prefills)
+        ratio, num_tokens, start = _chunks_by(measured.prefill.grid, prefills)
+        prefill_ns = alone_ns * ratio
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
-        grid, num_tokens = measured.mixed.grid, sum(chunk.num_tokens for chunk in prefills)
+        grid = measured.mixed.grid
         grid.seek(0, num_tokens)
-        grid.seek(1, _largest(prefills).start)
+        grid.seek(1, start)
         grid.seek(2, num_decodes)
         grid.seek(3, context / num_decodes)
         mixed_ns = whole_ns * grid.value()
         return to_ns(max(mixed_ns, prefill_ns))  # prompts are not cheaper for the decodes beside them
-
-    def _prefill_ratio(self, grid: Grid, prefills: tuple[PrefillChunk, ...]) -> float:
-        """How far chunks lie from the roofline: the mean over them, weighted by (query, key) pairs, nearly."""
-        ratios = weights = 0.0
-        for chunk in prefills:
-            pairs = _pairs(chunk)
-            grid.seek(0, chunk.num_tokens)
-            grid.seek(1, chunk.start)
-            ratios += pairs * grid.value()
-            weights += pairs
-        return ratios / weights
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         return self._small_ns(self.measured.elementwise, num_tokens, self._roofline._elementwise_ns)
@@ -216,18 +206,20 @@ class TablesCost(RooflineCost):
         return roofline(size) if part is None else self._factor * part.at(size, roofline)
 
 
-def _largest(prefills: tuple[PrefillChunk, ...]) -> PrefillChunk:
-    """The chunk with the most pairs: a table of mixed attention has one."""
-    found = prefills[0]
+def _chunks_by(grid: Grid, prefills: tuple[PrefillChunk, ...]) -> tuple[float, int, int]:
+    """How far chunks lie from the roofline by a grid of prompts (the mean over them, weighted by (query, key) pairs,
+    nearly); their tokens; and where the one with the most pairs starts: a table of mixed attention has one."""
+    ratios, pairs, num_tokens, most, start = 0.0, 0, 0, -1, 0
     for chunk in prefills:
-        if _pairs(chunk) > _pairs(found):
-            found = chunk
-    return found
-
-
-def _pairs(chunk: PrefillChunk) -> int:
-    """Its (query, key) pairs, nearly."""
-    return chunk.num_tokens * (chunk.start + chunk.num_tokens)
+        own = chunk.num_tokens * (chunk.start + chunk.num_tokens)
+        grid.seek(0, chunk.num_tokens)
+        grid.seek(1, chunk.start)
+        ratios += own * grid.value()
+        pairs += own
+        num_tokens += chunk.num_tokens
+        if own > most:
+            most, start = own, chunk.start
+    return ratios / pairs, num_tokens, start
 
 
 def _origin(part: Part | None, point: tuple[float, ...]) -> str:

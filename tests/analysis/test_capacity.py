@@ -59,7 +59,7 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
     found = count_load(records, SLO(ttft_s=1e6), 80.0)
     assert found.waiting.num == pytest.approx((750, 1250, 1750), rel=0.01)
     assert found.overload == "queue"
-    for later, overload in ((10 * S, None), (25 * S, "short")):  # a quarter of the time and more than half of it
+    for later, overload in ((10 * S, None), (25 * S, "undone")):  # a quarter of the time and more than half of it
         kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]
         kept_up = [row | {"finish_ns": row["arrival_ns"] + later} for row in kept_up]
         records = table([request_row(request_id=str(i), **row) for i, row in enumerate(kept_up)], REQUEST_COLUMNS)
@@ -79,9 +79,9 @@ def test_sessions_that_begin_together_do_not_show_what_an_engine_bears():
     ]
     records = table([request_row(**row) for row in sorted(rows, key=lambda row: row["arrival_ns"])], REQUEST_COLUMNS)
     found = count_load(records, SLO(e2e_s=1.0), 10.0, by_session=True)
-    assert (found.num_customers, found.num_done, found.overload) == (100, 0, "short")
+    assert (found.num_customers, found.num_done, found.overload) == (100, 0, "undone")
     assert (found.arriving_s, found.stay_s) == (pytest.approx(0.99), pytest.approx(8.1))
-    assert (found.attainment, found.keeps(0.99), found.first_failed(0.99)) == (1.0, False, "short")
+    assert (found.attainment, found.keeps(0.99), found.first_failed(0.99)) == (1.0, False, "undone")
     assert count_load(records, SLO(e2e_s=1.0), 10.0).keeps(0.99), "as requests, which came for 9 s"
 
 

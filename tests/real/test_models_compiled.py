@@ -97,7 +97,7 @@ def test_a_process_may_load_models_of_many_shapes(monkeypatch, has_own_limit):
 
 def test_a_cpu_without_c_calls_them_as_they_are(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
-    monkeypatch.setattr(host_layers, "why_no_library", lambda name: "there is no C compiler")
+    monkeypatch.setattr(host_layers, "why_no_library", lambda: "there is no C compiler")
     for name in FUNCTIONS:
         plain, wrapped = both(name, FUNCTIONS[name], 3, "cpu", torch.float32)
         torch.testing.assert_close(wrapped, plain, atol=0, rtol=0)

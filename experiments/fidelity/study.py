@@ -1,7 +1,7 @@
 """A study of which only aggregates are public: its runs, their workloads as traces, what was measured and predicted.
 
-The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages have a constant rate each; its prompts
-are unique, of system_prompt_len + question_len tokens; every output has output_len tokens.
+The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages have a constant rate each; a prompt is
+a system prompt and a question, unique or one of as many as the file says; every output has output_len tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _COUNTS = (  # whose fields are called as keys are
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
     "cache.num_gpu_blocks",
 )  # fmt: skip
+_SHARED = ("num_unique_system_prompts", "num_users_per_system_prompt")  # inference-perf's; absent: all are unique
 RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
@@ -49,6 +50,22 @@ class Stage(NamedTuple):
         return round(self.duration_s * self.rate)
 
 
+class Prompts(NamedTuple):
+    """So many different prompts come in turn, each with the next of the system prompts."""
+
+    num_system_tokens: int
+    num_question_tokens: int
+    num_systems: int
+    num_prompts: int
+
+    def of(self, run: str, request: int) -> tuple[Span, Span]:
+        """The prompt of the run's request of this number."""
+        return (
+            Span(content_key(run, "system", request % self.num_systems), 0, self.num_system_tokens),
+            Span(content_key(run, "question", request % self.num_prompts), 0, self.num_question_tokens),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StudyRun:
     """One run. settings: what the file says of the engine, as overrides."""
@@ -58,7 +75,7 @@ class StudyRun:
     settings: tuple[str, ...]
     engine: str
     stages: tuple[Stage, ...]
-    num_prompt_tokens: int
+    prompts: Prompts
     num_output_tokens: int
     measured_ms: Parts
     predicted_ms: dict[str, Parts]
@@ -93,13 +110,13 @@ def check_names(runs: Iterable[StudyRun]) -> None:
 
 def trace_of(run: StudyRun) -> Trace:
     """The workload; ids are `stage<n>-<i>`."""
-    rows = []
+    rows: list[TraceRequest] = []
     for number, stage in enumerate(run.stages):
         for i in range(stage.num_requests):
-            prompt = Span(content_key(run.name, number, i), 0, run.num_prompt_tokens)
+            prompt = run.prompts.of(run.name, len(rows))
             output = Span(content_key(run.name, number, i, "output"), 0, run.num_output_tokens)
             arrival_ns = round((stage.start_s + i / stage.rate) * 1e9)
-            rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, (prompt,), output))
+            rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, prompt, output))
     return arrange(run.name, rows)
 
 
@@ -129,7 +146,9 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
     place = f"{place} ({name})"
     run = replace(run, place=place)
     work = run.within("workload")
-    num_prompt = sum(map(work.count, ("system_prompt_len", "question_len")))
+    num_systems, num_users = (MAX_REQUESTS if work.get(name) is None else work.count(name) for name in _SHARED)
+    tokens = work.count("system_prompt_len"), work.count("question_len")
+    prompts = Prompts(*tokens, num_systems, num_systems * num_users)
     num_output = work.count("output_len")
     stages = _stages(work)
     measured = _parts(run.within("measured_ms"), num_output)
@@ -156,7 +175,7 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
             predicted[who] = _parts(others.within(who), num_output)
     engine = str(run.get("engine") or "an unnamed engine")
     settings = tuple(_settings(run, engine, given))
-    return StudyRun(name, place, settings, engine, stages, num_prompt, num_output, measured, predicted)
+    return StudyRun(name, place, settings, engine, stages, prompts, num_output, measured, predicted)
 
 
 def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:

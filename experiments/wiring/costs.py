@@ -37,9 +37,9 @@ from testbed.specs.profiles import Profile, read_profile
 
 MEASURED_FIELDS = (  # of a device, that measured operators do not follow
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
-    "interconnect_latency_ns", "compute_efficiency", "memory_efficiency", "attention_efficiency", "num_sms",
-    "attention_tile_rows", "attention_tile_keys", "attention_packs_heads", "attention_floor_ns",
-    "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
+    "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "memory_efficiency",
+    "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "attention_packs_heads",
+    "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
 )  # fmt: skip
 _Cost = TypeVar("_Cost", bound=RooflineCost)
 

@@ -26,7 +26,8 @@ PCIE = {"pcie_p2p": (35e9, 5_000), "pcie_host": (15e9, 10_000)}  # bytes/s, ns o
 
 def collectives_of(size: int, device: DeviceSpec) -> Collectives:
     """Between `size` devices of this kind, over the interconnect that it says."""
-    bytes_per_s, latency_ns = device.interconnect_bytes_per_s, device.interconnect_latency_ns
+    bytes_per_s = device.interconnect_bytes_per_s * device.interconnect_efficiency
+    latency_ns = device.interconnect_latency_ns
     if device.interconnect != "nvlink":
         bytes_per_s, latency_ns = PCIE[device.interconnect]
         bytes_per_s = min(bytes_per_s, device.host_link_bytes_per_s)  # no faster than the slot

@@ -31,6 +31,7 @@ class DeviceSpec:
     flops_per_s: float = 989e12  # dense, at 2-byte precision
     interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
     interconnect_bytes_per_s: float = 450e9  # one direction, between devices; of nvlink
+    interconnect_efficiency: float = 1.0  # share of it that collectives reach; of nvlink
     interconnect_latency_ns: int = 5_000
     interconnect_factor: float = 1.0  # how many times as long collectives take as all that says: what a fit finds
     host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
@@ -74,6 +75,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "flops_per_s": _RATE,
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
     "interconnect_bytes_per_s": _RATE,
+    "interconnect_efficiency": _SHARE,
     "interconnect_latency_ns": _NS,
     "interconnect_factor": _FACTOR,
     "host_link_bytes_per_s": _RATE,

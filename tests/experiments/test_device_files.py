@@ -33,7 +33,7 @@ def test_the_librarys_own_files_are_device_files():
     folder = Path(__file__).parents[2] / "experiments" / "conf" / "device"
     for file in folder.glob("*.yaml"):
         found = read_device_file(file)
-        of_nvlink = {"interconnect_bytes_per_s", "interconnect_latency_ns"}
+        of_nvlink = {f"interconnect_{name}" for name in ("bytes_per_s", "efficiency", "latency_ns")}
         assert set(found) == set(DEVICE_FIELDS) - (of_nvlink if found["interconnect"] != "nvlink" else set())
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed
-from experiments.fidelity.study import OURS, read_study
+from experiments.fidelity.study import OURS, read_study, trace_of
 from experiments.fidelity.study_report import Score, lowest_lines
 from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
 from tests.experiments.measured_files import study
@@ -46,12 +46,12 @@ def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(t
         run["measured_ms"] = slow["simulated_ms"]
     planted[1]["workload"]["stages"] = [{"duration": 2, "rate": 5}]  # nothing would judge it
     file.write_text(json.dumps(planted))
-    more = ["--fit", "kernels", "--beside", "device.gemm_floor_ns=3000"]
+    more = ["--fit", "kernels", "--beside", "device.gemm_floor_ns=5000"]
     assert fidelity(file, *overrides, *more, "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
     plain, beside = found["fits"]
     assert plain["who"] == "this simulator, kernels fitted"
-    assert beside["who"] == "this simulator, device.gemm_floor_ns=3000, kernels fitted"
+    assert beside["who"] == "this simulator, device.gemm_floor_ns=5000, kernels fitted"
     assert list(plain["runs"]) == ["run-0"]
     assert plain["runs"]["run-0"]["given"] == {"kernels": 1.0}
     assert plain["runs"]["run-0"]["fitted"]["kernels"] == pytest.approx(1.4, rel=0.01)
@@ -116,6 +116,33 @@ def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
     assert row[f"this simulator, {slow}"]["all"]["e2e_mean"] > ours["all"]["e2e_mean"] + 8
     assert [score["who"] for score in found["mape"]["all"]][:2] == ["this simulator", f"this simulator, {slow}"]
     assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
+
+
+def test_prompts_repeat_as_the_file_says(tmp_path):
+    runs = study(3)
+    for run, shared in zip(
+        runs, ({}, {"num_unique_system_prompts": 2}, {"num_users_per_system_prompt": 2}), strict=True
+    ):
+        run["workload"] |= shared
+    both = study()[0] | {"name": "both"}
+    both["workload"] |= {"num_unique_system_prompts": 3, "num_users_per_system_prompt": 2}
+    found = [trace_of(run) for run in read_study([*runs, both], Path("study.json"), [])]
+    prompts = [[row.prompt for row in trace.rows] for trace in found]
+    assert all({sum(span.length for span in prompt) for prompt in of} == {200} for of in prompts)
+    assert [len(set(of)) for of in prompts] == [30, 30, 30, 6]
+    assert [len({prompt[0] for prompt in of}) for of in prompts] == [30, 2, 30, 3]
+    assert prompts[3][:6] == prompts[3][6:12] == prompts[3][24:]  # in turn, over the stages
+    assert len({row.output for row in found[3].rows}) == 30
+
+
+def test_what_repeats_is_found_in_the_cache(tmp_path):
+    file, runs = tmp_path / "study.json", study()
+    runs[0]["workload"] |= {"question_len": 900, "num_unique_system_prompts": 2, "num_users_per_system_prompt": 2}
+    file.write_text(json.dumps(runs))
+    assert fidelity(file, "--beside", "cache.prefix_caching=false", "--out", tmp_path / "out") == 0
+    run = result(tmp_path / "out")["runs"][0]
+    whole_ms = run["predicted_ms"]["this simulator, cache.prefix_caching=false"]["stage1"]["ttft_mean"]
+    assert run["simulated_ms"]["stage1"]["ttft_mean"] < 0.8 * whole_ms
 
 
 @pytest.mark.parametrize(

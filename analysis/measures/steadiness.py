@@ -1,7 +1,7 @@
 """Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
 
-Looked at over the time in which requests arrived, by quarters, the first of which is left to the engine to fill up. A
-number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that
+Looked at over the time in which requests arrived, but for the last twentieth of them (a few stragglers would stretch it
+to where nothing is queued any more), by quarters, the first of which is left to the engine to fill up. A number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that
 arrive between the two (half of all), and by more than chance explains (three standard deviations of a Poisson count;
 between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one standard
 deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the engine if
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from analysis.measures.survival import Pool, pooled_distributions
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
@@ -42,7 +43,8 @@ class Customers:
     """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
     all its turns.
 
-    num: how many. first_ns, last_ns: arrivals, equal where there are none. waited_ns: until they were first scheduled,
+    num: how many. first_ns, last_ns: the first arrival, and the one by which all but a twentieth had come; equal where
+    there are none. waited_ns: until they were first scheduled,
     all requests together. mean_tokens: of a request, prompt and output; spread: how unlike these are, the mean square
     over the square of the mean.
     """
@@ -50,10 +52,10 @@ class Customers:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self.sessions = _sessions(requests)
-        self.num, self.waited_ns, arrivals = 0, 0.0, []
+        self.num, self.waited_ns, self.first_ns = 0, 0.0, np.inf
         for arrival, _, _ in self.spans():
             self.num += len(arrival)
-            arrivals += [float(arrival.min()), float(arrival.max())] if len(arrival) else []
+            self.first_ns = min(self.first_ns, float(arrival.min(initial=np.inf)))
         num, total, squares = 0, 0.0, 0.0
         for piece in requests.pieces():
             self.waited_ns += float(np.nansum(piece.numbers("first_scheduled_ns") - piece.numbers("arrival_ns")))
@@ -61,7 +63,8 @@ class Customers:
             num, total, squares = num + len(sizes), total + float(sizes.sum()), squares + float(sizes @ sizes)
         self.mean_tokens = total / num if total else 1.0
         self.spread = squares / num / self.mean_tokens**2 if total else 1.0
-        self.first_ns, self.last_ns = min(arrivals, default=0.0), max(arrivals, default=0.0)
+        self.first_ns = self.first_ns if self.num else 0.0
+        self.last_ns = self._arrivals()["p95"] if self.num else 0.0
         self.quarter_ns = (self.last_ns - self.first_ns) / 4
 
     def spans(self) -> Iterator[Spans]:
@@ -70,6 +73,11 @@ class Customers:
             alone = ~piece.is_known("session_id")
             yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone], 1.0
         yield self.sessions[:, 0], self.sessions[:, 1], 1.0
+
+    def _arrivals(self) -> dict[str, Any]:
+        """Their distribution, ns."""
+        pools = {"": Pool(np.empty(0))}
+        return pooled_distributions(pools, lambda: iter([("", (arrival for arrival, _, _ in self.spans()))]))[""]
 
     def by_quarter(self, spans: Iterable[Spans]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """How many of them there are, and their work, in the mean over each quarter of the arrivals but the first; none
@@ -92,7 +100,7 @@ class Customers:
             stay, ended = end - begin, np.isfinite(end)
             total, num = total + float(stay[ended].sum()), num + int(ended.sum())
             early = max(early, float(stay[begin <= self.first_ns + self.quarter_ns].max(initial=0.0)))
-            last_end = max(last_end, float(end[ended].max(initial=0.0)))
+            last_end = max(last_end, float(end[ended & (begin <= self.last_ns)].max(initial=0.0)))
         return Stays(total / num if num else np.inf, early, last_end - self.last_ns)
 
 
@@ -101,7 +109,7 @@ class Stays(NamedTuple):
 
     mean_ns: float
     longest_early_ns: float  # of those that came in the first quarter
-    drain_ns: float  # from the last arrival to the last end
+    drain_ns: float  # from the last arrival that counts to the last end of those that had come by then
 
 
 def _sessions(requests: Requests) -> FloatArray:

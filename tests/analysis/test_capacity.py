@@ -49,7 +49,7 @@ def test_counts_of_a_run_by_hand():
 
 
 def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
-    """100 requests a second come for 40 s, and 50 a second start: each quarter 500 more wait."""
+    """100 requests a second come for 40 s, and 50 a second start: each quarter of 38 s 475 more wait."""
     ended = {"finish_reason": "stop"}
     rows = [
         {"arrival_ns": i * S // 100, "first_scheduled_ns": i * S // 50, "finish_ns": i * S // 50} | ended
@@ -57,7 +57,7 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
     ]
     records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
     found = count_load(records, SLO(ttft_s=1e6), 80.0)
-    assert found.waiting.num == pytest.approx((750, 1250, 1750), rel=0.01)
+    assert found.waiting.num == pytest.approx((712, 1188, 1662), rel=0.01)
     assert found.overload == "queue"
     for later, overload in ((10 * S, None), (25 * S, "undone")):  # a quarter of the time and more than half of it
         kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]

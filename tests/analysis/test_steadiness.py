@@ -49,9 +49,9 @@ def test_a_trace_shorter_than_its_requests_is_not_judged() -> None:
 
 
 def test_growth_that_paused_is_not_judged() -> None:
-    """Stays of 4, 3 and 12 s in the last quarters, four a second: the queue is longest where the trace ends."""
+    """Stays of 4, then 3, then 12 s, four a second: the queue is longest where the trace ends."""
     arrivals = [i * 0.25 for i in range(200)]
-    stays = [4.0 if at < 25 else 3.0 if at < 37.5 else 12.0 for at in arrivals]
+    stays = [4.0 if at < 25 else 3.0 if at < 32 else 12.0 for at in arrivals]
     assert outrun(served(arrivals, stays)) is None
     assert outrun(served(arrivals, [3.0] * 200)) is False
 
@@ -63,6 +63,15 @@ def test_one_burst_at_the_end_of_a_short_trace_is_not_judged() -> None:
     found = requests(arrivals, waits)
     assert waiting_of(found).num[1] == 0.0
     assert outrun(found) is None
+
+
+@pytest.mark.parametrize("num_stragglers", [0, 10, 40])
+def test_a_few_that_come_late_hide_no_overload(num_stragglers: int) -> None:
+    """20 requests/s for 50 s, of which 10 are served; the last ones come in the two minutes after the queue is gone."""
+    arrivals = [i / 20 for i in range(1000)] + [120 + i * 120 / 40 for i in range(num_stragglers)]
+    waits: list[float | None] = [i / 20 for i in range(1000)] + [0.0] * num_stragglers
+    assert outrun(requests(arrivals, waits)) is True
+    assert outrun(requests(arrivals, [0.0] * len(arrivals))) is not True
 
 
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
@@ -82,10 +91,10 @@ def requests(arrivals_s: list[float], waits_s: list[float | None]) -> Requests:
 
 
 def test_numbers_waiting_are_areas_over_quarters() -> None:
-    arrivals = [0.0, 1.0, 2.0, 3.0, 4.0]  # quarters of 1 s
-    assert waiting_of(requests(arrivals, [0.0] * 5)).num == (0.0, 0.0, 0.0)
-    assert waiting_of(requests(arrivals, [None] * 5)).num == pytest.approx((2.0, 3.0, 4.0))
-    assert waiting_of(requests(arrivals, [0.0, 0.5, 2.0, 0.0, 0.0])).num == pytest.approx((0.5, 1.0, 1.0))
+    arrivals = [0.0, 1.0, 2.0, 3.0, 4.0] * 4  # quarters of 1 s
+    assert waiting_of(requests(arrivals, [0.0] * 20)).num == (0.0, 0.0, 0.0)
+    assert waiting_of(requests(arrivals, [None] * 20)).num == pytest.approx((8.0, 12.0, 16.0))
+    assert waiting_of(requests(arrivals, [0.0, 0.5, 2.0, 0.0, 0.0] * 4)).num == pytest.approx((2.0, 4.0, 4.0))
     assert waiting_of(requests([1.0, 1.0], [0.0, 5.0])).num == ()
 
 

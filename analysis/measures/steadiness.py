@@ -1,16 +1,17 @@
 """Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
 
-Looked at over the time in which requests arrived, but for the last twentieth of them (a few stragglers would stretch it
-to where nothing is queued any more), by quarters, the first of which is left to the engine to fill up. A number grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that
-arrive between the two (half of all), and by more than chance explains (three standard deviations of a Poisson count;
-between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one standard
-deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the engine if
-the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean size (an order
-by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in all that comes,
-and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or where the
-last one to end does so later, after the last arrival, than LATE times what any request of the first quarter took. Else
-it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of the time in
-which they came (sessions: all of it, for a recorded one has long pauses).
+Looked at over the time in which requests arrived, but for the last twentieth of them (a few stragglers would stretch
+it to where nothing is queued any more), by quarters, the first of which is left to the engine to fill up. A number
+grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that arrive
+between the two (half of all), and by more than chance explains (three standard deviations of a Poisson count; between
+one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one standard
+deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the engine
+if the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean size (an
+order by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in all that
+comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
+where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
+took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of
+the time in which they came (sessions: all of it, for a recorded one has long pauses).
 
 A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
 trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are

@@ -123,10 +123,15 @@ def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
         is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
         if override.is_add() and is_there and not isinstance(value, dict | list):  # as Hydra has it
             raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-        OmegaConf.update(node, key, value, force_add=is_added)
+        OmegaConf.update(node, key, value, merge=not _is_class(value), force_add=is_added)
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
+
+
+def _is_class(value: Any) -> bool:
+    """Whether it names a class, with its parameters: it takes the place of a preset's class, and of the parameters."""
+    return isinstance(value, dict) and "_target_" in value
 
 
 def _stored() -> list[ConfigNode]:
@@ -154,7 +159,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
         parsed(item).key_or_group for item in overrides if is_value(item)
     }
     kept = {key: value for key, value in saved.items() if key not in given}
-    own = {key: value for key, value in kept.items() if isinstance(value, dict) and "_target_" in value}
+    own = {key: value for key, value in kept.items() if _is_class(value)}
     chosen = {group: _option(group, saved) for group in GROUPS}
     check(overrides, chosen=chosen | dict.fromkeys(own), laid_on={key: kept[key] for key in kept if key not in own})
     with in_one_line(overrides):
@@ -164,6 +169,9 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
             if key in own:  # a user's own class: it has no schema
                 with open_dict(node):
                     node[key] = OmegaConf.create(value)
+            elif isinstance(value, dict):
+                for name, item in value.items():
+                    OmegaConf.update(node, f"{key}.{name}", item, merge=not _is_class(item))
             else:
                 OmegaConf.update(node, key, value)
         return RunConfig.from_container(_laid_over(node, overrides))

@@ -17,11 +17,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
-from experiments.configuration.config import RunConfig, register
+from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.overrides import (
+    EMPTY,
     check,
     is_sweep,
     literal,
+    not_emptied,
     of_points,
     parsed,
     readable,
@@ -54,7 +56,7 @@ def run_app(arguments: list[str]) -> int:
             flags.append("-m")  # several values of `experiment` would be none for Hydra: it asks before it reads them
         swept = with_swept(overrides) if sweeps else overrides
         check(swept, is_sweep=sweeps)
-        overrides = _for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides
+        overrides = _emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -68,6 +70,17 @@ def run_app(arguments: list[str]) -> int:
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _emptied(overrides: list[str]) -> list[str]:
+    """Hydra merges a class into what a preset has in its place, parameters and all: that is emptied before."""
+    made: list[str] = []
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if equals and key.partition(".")[0] in GROUPS and "." in key and "_target_" in value:
+            made.append(f"{key}{EMPTY}")
+        made.append(item)
+    return made
 
 
 def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
@@ -176,7 +189,7 @@ def _config_of(node: DictConfig) -> RunConfig:
 def _given(kind: str) -> list[str]:
     """The overrides of this kind (task, hydra) as they were given: a text may hold what would be resolved."""
     overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
-    return [str(item) for item in overrides]
+    return not_emptied([str(item) for item in overrides])
 
 
 def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:

@@ -311,6 +311,15 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
     return found
 
 
+def not_emptied(overrides: Sequence[str]) -> list[str]:
+    """The overrides without what empties a key before its value is set (`EMPTY`)."""
+    pairs = zip(overrides, [*overrides[1:], ""], strict=True)
+    return [item for item, after in pairs if item != f"{after.partition('=')[0]}{EMPTY}"]
+
+
+EMPTY = "=null"
+
+
 def is_value(override: str) -> bool:
     """Whether it sets a key of the run's, or adds one, and does no more: not Hydra's, no option of a group."""
     key, _, value = override.lstrip("+").partition("=")

@@ -18,6 +18,7 @@ import pytest
 from experiments import simulate
 from experiments.configuration.options import options
 from experiments.configuration.policies import GROUPS
+from experiments.configuration.saved import read_config
 from testbed.blocks.config import KVRules
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -130,6 +131,29 @@ def test_its_parameters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", *BURST, "scheduler.composition={_target_: mine.OneAtATime, budget: 3}")
     assert said.status == 0, said.err
     assert max(sum(line["scheduled"].values()) for line in decisions_of(home / "run")) == 3
+
+
+def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preset's composition has parameters, which this one has not."""
+    target = {"_target_": "mine.OneAtATime"}
+    own = "scheduler.composition={_target_: mine.OneAtATime, budget: 2}"
+    short = [*TINY, *SHORT, "scheduler=vllm_v0_chunked", own]
+    runs = (
+        ("run", ["run", *short, "hydra.run.dir=run"], {"budget": 2}),
+        ("again", ["run", "from=run", "scheduler.composition={_target_: mine.OneAtATime}", "hydra.run.dir=again"], {}),
+        ("sweep", ["run", "-m", *short, "hydra.sweep.dir=sweep"], {"budget": 2}),
+    )  # fmt: skip
+    for name, arguments, parameters in runs:
+        said = say(capsys, *arguments)
+        assert said.status == 0, said.err
+        folder = next((home / name).glob("**/config.yaml")).parent
+        assert read_config(folder)["scheduler"]["composition"] == target | parameters
+    assert shlex.split(manifest_of(home / "run")["command"]).count(own) == 1
+    assert "scheduler.composition=null" not in manifest_of(home / "run")["command"]
+    settings = {"name": "vllm_v0_chunked", "composition": target}
+    assert simulate({"num_requests": 3}, model="tiny", folder=home / "py", scheduler=settings).summary["checks"]
 
 
 def test_a_queue_order(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

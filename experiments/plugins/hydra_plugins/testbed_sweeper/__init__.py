@@ -27,6 +27,8 @@ class PointsSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Runs the points of these overrides. Raises TestbedError in one line, and KeyboardInterrupt."""
-        from experiments.sweeps.sweep import run_sweep  # not at the top: a single run needs nothing of it
+        from experiments.configuration.overrides import not_emptied  # not at the top: a single run needs none of it
+        from experiments.sweeps.sweep import run_sweep
 
-        run_sweep(self._context, self._config, [*(f"{key}={value}" for key, value in self._params.items()), *arguments])
+        swept = [f"{key}={value}" for key, value in self._params.items()]
+        run_sweep(self._context, self._config, [*swept, *not_emptied(arguments)])

@@ -37,11 +37,12 @@ _MAX_BEYOND = 2  # arms that are named as beyond their capacity
 
 
 class _Subject(NamedTuple):
-    """What against what. rows: its comparisons. hidden: in which of them the average of a factor hides how much others
-    make of it; by_cell: metrics in which they turn it. preempting: as of `preempting`."""
+    """What against what. rows: its comparisons; arms: whose. hidden: in which of them the average of a factor hides how
+    much others make of it; by_cell: metrics in which they turn it. preempting: as of `preempting`."""
 
     name: str
     rows: Sequence[Comparison]
+    arms: Sequence[Arm]
     hidden: str = ""
     by_cell: Sequence[Effect] = ()
     average: str = ""
@@ -78,10 +79,10 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     num_quiet = num_untested = 0
     for group in groups:
         for subject in _subjects(group):
-            ranked += [(size, _under(group, text)) for size, text in _changes(subject)]
+            ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject)]
             for row in subject.claims:
                 key = (subject.average + subject.name, row.metric.label)
-                claimed.setdefault(key, []).append((_conditions(group), row))
+                claimed.setdefault(key, []).append((_conditions(group.load, subject.arms), row))
             if not subject.claims and not subject.by_cell:
                 num_untested += subject.is_untested
                 num_quiet += not subject.is_untested
@@ -105,28 +106,28 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     return [*said, *same]
 
 
-def _under(group: Compared, text: str) -> str:
-    """A sentence, with the conditions that it holds under."""
-    said = _conditions(group)
+def _under(load: str, arms: Sequence[Arm], text: str) -> str:
+    """A sentence on these arms, with the conditions that it holds under."""
+    said = _conditions(load, arms)
     return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{as_sentence(text)}."
 
 
-def _conditions(group: Compared) -> str:
-    parts = [f"at {group.load}"] if group.load else []
-    beyond = [one for one in judged(group.arms) if one.state == "beyond"]
+def _conditions(load: str, arms: Sequence[Arm]) -> str:
+    parts = [f"at {load}"] if load else []
+    beyond = [one for one in judged(arms) if one.state == "beyond"]
     if not all(one.is_whole for one in beyond):
-        num, num_of = sum(len(one.runs) for one in beyond), sum(one.num_runs for one in judged(group.arms))
+        num, num_of = sum(len(one.runs) for one in beyond), sum(one.num_runs for one in judged(arms))
         parts.append(f"over all runs ({num} of {num_of} are beyond capacity)")
     elif beyond:
-        parts.append(f"beyond the capacity of {who(judged(group.arms), 'beyond', _MAX_BEYOND)}")
-    if num_replicates(group.arms) == 1:
+        parts.append(f"beyond the capacity of {who(judged(arms), 'beyond', _MAX_BEYOND)}")
+    if num_replicates(arms) == 1:
         parts.append("on this one trace")
-    elif shared([run for arm in group.arms for run in arm.runs])[0] == "poor":
+    elif shared([run for arm in arms for run in arm.runs])[0] == "poor":
         parts.append("on poor replicates, which share requests")
-    once = [len(repeats(arm, run)) == 1 for arm in group.arms for run in arm.runs if is_measured(run)]
+    once = [len(repeats(arm, run)) == 1 for arm in arms for run in arm.runs if is_measured(run)]
     if any(once):
         parts.append("each measured once" if all(once) else "some measured once")
-    if any(was_busy(run) for arm in group.arms for run in arm.runs):
+    if any(was_busy(run) for arm in arms for run in arm.runs):
         parts.append("on a busy machine")
     return ", ".join(parts)
 
@@ -226,13 +227,13 @@ def _subjects(group: Compared) -> list[_Subject]:
         name = f"{factor_name(step.factor)} {fmt.plain(step.level)} instead of {fmt.plain(step.base_level)}"
         rows = [effect.comparison for effect in even]
         arms = preempting(group.arms, [step.factor])
-        found.append(_Subject(name, rows, hidden, by_cell, "on average over the other factors, ", arms))
+        found.append(_Subject(name, rows, group.arms, hidden, by_cell, "on average over the other factors, ", arms))
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
         both = [base, *(arm for arm in group.arms if arm.name == name)]
         keys = [key for factor in level_groups(both) for key in factor]
-        found.append(_Subject(_against(name, base.name), mine, preempting=preempting(both, keys)))
+        found.append(_Subject(_against(name, base.name), mine, both, preempting=preempting(both, keys)))
     return found
 
 
@@ -258,24 +259,23 @@ def _told(claims: Sequence[Comparison]) -> str:
 
 
 def _best_within(group: Compared, slo: SLO) -> str:
-    """The arm with the most goodput, where that is a claim: more than the baseline's, beyond the noise; and those that
-    are not told apart from it."""
+    """The arm with the most goodput, and those that are not told apart from it; nothing where no arm has more than the
+    baseline, beyond the noise."""
     share, goodput = SLO_METRICS
-    better = [row for row in group.rows if row.metric is goodput and row.verdict == "higher" and row.value is not None]
-    if not better:
+    if not any(row.metric is goodput and row.verdict == "higher" for row in group.rows):
         return ""
-    arms = {arm.name: arm for arm in group.arms}
-    base, best = group.arms[0], arms[max(better, key=lambda row: row.value or 0.0).arm]
+    of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) for arm in group.arms}
+    base, best = group.arms[0], max(group.arms, key=lambda arm: of_arm[arm.name] or 0.0)
     told = [
-        f"{goodput.write(mean_over_replicates(arm, goodput, slo))} "
-        f"({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
+        f"{goodput.write(of_arm[arm.name])} ({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
         for arm in (best, base)
     ]
-    rivals = [arms[row.arm] for row in better if row.arm != best.name]
+    others = [arm for arm in group.arms if arm is not best]
     near = [
         row.arm
-        for row in compare([best, *comparable(rivals, best)], best, [goodput], slo=slo)
+        for row in compare([best, *comparable(others, best)], best, [goodput], slo=slo)
         if row.verdict != "lower"
     ]
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
-    return _under(group, f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}")
+    text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
+    return _under(group.load, group.arms, text)

@@ -61,7 +61,8 @@ from analysis.reports.parts import (
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 
-_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "throughput.output_tokens_per_s")
+_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
+_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # beside these the first that is known
 _MAX_CURVES = 8
 _MAX_COMMANDS = 12  # that are not folded
 
@@ -142,14 +143,15 @@ def report_from_folders(
 
 
 def _main_figure(sections: Sections) -> Plot | None:
-    """Of the load at which most arms are compared, of several the heaviest; of those that some arm kept up with, if
-    there is one."""
-    drawn = [
-        (any(one.state != "beyond" for one in judged(known.arms)), len(known.arms), place)
-        for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True))
-        if group["plots"]
-    ]
-    return sections.ablation[max(drawn)[2]]["plots"][0] if drawn else None
+    """Of the load at which the answer has most to say: of those with a claim, and that some arm kept up with, if there
+    are such, the one with the largest change."""
+    drawn = []
+    for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
+        if group["plots"]:
+            largest = max((abs(row.gain) for row in known.rows if row.is_claim), default=0.0)
+            keeps_up = any(one.state != "beyond" for one in judged(known.arms))
+            drawn.append((largest > 0.0, keeps_up, len(known.arms), largest, place))
+    return sections.ablation[max(drawn)[-1]]["plots"][0] if drawn else None
 
 
 def _comparable_groups(
@@ -235,7 +237,9 @@ def _said(
 
 
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
-    figure = plots.ablation_bars([row for row in rows if row.metric.path in _HEADLINE])
+    known = {row.metric.path for row in rows}
+    shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
+    figure = plots.ablation_bars([row for row in rows if row.metric.path in shown])
     caption = (
         "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
         "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."

@@ -5,15 +5,14 @@ A user's own class is named by {_target_: module.Class} instead; nothing here ne
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
+from experiments.configuration.foresight import foresight_of
 from testbed.blocks import eviction
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest, unknown
@@ -117,25 +116,15 @@ def make_policy(key: str, choice: Any) -> Any:
 
 
 def _refuse_foresight(key: str, target: str, policy: Any) -> None:
-    """Raises ConfigError for a user's class whose source reads how long an output will be: only oracles are told."""
-    for made in (resolve_name(target), *type(policy).__mro__):
-        if made.__module__.partition(".")[0] in ("testbed", "sim", "builtins"):
-            continue
-        try:
-            read = re.search(
-                r"\.(forced_output|token_limit|foreseen_end|first_tokens|next_tokens|_content)\b",
-                inspect.getsource(made),
-            )
-        except (OSError, TypeError):
-            continue  # without source
-        if read is not None:
-            instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
-            if key == "backend.router":
-                instead = "go by the prompt, and by what the replicas show"
-            raise ConfigError(
-                f"{key}: {target} reads {read[1]}, which says how long an output will be, as no scheduler knows; "
-                f"{instead}"
-            )
+    """Raises ConfigError for a user's class that reads how long an output will be."""
+    read = foresight_of(resolve_name(target), type(policy))
+    if read:
+        instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
+        if key == "backend.router":
+            instead = "go by the prompt, and by what the replicas show"
+        raise ConfigError(
+            f"{key}: {target} reads {read}, which says how long an output will be, as no scheduler knows; {instead}"
+        )
 
 
 def _methods(example: Any) -> list[str]:

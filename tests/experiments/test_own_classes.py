@@ -82,7 +82,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     yield tmp_path
-    sys.modules.pop("mine", None)
+    for name in ("mine", "other"):
+        sys.modules.pop(name, None)
 
 
 def test_what_the_page_says_of_a_sequence_is_there() -> None:
@@ -269,14 +270,37 @@ def order():
 class Oracle:
     def predict(self, seq):
         return len(str({read}))
+def work(seq):
+    return len(str({read}))
+def half(seq):
+    return work(seq) / 2
+def by_helper():
+    return KeyedQueue(lambda seq: (half(seq), seq.seq_id))
+"""
+    other = """
+import mine
+from mine import half
+class ByModule:
+    def choose(self, running):
+        return min(running.values(), key=lambda seq: mine.half(seq))
+class ByName:
+    def choose(self, running):
+        return min(running.values(), key=half)
+class Honest:
+    def choose(self, running):
+        return next(iter(running.values()))
 """
     (home / "mine.py").write_text(MINE + peeking)
-    for key in ("scheduler.victim={_target_: mine.Victim}", "scheduler.queue_order={_target_: mine.order}"):
+    (home / "other.py").write_text(other)
+    victims = [f"scheduler.victim={{_target_: {name}}}" for name in ("mine.Victim", "other.ByModule", "other.ByName")]
+    orders = [f"scheduler.queue_order={{_target_: mine.{name}}}" for name in ("order", "by_helper")]
+    for key in (*victims, *orders):
         error = say(capsys, "run", *BURST, key).error()
         name = read.rpartition(".")[2].partition("(")[0]
         assert f"reads {name}, which says how long an output will be" in error
         assert "context.oracle.predict(seq)" in error
-    oracle = ("scheduler.oracle={_target_: mine.Oracle}", "scheduler.queue_order=srpt")
+    assert say(capsys, "run", *BURST, "scheduler.victim={_target_: other.Honest}").status == 0
+    oracle = ("scheduler.oracle={_target_: mine.Oracle}", "scheduler.queue_order=srpt", "overwrite=true")
     assert say(capsys, "run", *BURST, *oracle).status == 0
 
 

@@ -143,10 +143,21 @@ _PRICES: dict[str, tuple[Level, str]] = {
 }
 
 
+_MANY = 0.1  # of the steps are outside of the profile
+
+
+def _extrapolated(run: Run) -> float:
+    """The share of its steps whose price is."""
+    num_outside, num_steps = (run.manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
+    return num_outside / max(1, num_steps)
+
+
 def _prices(runs: Sequence[Run]) -> Trust:
-    notes = [note for run in runs for note in run.manifest.get("cost_notes") or []]
-    if notes:
-        return Trust("prices", "fair", notes[0])
+    doubted = [run for run in runs if run.manifest.get("cost_notes")]
+    if doubted:
+        worst_run = max(doubted, key=_extrapolated)
+        level: Level = "poor" if _extrapolated(worst_run) > _MANY else "fair"
+        return Trust("prices", level, worst_run.manifest["cost_notes"][0])
     known = [_PRICES.get(str(run.manifest.get("cost")), ("poor", "made up: they show a mechanism")) for run in runs]
     worst = max(known, key=lambda one: _LEVELS.index(one[0]))
     return Trust("prices", *worst)

@@ -240,6 +240,11 @@ class RunConfig:
         trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
         for group in GROUPS:
             _refuse_strays(group, raw[group])
+        report = freeze(ReportConfig, "report", raw["report"])
+        for key in report.replicates:
+            if key.split(".")[1] not in raw["trace"]:
+                known = [f"trace.{name}" for name in raw["trace"]]
+                raise ConfigError(unknown(f"report.replicates has {key!r}, which this trace has not", key, known))
         return cls(
             backend=freeze(BACKENDS[name], "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
@@ -251,7 +256,7 @@ class RunConfig:
             sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
             record=freeze(RecordConfig, "record", raw["record"]),
             slo=freeze(SloConfig, "slo", raw["slo"]),
-            report=freeze(ReportConfig, "report", raw["report"]),
+            report=report,
             seed=require_whole("seed", raw.get("seed", 0), 0, MAX_SEED),
             **options,
             raw=raw,

@@ -81,5 +81,5 @@ def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> d
         "device": said["device"]["name"], "attention": None, "attention_reasons": None, "weights": None,
         "cost": None, "estimator": None, "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
         "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
-        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [],
+        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [], "num_extrapolated_steps": 0,
     }  # fmt: skip

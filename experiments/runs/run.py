@@ -43,6 +43,7 @@ from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace
 from real.vllm.config import VllmConfig
 from sim.cost.calibrated import CalibratedCost
+from sim.cost.profiled_range import RangeWatch
 from sim.cost.tables import TablesCost
 from testbed import compiled
 from testbed.core.commands import Recorder
@@ -220,6 +221,7 @@ def _run(
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
         "cost_notes": watch.notes() if watch is not None else [],
+        "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
         **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():

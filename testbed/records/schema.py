@@ -116,6 +116,7 @@ MANIFEST_KEYS = (
     "weights",  # safetensors, or dummy: random; real runs only
     "cost",  # cost model, simulated runs only
     "cost_notes",  # what the cost model says of this run: prices that it extrapolated
+    "num_extrapolated_steps",
     "estimator",  # what prices recompute and swap for policies that ask, in both modes
     "num_gpu_blocks",
     "num_cpu_blocks",

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis.plots.operators import format_operators, load_operators, operator_bars, operator_table
+from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
@@ -252,8 +253,12 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))
     assert status == 0
-    (note,) = json.loads((folder / "manifest.json").read_text())["cost_notes"]
-    assert note.startswith("EXTRAPOLATED PRICES: ")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (note,) = manifest["cost_notes"]
+    told = f"{manifest['num_extrapolated_steps']:,} of {manifest['num_steps']:,} steps leave the profiled range"
+    assert note.startswith(f"EXTRAPOLATED PRICES: {told}")
+    page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
+    assert f"| prices | poor | EXTRAPOLATED PRICES: {told}" in page
     assert "x outside) in " in note
     assert capsys.readouterr().out.count(note) == 1
     assert note in (folder / "run.log").read_text()

@@ -31,7 +31,8 @@ def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
 
 
 def bootstrap(trace: Trace, seed: int = 0) -> Trace:
-    """As many sessions, conversations or single requests, drawn with replacement; the starts stay where they are.
+    """As many sessions, conversations or single requests, drawn with replacement; the starts stay where they are, and
+    what would come after the last recorded arrival is left out, as the recording left it out.
 
     A unit that is drawn again has contents of its own, but for what several units share (a system prompt): a copy must
     not hit the first one's blocks. Its ids get `~` and the number of the start.
@@ -50,8 +51,12 @@ def bootstrap(trace: Trace, seed: int = 0) -> Trace:
         copy = num_drawn[drawn] = num_drawn.get(drawn, 0) + 1
         later_ns = members[slot][0].arrival_ns - members[drawn][0].arrival_ns
         rows += [_copied(row, later_ns, number, copy - 1, common) for row in members[drawn]]
+    end_ns = max(row.arrival_ns for row in trace.rows)
+    kept = [row for row in rows if row.arrival_ns <= end_ns]
     note = f"{len(units)} sessions drawn with replacement from as many ({len(num_drawn)} different), seed {seed}"
-    return derived(trace, lambda: iter(sorted(rows, key=lambda row: row.arrival_ns)), note)
+    if len(kept) < len(rows):
+        note += f"; {len(rows) - len(kept)} requests after the recorded end left out"
+    return derived(trace, lambda: iter(sorted(kept, key=lambda row: row.arrival_ns)), note)
 
 
 def _copied(row: TraceRequest, later_ns: int, number: int, copy: int, common: set[int]) -> TraceRequest:

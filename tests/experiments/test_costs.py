@@ -258,10 +258,14 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     told = f"{manifest['num_extrapolated_steps']:,} of {manifest['num_steps']:,} steps leave the profiled range"
     assert note.startswith(f"EXTRAPOLATED PRICES: {told}")
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert f"| prices | poor | EXTRAPOLATED PRICES: {told}" in page
+    assert f"| prices | fair | EXTRAPOLATED PRICES: {told}" in page
     assert "x outside) in " in note
     assert capsys.readouterr().out.count(note) == 1
     assert note in (folder / "run.log").read_text()
+    _, mostly = run(tmp_path / "mostly", *calibrated(*far, "trace.output={kind: constant, value: 1}"))
+    page = report_from_folders([folder, mostly], tmp_path / "both.html").with_suffix(".md").read_text()
+    assert "| prices | poor | EXTRAPOLATED PRICES: " in page
+    capsys.readouterr()
     status, folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
     assert (status, json.loads((folder / "manifest.json").read_text())["cost_notes"]) == (0, [])
     capsys.readouterr()

@@ -14,6 +14,7 @@ from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, tabl
 
 MISBEHAVING = """
 from testbed.blocks.eviction import LRU
+from testbed.policies.compositions.unified import Unified
 from testbed.policies.queue_order import FCFS
 
 
@@ -60,6 +61,32 @@ class SchedulesTooMany:
             step.preempt(seq)
             return step.admit(seq, step.blocks.lookup(seq), 1)  # again, which it may
         step.schedule(step.running()[0], 500)
+
+
+class OrdersTwice(Unified):
+    def compose(self, step):
+        super().compose(step)
+        step.reorder([*step.running(), *step.running()])
+
+
+class OrdersAStranger:
+    def compose(self, step):
+        step.reorder([step.head()])
+
+
+class OrdersTooFew(Unified):
+    def compose(self, step):
+        super().compose(step)
+        step.reorder(list(step.running())[:-1])
+
+
+class HasNoSlots(Unified):
+    def compose(self, step):
+        if not step.num_running:
+            super().compose(step)
+        else:
+            for seq in step.running():
+                step.schedule(seq, 1)
 
 
 class SchedulesTwice:
@@ -148,10 +175,10 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("queue_order", "HeadRaises", ("misbehaving.py:8", "ValueError: no head today", "partial results kept")),
+        ("queue_order", "HeadRaises", ("misbehaving.py:9", "ValueError: no head today", "partial results kept")),
         ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
-        ("queue_order", "BindRaises", ("misbehaving.py:18", "KeyError")),
-        ("queue_order", "Exits", ("misbehaving.py:23", "SystemExit")),
+        ("queue_order", "BindRaises", ("misbehaving.py:19", "KeyError")),
+        ("queue_order", "Exits", ("misbehaving.py:24", "SystemExit")),
         ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
         (
             "victim",
@@ -236,6 +263,10 @@ def test_a_run_that_a_class_ended_says_so_in_its_manifest(
         ("SchedulesWaiting", ("r0 is scheduled, and does not run: Sequence(0, ", "WAITING")),
         ("SchedulesTooMany", ("r0 is scheduled for 500 tokens; it may be for 1 to ",)),
         ("SchedulesTwice", ("r0 is scheduled twice in step 0",)),
+        ("OrdersTwice", ("r0 is put in order twice",)),
+        ("OrdersAStranger", ("r0 is put in order and does not run",)),
+        ("OrdersTooFew", ("r5 runs, and is not among those that are put in order",)),
+        ("HasNoSlots", (" has no slots: reserve them first",)),
         ("AdmitsTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
         ("SchedulesNothing", ("r0 is scheduled for 0 tokens; it may be for 1 to ")),
         ("ResumesTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
@@ -249,7 +280,7 @@ def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_lin
         "trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run",
     )  # fmt: skip
     error = said.error()
-    lines = MISBEHAVING[: MISBEHAVING.index("\n\n\n", MISBEHAVING.index(f"class {name}:"))].splitlines()
+    lines = MISBEHAVING[: MISBEHAVING.index("\n\n\n", MISBEHAVING.index(f"class {name}"))].splitlines()
     assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
     for word in words:
         assert word in error

@@ -136,13 +136,25 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     ]
     if len(pairs) < 2:
         return [Pair("sim against real", sim, real) for sim, real in pairs]
-    names = {id(run): arm.name for arm in infer_arms([real for _, real in pairs]) for run in arm.runs}
+    arms = infer_arms([real for _, real in pairs])
+    loads = by_load(arms, stated_replicates(runs))
+    at = {id(run): load for load, those in loads.items() for arm in those for run in arm.runs}
+    names = {id(run): arm.name for arm in arms for run in arm.runs}
     found = [Pair(names[id(real)], sim, real) for sim, real in pairs]
-    by_label = grouped(found, lambda pair: pair.label)  # a repeat shares its sim
-    shared = {label for label, those in by_label.items() if len({pair.sim.path for pair in those}) > 1}
-    return [
-        replace(pair, label=f"{pair.label} ({pair.real.path.name})") if pair.label in shared else pair for pair in found
-    ]
+    found = _told_apart(found, lambda real: f"at {at[id(real)]}" if at[id(real)] else "")
+    found = _told_apart(found, lambda real: f"seed {real.manifest.get('seed')}")
+    return _told_apart(found, lambda real: f"({real.path.name})")
+
+
+def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:
+    """The pairs; those with one label for several simulated runs (a repeat shares its own) are called by this too."""
+    by_label = grouped(pairs, lambda pair: pair.label)
+    shared = {
+        label
+        for label, those in by_label.items()
+        if min(len({pair.sim.path for pair in those}), len({by(pair.real) for pair in those})) > 1
+    }
+    return [replace(pair, label=f"{pair.label} {by(pair.real)}") if pair.label in shared else pair for pair in pairs]
 
 
 def engine_of(run: Run) -> str:

@@ -265,7 +265,7 @@ def test_a_run_that_a_class_ended_says_so_in_its_manifest(
         ("SchedulesTwice", ("r0 is scheduled twice in step 0",)),
         ("OrdersTwice", ("r0 is put in order twice",)),
         ("OrdersAStranger", ("r0 is put in order and does not run",)),
-        ("OrdersTooFew", ("r5 runs, and is not among those that are put in order",)),
+        ("OrdersTooFew", (" runs, and is not among those that are put in order",)),
         ("HasNoSlots", (" has no slots: reserve them first",)),
         ("AdmitsTooMany", ("r0 is scheduled for 1000000 tokens; it may be for 1 to ",)),
         ("SchedulesNothing", ("r0 is scheduled for 0 tokens; it may be for 1 to ")),

@@ -83,6 +83,19 @@ INSIDE = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
+_MAX_TENANTS = 8  # that are told
+
+
+def of_tenants(runs: Sequence[Run]) -> tuple[Metric, ...]:
+    """What is told of the tenants of all these runs: none if they are one, or many."""
+    known = [(run.summary.get("fairness") or {}).get("mean_ttft_s") or {} for run in runs]
+    names = [name for name in known[0] if "." not in name and all(name in one for one in known)] if known else []
+    if not 1 < len(names) <= _MAX_TENANTS:
+        return ()
+    gap = Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens"))
+    return (gap, *(Metric(f"mean TTFT of {name}", f"fairness.mean_ttft_s.{name}", 0, fmt.seconds) for name in names))
+
+
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
           "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency"}  # fmt: skip
 

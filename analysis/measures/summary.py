@@ -6,14 +6,14 @@ that instant (see `survival`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from analysis.measures.checks import run_checks
-from analysis.measures.metrics import SLO, jain_index, last_token_ns, latency, meets_slo
+from analysis.measures.fairness import fairness
+from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
 from analysis.measures.occupancy import run_end_ns
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.measures.statistics import wilson
@@ -21,9 +21,9 @@ from analysis.measures.steadiness import steadiness
 from analysis.measures.survival import Pool, Values, distribution, pooled_distributions
 from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
-from analysis.reading.rows import BoolArray, Codes, FloatArray, as_rows
+from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 13
+SUMMARY_VERSION = 14
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -69,7 +69,7 @@ def summarise(
         "throughput": _throughput(everything, start_ns, end_ns),
         "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
         **_cache_and_preemptions(kept, computed),
-        "fairness": _fairness(kept),
+        "fairness": fairness(kept, end_ns),
         **of_steps,
         "host_share": _host_share(of_steps["time_s"]),
         "steadiness": steadiness(sent),
@@ -243,41 +243,3 @@ def _cache_and_preemptions(requests: Requests, num_computed: list[int | None] | 
             "recomputed_share": recomputed / computed if computed > 0 else None,
         },
     }
-
-
-def _fairness(requests: Requests) -> dict[str, Any] | None:
-    """Jain's index over tenants: of the service got (prompt + output tokens) and of the mean normalised latency.
-
-    None with fewer than two tenants. Service is what each got in this run: tenants that ask for less also get less.
-    """
-    service: dict[str, int] = {}
-    sums: dict[str, list[float]] = {}  # of normalised latencies
-    num_known: dict[str, int] = {}
-    for piece in requests.pieces():
-        tenants, started = piece.codes("tenant"), piece.is_known("first_token_ns")
-        got = np.where(started, piece.whole("num_prompt_tokens"), 0) + piece.whole("num_output_tokens")
-        for name, part in _by_label(tenants, got):
-            service[name] = service.get(name, 0) + int(part.sum())
-        for name, part in _by_label(tenants, latency(piece, "normalised_latency_s")):
-            known = part[~np.isnan(part)]
-            sums.setdefault(name, []).append(math.fsum(known))
-            num_known[name] = num_known.get(name, 0) + known.size
-    if len(service) < 2:
-        return None
-    names = sorted(service)
-    tokens = np.array([service[name] for name in names], dtype=np.float64)
-    means = np.array([math.fsum(sums[name]) / num_known[name] for name in names if num_known[name]])
-    return {
-        "num_tenants": tokens.size,
-        "jain_service": jain_index(tokens),
-        "max_min_service_gap_tokens": float(tokens.max() - tokens.min()),
-        "jain_normalised_latency": jain_index(means),
-    }
-
-
-def _by_label(codes: Codes, values: Any) -> Iterator[tuple[str, Any]]:
-    """(label, its values) of each label that occurs."""
-    order = np.argsort(codes.codes, kind="stable")
-    present, first = np.unique(codes.codes[order], return_index=True)
-    for number, part in zip(present.tolist(), np.split(values[order], first[1:]), strict=False):  # of none, one part
-        yield codes.labels[number], part

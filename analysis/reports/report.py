@@ -29,7 +29,7 @@ from analysis.comparison.arms import (
     replicates,
     unsaid_keys,
 )
-from analysis.comparison.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
+from analysis.comparison.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare, of_tenants
 from analysis.comparison.effects import Compared, Effect, by_factor, main_effects, one_factor_away
 from analysis.comparison.groups import (
     check_warm_up,
@@ -193,7 +193,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     effects = main_effects(arms, baseline, metrics, report.margin, slo)
     num = num_replicates(arms)
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
-    inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for arm in arms for run in arm.runs) else ()))
+    runs = [run for arm in arms for run in arm.runs]
+    inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
+    told = {"what happened inside": inside} | ({"tenants": tenants} if (tenants := of_tenants(runs)) else {})
     made = [
         tables.effects_table(
             f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
@@ -201,9 +203,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         )
         for what, part in parts.items() if effects
     ]  # fmt: skip
-    for what, part in {**parts, "what happened inside": inside}.items():
-        caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if part is inside else ''}"
-        made.append(tables.ablation_table(caption, arms, part, () if part is inside else rows, report.margin, slo))
+    for what, part in (parts | told).items():
+        caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if what in told else ''}"
+        made.append(tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo))
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # said once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}

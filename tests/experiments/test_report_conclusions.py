@@ -23,7 +23,7 @@ from tests.experiments.kit import SHORT, TINY, config_of, say
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
-MODEL = {"model": "qwen3_0.6b", "cost": "roofline"}
+MODEL = {"model": "qwen3_0.6b", "cost": "roofline", "device": {"name": "h100", "gemm_floor_ns": 2000}}
 LOAD = {"num_requests": 120, "rate": 40.0}
 TIGHT = {"num_gpu_blocks": 700}
 

@@ -1,0 +1,91 @@
+"""What tenants got while they waited beside one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.measures import fairness as module
+from analysis.measures.fairness import fairness
+from analysis.reading import request_columns
+from analysis.reading.request_columns import Requests
+from analysis.reports.report import report_from_folders
+from experiments import simulate
+from testbed.records.schema import REQUEST_COLUMNS
+from tests.analysis.runs import request_row, table
+
+S = 10**9
+
+
+def in_turn(order: str) -> Requests:
+    """One a second, 50 tokens of prompt and 50 of output; all came at 0. order: the tenants, as they are served."""
+    rows = [
+        request_row(
+            request_id=f"r{i}", tenant=tenant, arrival_ns=0, first_scheduled_ns=i * S, first_token_ns=i * S + S // 2,
+            finish_ns=(i + 1) * S, num_prompt_tokens=50, num_output_tokens=50,
+        )
+        for i, tenant in enumerate(order)
+    ]  # fmt: skip
+    return Requests.of(table(rows, REQUEST_COLUMNS))
+
+
+@pytest.mark.parametrize(
+    ("order", "gap"),
+    [
+        ("hhhhhhhhhhll", 900),  # until the last of h begins, both wait
+        ("hlhlhhhhhhhh", 100),  # until the second of l begins
+        ("hhllhhllhhll", 200),
+        ("hhhh" + "l", 300),
+        ("hl", 0),  # h does not wait once it is served
+    ],
+)
+def test_the_gap_is_what_one_got_more_while_both_waited(order: str, gap: float) -> None:
+    found = fairness(in_turn(order), len(order) * S)
+    assert found is not None
+    assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=3.0)
+    assert found["mean_ttft_s"] == {
+        tenant: pytest.approx(np.mean([i + 0.5 for i, one in enumerate(order) if one == tenant])) for tenant in "hl"
+    }
+
+
+def test_more_tenants_than_are_compared_have_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TENANTS", 2)
+    found = fairness(in_turn("abc"), 3 * S)
+    assert found is not None
+    assert (found["num_tenants"], found["max_min_service_gap_tokens"], found["mean_ttft_s"]) == (3, None, None)
+
+
+def test_pieces_say_what_the_whole_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fairness(in_turn("hhlhlhlhllhh"), 12 * S)
+    monkeypatch.setattr(request_columns, "PIECE_ROWS", 5)
+    pieces = fairness(in_turn("hhlhlhlhllhh"), 12 * S)
+    assert whole is not None
+    assert pieces is not None
+    assert pieces["max_min_service_gap_tokens"] == pytest.approx(whole["max_min_service_gap_tokens"])
+    assert pieces["mean_ttft_s"] == pytest.approx(whole["mean_ttft_s"])
+    assert pieces["jain_service"] == whole["jain_service"]
+
+
+def test_a_fair_order_keeps_the_gap_small(tmp_path: Path) -> None:
+    """Three of four requests are of one tenant, more than the engine serves; each has its tokens in the end."""
+    tenants = [{"name": "heavy", "share": 3}, {"name": "light", "share": 1}]
+    trace: dict[str, Any] = {
+        "num_requests": 300,
+        "rate": 100.0,
+        "tenants": tenants,
+        "output": {"kind": "constant", "value": 40},
+    }
+    found = {}
+    for order in ("fcfs", "vtc"):
+        scheduler = {"name": "decode_first", "queue_order": order, "max_num_seqs": 8}
+        cost = {"name": "constant", "step_s": 0.01}
+        run = simulate(trace, model="tiny", folder=tmp_path / order, scheduler=scheduler, cost=cost)
+        found[order] = run.summary["fairness"]
+    page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
+    assert "| service gap of tenants | mean TTFT of heavy | mean TTFT of light |" in page
+    assert found["fcfs"]["jain_service"] == found["vtc"]["jain_service"]
+    assert found["vtc"]["max_min_service_gap_tokens"] < 0.5 * found["fcfs"]["max_min_service_gap_tokens"]
+    assert found["vtc"]["mean_ttft_s"]["light"] < 0.5 * found["fcfs"]["mean_ttft_s"]["light"]

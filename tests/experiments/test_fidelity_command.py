@@ -196,7 +196,8 @@ def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
     settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 10, "output": output}}
-    device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3}
+    device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3,
+              "interconnect_efficiency": 1.0, "gemm_floor_ns": 2000}  # fmt: skip
     trace = settings.pop("trace")
     run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, **settings})
     given = [f"device.step_overhead_ns={GIVEN_NS}", "device.interconnect_factor=1"]

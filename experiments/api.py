@@ -21,7 +21,7 @@ from experiments.configuration.options import options
 from experiments.configuration.overrides import literal, parsed
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
-from experiments.runs.run_folder import require_writable
+from experiments.runs.run_folder import refuse_overwrite, require_writable
 from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers.own import read_own
@@ -69,6 +69,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         require_writable(target)
     except OSError as error:
         raise RunFolderError(f"folder is {target}: {error.strerror}; give another") from None
+    refuse_overwrite(target, config.overwrite, "folder", "overwrite=True")
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)

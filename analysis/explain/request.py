@@ -172,7 +172,9 @@ def _pace(stretches: list[Stretch]) -> list[str]:
         stalled = [one for one in stretches if (one.state, one.cause) == ("stalled", cause)]
         if stalled:
             num, ns = sum(one.num_steps for one in stalled), sum(map(_ns, stalled))
-            lines.append(f"It ran, but {num:,} steps ({seconds(ns / 1e9)}) computed nothing of it: they {why}.")
+            steps = f"{num:,} steps" if num > 1 else "one step"
+            they = "they" if num > 1 else "it"
+            lines.append(f"It ran, but {steps} ({seconds(ns / 1e9)}) computed nothing of it: {they} {why}.")
     return lines
 
 

@@ -15,6 +15,10 @@ _PLACES = {
 __all__ = list(_PLACES)
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])
+
+
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"analysis.plots.{_PLACES[name]}"), name)

@@ -63,8 +63,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     if config.hydra.callbacks or config.hydra.job.chdir:
         raise ConfigError("hydra.callbacks and hydra.job.chdir act on each point by itself: add hydra/sweeper=basic")
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    if "hydra.mode=MULTIRUN" not in of_hydra and any(item.startswith("hydra.run.dir=") for item in of_hydra):
-        raise ConfigError("the experiment is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
+    if any(item.startswith("hydra.run.dir=") for item in of_hydra):
+        raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))

@@ -111,6 +111,7 @@ def _list(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     from experiments.tables.devices import chosen
     from experiments.tables.summary import range_lines
+    from experiments.tables.terms import term_lines
     from testbed.specs.operator_tables import OPERATORS
 
     parser = Parser("testbed tables show", description="What tables hold: ranges, and figures.")
@@ -126,6 +127,8 @@ def _show(arguments: list[str]) -> int:
         raise ConfigError(unknown(f"{options.tables} has no operator {options.operator!r}", options.operator, there))
     operators = there if options.operator is None else [options.operator]
     print(*range_lines(tables, operators), sep="\n")
+    if options.operator is None:
+        print(*term_lines(tables), sep="\n")
     if options.plot is not None:
         from experiments.tables.figures import draw
 

@@ -87,18 +87,8 @@ class Running:
             return
         units = {seq.unit_id: seq for seq in seqs}
         is_same = len(seqs) == len(units) and units.keys() == self.units.keys()
-        assert is_same, self._misordered(seqs)
-        self._in_order = None
-        self.units = units
-
-    def _misordered(self, seqs: list[Sequence]) -> str:
-        left = dict(self.units)
-        for seq in seqs:
-            if left.pop(seq.unit_id, None) is None:
-                return (
-                    f"{seq.request_id} is put in order {'twice' if seq.unit_id in self.units else 'and does not run'}"
-                )
-        return f"{next(iter(left.values())).request_id} runs, and is not among those that are put in order"
+        assert is_same, f"put in order is not each that runs, once: {', '.join([seq.request_id for seq in seqs])}"
+        self._in_order, self.units = None, units
 
     def check_invariants(self, *, is_between_steps: bool) -> None:
         assert self._in_order is None or list(self._in_order) == list(self.units.values())

@@ -103,8 +103,5 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
 
 
 def _stuck(scheduler: Scheduler) -> str:
-    ids: dict[str, list[str]] = {}
-    for seq in scheduler.unfinished():
-        ids.setdefault(seq.state.name.lower(), []).append(seq.request_id)
-    left = ", and ".join([f"{len(those)} {state}: {some(those)}" for state, those in ids.items()])
-    return f"nothing can be scheduled and nothing will arrive, but {left}; check the policy"
+    left = [f"{seq.request_id} ({seq.state.name.lower()})" for seq in scheduler.unfinished()]
+    return f"nothing can be scheduled and nothing will arrive, but {len(left)} left: {some(left)}; check the policy"

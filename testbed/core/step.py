@@ -123,9 +123,7 @@ class Step:
         assert seq.state is RUNNING, f"{seq.request_id} is scheduled, and does not run: {seq}"
         end = seq.num_computed_tokens + num_tokens
         assert seq.num_computed_tokens < end <= seq.num_tokens, _miscounted(seq, num_tokens, seq.num_computed_tokens)
-        assert end <= len(seq.block_table) * self.blocks.block_size, (
-            f"{seq.request_id} has no slots: reserve them first"
-        )
+        assert end <= len(seq.block_table) * self.blocks.block_size, f"{seq.request_id}: reserve slots before"
         is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
         assert not is_twice, f"{seq.request_id} is scheduled twice in step {self.number}"
         self.batch.add(seq, num_tokens)

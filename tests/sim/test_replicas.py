@@ -244,7 +244,7 @@ def test_work_that_nothing_will_move_is_a_livelock_when_the_others_are_done() ->
     logs = drive(inbox, To(a=0, b=1), schedulers, [step_of()] * 2)
     assert len(logs[0].steps) == 3
     assert logs[0].events[-1] == (
-        "nothing can be scheduled and nothing will arrive, but 1 waiting: b; check the policy",
+        "nothing can be scheduled and nothing will arrive, but 1 left: b (waiting); check the policy",
     )
 
 

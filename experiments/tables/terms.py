@@ -1,0 +1,85 @@
+"""Terms of a data sheet, fitted to a device's tables: what experiments/conf/device/*.yaml has of products with few rows
+and of all-reduces over NVLink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments.tables.devices import device_spec
+from sim.cost.collectives import Collectives
+from testbed.specs.device import DeviceSpec
+from testbed.specs.operator_tables import OperatorTables
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+_MIN_BYTES, _MAX_ROWS = 8e6, 64  # of products that read weights, as those of a decode step do
+_MESSAGES = (2**17, 2**26)  # bytes of those that steps of a model of some billion weights send
+_TIMED_WITH_LAUNCHES = "_eager"
+_MIN_POINTS = 20
+
+
+def term_lines(tables: OperatorTables) -> list[str]:
+    """The fitted terms beside those of the library's device; none where the tables have too few points, or the library
+    no such device."""
+    spec = device_spec(tables.device)
+    return [] if spec is None else [*_products(tables, spec), *_all_reduces(tables, spec)]
+
+
+def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
+    """time = floor + bytes / (rate x efficiency), in the mean of absolute log errors."""
+    rows = tables.select("gemm")
+    m, n, k, ns = (_numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
+    num_bytes = 2 * (k * n + m * (k + n))
+    is_16_bit = np.isin(rows["dtype"].to_pylist(), ("bfloat16", "float16"))
+    chosen = is_16_bit & (num_bytes > _MIN_BYTES) & (m <= _MAX_ROWS)
+    if chosen.sum() < _MIN_POINTS:
+        return []
+    at_full_rate_ns, ns = num_bytes[chosen] / spec.memory_bytes_per_s * 1e9, ns[chosen]
+    start = (1e-3 * spec.gemm_floor_ns, spec.memory_efficiency)  # us
+    floor_us, efficiency = _minimized(lambda x: _loss(1e3 * abs(x[0]) + at_full_rate_ns / abs(x[1]), ns), start)
+    return [
+        f"products of over {_MIN_BYTES / 1e6:g} MB with at most {_MAX_ROWS} rows fit gemm_floor_ns="
+        f"{round(100 * floor_us) * 10} memory_efficiency={efficiency:.3g} (device={spec.name} has {spec.gemm_floor_ns} "
+        f"and {spec.memory_efficiency:g})"
+    ]
+
+
+def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
+    """The fastest kernel for each message, as an engine chooses it."""
+    rows = tables.select("all_reduce")
+    best: dict[tuple[int, int], float] = {}
+    points = zip(*(rows[name].to_pylist() for name in ("kernel", "num_bytes", "num_ranks", "time_ns")), strict=True)
+    for kernel, num_bytes, num_ranks, ns in points:
+        if _MESSAGES[0] <= num_bytes <= _MESSAGES[1] and not str(kernel).endswith(_TIMED_WITH_LAUNCHES):
+            best[num_bytes, num_ranks] = min(ns, best.get((num_bytes, num_ranks), np.inf))
+    if len(best) < _MIN_POINTS or spec.interconnect != "nvlink":
+        return []
+    measured = np.array(list(best.values()))
+
+    def loss(x: FloatArray) -> float:
+        rate = spec.interconnect_bytes_per_s * abs(x[0])
+        links = {size: Collectives(size, rate, spec.interconnect_latency_ns, is_switched=True) for _, size in best}
+        return _loss(np.array([links[size].all_reduce_ns(num_bytes) for num_bytes, size in best]), measured)
+
+    (share,) = _minimized(loss, (spec.interconnect_efficiency,))
+    return [
+        f"all-reduces of {_MESSAGES[0] >> 10} KB to {_MESSAGES[1] >> 20} MB fit interconnect_efficiency={share:.2g} "
+        f"(device={spec.name} has {spec.interconnect_efficiency:g})"
+    ]
+
+
+def _loss(ns: FloatArray, measured: FloatArray) -> float:
+    return float(np.abs(np.log(ns / measured)).mean())
+
+
+def _minimized(loss: Callable[[FloatArray], float], start: tuple[float, ...]) -> tuple[float, ...]:
+    from scipy.optimize import minimize  # slow to import
+
+    return tuple(np.abs(minimize(loss, start, method="Nelder-Mead").x).tolist())
+
+
+def _numbers(rows: Any, name: str) -> FloatArray:
+    found: FloatArray = np.asarray(rows[name].to_numpy(), dtype=np.float64)
+    return found

@@ -15,6 +15,7 @@ from testbed.specs.operator_tables import OperatorTables
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 _MIN_BYTES, _MAX_ROWS = 8e6, 64  # of products that read weights, as those of a decode step do
+_LARGE, _MANY_ROWS = 2048, (128, 8192)  # of those that compute, as a prefill's do
 _MESSAGES = (2**17, 2**26)  # bytes of those that steps of a model of some billion weights send
 _TIMED_WITH_LAUNCHES = "_eager"
 _MIN_POINTS = 20
@@ -28,22 +29,38 @@ def term_lines(tables: OperatorTables) -> list[str]:
 
 
 def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
-    """time = floor + bytes / (rate x efficiency), in the mean of absolute log errors."""
+    """time = floor + the longer of bytes / (rate x efficiency) and of FLOPs / (rate x efficiency), in whole tiles of
+    rows, in the mean of absolute log errors."""
     rows = tables.select("gemm")
     m, n, k, ns = (_numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
-    num_bytes = 2 * (k * n + m * (k + n))
     is_16_bit = np.isin(rows["dtype"].to_pylist(), ("bfloat16", "float16"))
-    chosen = is_16_bit & (num_bytes > _MIN_BYTES) & (m <= _MAX_ROWS)
-    if chosen.sum() < _MIN_POINTS:
-        return []
-    at_full_rate_ns, ns = num_bytes[chosen] / spec.memory_bytes_per_s * 1e9, ns[chosen]
-    start = (1e-3 * spec.gemm_floor_ns, spec.memory_efficiency)  # us
-    floor_us, efficiency = _minimized(lambda x: _loss(1e3 * abs(x[0]) + at_full_rate_ns / abs(x[1]), ns), start)
-    return [
-        f"products of over {_MIN_BYTES / 1e6:g} MB with at most {_MAX_ROWS} rows fit gemm_floor_ns="
-        f"{round(100 * floor_us) * 10} memory_efficiency={efficiency:.3g} (device={spec.name} has {spec.gemm_floor_ns} "
-        f"and {spec.memory_efficiency:g})"
-    ]
+    bytes_ns = 2 * (k * n + m * (k + n)) / spec.memory_bytes_per_s * 1e9
+    flops_ns = 2 * np.ceil(m / spec.gemm_tile_rows) * spec.gemm_tile_rows * n * k / spec.flops_per_s * 1e9
+    lines = []
+    few = is_16_bit & (2 * n * k > _MIN_BYTES) & (m <= _MAX_ROWS)
+    if few.sum() >= _MIN_POINTS:
+        start = (1e-3 * spec.gemm_floor_ns, spec.memory_efficiency)  # us
+        floor_us, efficiency = _minimized(
+            lambda x: _loss(1e3 * abs(x[0]) + bytes_ns[few] / abs(x[1]), ns[few]), start
+        )  # fmt: skip
+        lines.append(
+            f"products of at most {_MAX_ROWS} rows and over {_MIN_BYTES / 1e6:g} MB of weights fit gemm_floor_ns="
+            f"{round(100 * floor_us) * 10} memory_efficiency={efficiency:.3g} (device={spec.name} has "
+            f"{spec.gemm_floor_ns} and {spec.memory_efficiency:g})"
+        )
+    many = is_16_bit & (n >= _LARGE) & (k >= _LARGE) & (m >= _MANY_ROWS[0]) & (m <= _MANY_ROWS[1])
+    if many.sum() >= _MIN_POINTS:
+        least_ns = bytes_ns[many] / spec.memory_efficiency
+
+        def loss(x: FloatArray) -> float:
+            return _loss(spec.gemm_floor_ns + np.maximum(flops_ns[many] / abs(x[0]), least_ns), ns[many])
+
+        (efficiency,) = _minimized(loss, (spec.compute_efficiency,))
+        lines.append(
+            f"products of {_MANY_ROWS[0]} to {_MANY_ROWS[1]:,} rows fit compute_efficiency={efficiency:.3g} with "
+            f"gemm_tile_rows={spec.gemm_tile_rows} (device={spec.name} has {spec.compute_efficiency:g})"
+        )
+    return lines
 
 
 def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:

@@ -61,14 +61,21 @@ def interval_text(comparison: Comparison) -> str:
     return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
 
 
+def holm_text(comparison: Comparison) -> str:
+    """Why a change is inside the noise although its own interval misses 0; "" for others."""
+    estimate, p_holm = comparison.estimate, comparison.p_holm
+    is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
+    is_told = comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None
+    return f"Holm p = {p_holm:.2g}" if is_told else ""
+
+
 def verdict_text(comparison: Comparison, margin: float) -> str:
     """The verdict in words for a table cell."""
-    estimate, p_holm = comparison.estimate, comparison.p_holm
+    estimate = comparison.estimate
     if comparison.is_alike and estimate is not None:
         return f"the same in all {estimate.num} replicates"
-    is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
-    if comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None:
-        return f"inside the noise (Holm p = {p_holm:.2g})"  # its own interval does not say so
+    if holm := holm_text(comparison):
+        return f"inside the noise ({holm})"
     if comparison.verdict in ("higher", "lower"):
         good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
         return {1: "better", -1: "worse"}.get(good, comparison.verdict)

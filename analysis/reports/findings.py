@@ -15,6 +15,7 @@ from analysis.comparison.wording import (
     cells_text,
     change_text,
     difference_text,
+    holm_text,
     interval_text,
     verdict_text,
 )
@@ -80,7 +81,8 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
         key = "same" if row.verdict in ("identical", "equivalent") else "alike" if row.is_alike else said
-        told = f"{change_text(row)}: {said}" if row.is_alike else interval_text(row)
+        told = ", ".join(filter(None, (interval_text(row), holm_text(row))))
+        told = f"{change_text(row)}: {said}" if row.is_alike else told
         text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
         groups.setdefault(key, []).append(text)
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]

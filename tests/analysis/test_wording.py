@@ -95,6 +95,7 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
     estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
     assert findings.verdict_text(row, 0.02) == says
+    assert findings.finding("arm", [row], 0.02).endswith(", Holm p = 0.12).") is ("Holm" in says)
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,6 +238,12 @@ def _by_key(arm: Arm) -> dict[Key, Run]:
         key = (run.fingerprint, run.manifest.get("seed"))
         found[(*key, sum(known[:2] == key for known in found))] = run
     return found
+
+
+def runs_on(arm: Arm, keys: Collection[Key]) -> list[Run]:
+    """The arm's runs of these replicates, with their repeats."""
+    kept = {run.fingerprint for key, run in replicates(arm).items() if key in keys}
+    return [run for run in arm.runs if run.fingerprint in kept]
 
 
 def decided_alike(run: Run) -> str:

@@ -89,7 +89,7 @@ _MAX_TENANTS = 8  # that are told
 def of_tenants(runs: Sequence[Run]) -> tuple[Metric, ...]:
     """What is told of the tenants of all these runs: none if they are one, or many."""
     known = [(run.summary.get("fairness") or {}).get("mean_ttft_s") or {} for run in runs]
-    names = [name for name in known[0] if "." not in name and all(name in one for one in known)] if known else []
+    names = [name for name in known[0] if all(name in one for one in known)] if known else []
     if not 1 < len(names) <= _MAX_TENANTS:
         return ()
     gap = Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens"))

@@ -2,7 +2,7 @@
 
 Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
 if arrivals outrun the engine (`analysis.measures.steadiness`), or if fewer than half of the requests (of the sessions,
-where these come at a rate) are done when the last one comes: nothing shows that the engine keeps up. Then latencies
+where these come at a rate) are done when nearly all have come: nothing shows that the engine keeps up. Then latencies
 tell how long the trace is, and the load counts as failed whatever its attainment.
 """
 

@@ -9,7 +9,8 @@ difference of what such two get).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -21,34 +22,62 @@ from analysis.reading.rows import Codes, FloatArray
 
 NUM_INSTANTS = 1000
 MAX_TENANTS = 32  # of which pairs are compared, and each one's mean TTFT is told
+Rows = np.ndarray[Any, np.dtype[np.intp]]
 
 
+@dataclass(slots=True)
+class _Mean:
+    """Of values that are known, a piece at a time."""
+
+    sums: list[float] = field(default_factory=list)
+    num: int = 0
+
+    def add(self, values: FloatArray) -> None:
+        known = values[~np.isnan(values)]
+        self.sums.append(math.fsum(known))
+        self.num += known.size
+
+    @property
+    def value(self) -> float | None:
+        return math.fsum(self.sums) / self.num if self.num else None
+
+
+@dataclass(slots=True)
 class _Tenant:
+    tokens: int = 0
+    ttft: _Mean = field(default_factory=_Mean)
+    normalised_latency: _Mean = field(default_factory=_Mean)
+
+
+class _Track:
     """What one tenant got, up to each of some instants (s, ascending), and how many of its requests wait there."""
 
     def __init__(self, instants: FloatArray) -> None:
         self._instants = instants
         self._rate, self._offset, self._waiting = (np.zeros(instants.size + 1) for _ in range(3))
-        self.tokens = 0
-        self.ttfts: list[float] = []  # sums of TTFT and of normalised latency, and of how many, a piece at a time
-        self.latencies: list[float] = []
-        self.num_ttfts = self.num_latencies = 0
 
-    def add(self, arrival: FloatArray, scheduled: FloatArray, spans: Iterator[tuple[FloatArray, ...]]) -> None:
-        """spans: (begins, ends, tokens) of what is served evenly meanwhile; instants are NaN where there is none."""
-        self._step(self._waiting, arrival, np.ones(arrival.size))
-        self._step(self._waiting, scheduled, np.full(scheduled.size, -1.0))
-        for begin, end, tokens in spans:
-            rate = tokens / np.maximum(end - begin, 1e-9)
-            for at, sign in ((begin, 1.0), (begin + np.maximum(end - begin, 1e-9), -1.0)):
-                self._step(self._rate, at, sign * rate)
-                self._step(self._offset, at, sign * rate * at)
+    def add(self, columns: Mapping[str, FloatArray], rows: Rows) -> None:
+        arrival, scheduled, first, finish, prompt, output = (values[rows] for values in columns.values())
+        self._step(self._waiting, arrival, 1.0)
+        self._step(self._waiting, np.fmin(scheduled, finish), -1.0)  # what is ignored waits no more
+        self._serve(scheduled, first, prompt)
+        self._serve(first, finish, output)
 
-    def _step(self, sums: FloatArray, at: FloatArray, values: FloatArray) -> None:
+    def _serve(self, begin: FloatArray, end: FloatArray, tokens: FloatArray) -> None:
+        """So many tokens evenly from begin to end, NaN where there are none; at once where they are one instant."""
+        at_once = end == begin
+        self._step(self._offset, begin[at_once], -tokens[at_once])
+        begin, end, tokens = begin[~at_once], end[~at_once], tokens[~at_once]
+        rate = tokens / (end - begin)
+        for at, change in ((begin, rate), (end, -rate)):
+            self._step(self._rate, at, change)
+            self._step(self._offset, at, change * at)
+
+    def _step(self, sums: FloatArray, at: FloatArray, values: FloatArray | float) -> None:
         """Values that count from an instant on."""
-        known = ~np.isnan(at)
+        known = ~(np.isnan(at) | np.isnan(values))
         places = np.searchsorted(self._instants, at[known])
-        sums += np.bincount(places, values[known], minlength=sums.size)
+        sums += np.bincount(places, np.broadcast_to(values, at.shape)[known], minlength=sums.size)
 
     @property
     def served(self) -> FloatArray:
@@ -66,46 +95,46 @@ def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
     first_ns = min((int(piece.whole("arrival_ns").min(initial=end_ns)) for piece in requests.pieces()), default=end_ns)
     instants = np.linspace(0.0, max(end_ns - first_ns, 1) / 1e9, NUM_INSTANTS)
     tenants: dict[str, _Tenant] = {}
+    tracks: dict[str, _Track] = {}
     for piece in requests.pieces():
+        columns = _columns(piece, first_ns, end_ns)
+        got = (
+            np.where(piece.is_known("first_token_ns"), columns["num_prompt_tokens"], 0.0) + columns["num_output_tokens"]
+        )
+        ttft, normalised = latency(piece, "ttft_s"), latency(piece, "normalised_latency_s")
         for name, rows in _by_label(piece.codes("tenant")):
-            _add(tenants.setdefault(name, _Tenant(instants)), piece, rows, first_ns, end_ns)
+            one = tenants.setdefault(name, _Tenant())
+            one.tokens += int(got[rows].sum())
+            one.ttft.add(ttft[rows])
+            one.normalised_latency.add(normalised[rows])
+            if len(tenants) <= MAX_TENANTS:
+                tracks.setdefault(name, _Track(instants)).add(columns, rows)
     if len(tenants) < 2:
         return None
-    names = sorted(tenants)
+    names, is_few = sorted(tenants), len(tenants) <= MAX_TENANTS
     known = [tenants[name] for name in names]
-    means = [math.fsum(one.latencies) / one.num_latencies for one in known if one.num_latencies]
-    is_few = len(names) <= MAX_TENANTS
-    ttfts = {name: math.fsum(one.ttfts) / one.num_ttfts for name, one in tenants.items() if one.num_ttfts}
+    means = [mean for one in known if (mean := one.normalised_latency.value) is not None]
     return {
         "num_tenants": len(names),
         "jain_service": jain_index(np.array([one.tokens for one in known], dtype=np.float64)),
-        "max_min_service_gap_tokens": _largest_gap(known) if is_few else None,
+        "max_min_service_gap_tokens": _largest_gap([tracks[name] for name in names]) if is_few else None,
         "jain_normalised_latency": jain_index(np.array(means)),
-        "mean_ttft_s": {name: ttfts.get(name) for name in names} if is_few else None,
+        "mean_ttft_s": {name: tenants[name].ttft.value for name in names} if is_few else None,
     }
 
 
-def _add(tenant: _Tenant, piece: RequestColumns, rows: Any, first_ns: int, end_ns: int) -> None:
-    arrival, scheduled, first, finish = (
-        (piece.numbers(name)[rows] - first_ns) / 1e9
-        for name in ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finish_ns")
-    )
-    finish = np.where(np.isnan(finish), (end_ns - first_ns) / 1e9, finish)
-    prompt, output = (piece.numbers(name)[rows] for name in ("num_prompt_tokens", "num_output_tokens"))
-    started = ~np.isnan(first)
-    tenant.tokens += int(prompt[started].sum() + output.sum())
-    spans = ((scheduled, first, prompt), (first, finish, output))
-    tenant.add(arrival, scheduled, (tuple(part[started] for part in span) for span in spans))
-    for name, sums in (("ttft_s", tenant.ttfts), ("normalised_latency_s", tenant.latencies)):
-        values = latency(piece, name)[rows]
-        sums.append(math.fsum(values[~np.isnan(values)]))
-    tenant.num_ttfts += int((~np.isnan(latency(piece, "ttft_s")[rows])).sum())
-    tenant.num_latencies += int((~np.isnan(latency(piece, "normalised_latency_s")[rows])).sum())
+def _columns(piece: RequestColumns, first_ns: int, end_ns: int) -> dict[str, FloatArray]:
+    """Instants in s since the first arrival; what has not ended ends with the run, if it had begun."""
+    names = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finish_ns")
+    found = {name: (piece.numbers(name) - first_ns) / 1e9 for name in names}
+    unfinished = np.isnan(found["finish_ns"]) & ~np.isnan(found["first_token_ns"])
+    found["finish_ns"] = np.where(unfinished, (end_ns - first_ns) / 1e9, found["finish_ns"])
+    return found | {name: piece.numbers(name) for name in ("num_prompt_tokens", "num_output_tokens")}
 
 
-def _largest_gap(tenants: list[_Tenant]) -> float:
+def _largest_gap(tracks: list[_Track]) -> float:
     """Of any two tenants: the most that one got more than the other while both waited all the time, in tokens."""
-    known = [(one.served, one.waits > 0) for one in tenants]
+    known = [(one.served, one.waits > 0) for one in tracks]
     gap = 0.0
     for (served, waits), (other, other_waits) in combinations(known, 2):
         both = np.flatnonzero(waits & other_waits)
@@ -114,7 +143,7 @@ def _largest_gap(tenants: list[_Tenant]) -> float:
     return gap
 
 
-def _by_label(codes: Codes) -> Iterator[tuple[str, Any]]:
+def _by_label(codes: Codes) -> Iterator[tuple[str, Rows]]:
     """(label, its rows) of each label that occurs."""
     order = np.argsort(codes.codes, kind="stable")
     present, first = np.unique(codes.codes[order], return_index=True)

@@ -3,15 +3,15 @@
 Looked at over the time in which requests arrived, but for the last twentieth of them (a few stragglers would stretch
 it to where nothing is queued any more), by quarters, the first of which is left to the engine to fill up. A number
 grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that arrive
-between the two (half of all), and by more than chance explains (three standard deviations of a Poisson count; between
-one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one standard
-deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the engine
-if the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean size (an
-order by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in all that
-comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the mean, or
-where the last one to end does so later, after the last arrival, than LATE times what any request of the first quarter
-took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for more than half of
-the time in which they came (sessions: all of it, for a recorded one has long pauses).
+between the two (nearly half of all), and by more than chance explains (three standard deviations of a Poisson count;
+between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one
+standard deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the
+engine if the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean
+size (an order by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in
+all that comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the
+mean, or where the last one to end does so later, after the last of those arrivals, than LATE times what any request of
+the first quarter took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for
+more than half of the time in which they came (sessions: all of it, for a recorded one has long pauses).
 
 A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
 trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
@@ -44,10 +44,10 @@ class Customers:
     """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
     all its turns.
 
-    num: how many. first_ns, last_ns: the first arrival, and the one by which all but a twentieth had come; equal where
-    there are none. waited_ns: until they were first scheduled,
-    all requests together. mean_tokens: of a request, prompt and output; spread: how unlike these are, the mean square
-    over the square of the mean.
+    num: how many. first_ns, last_ns: the first arrival, and the one by which all but a twentieth had come (the last,
+    where these came at once); equal where there are none, or all came at once. waited_ns: until they were first
+    scheduled, all requests together. mean_tokens: of a request, prompt and output; spread: how unlike these are, the
+    mean square over the square of the mean.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -65,7 +65,9 @@ class Customers:
         self.mean_tokens = total / num if total else 1.0
         self.spread = squares / num / self.mean_tokens**2 if total else 1.0
         self.first_ns = self.first_ns if self.num else 0.0
-        self.last_ns = self._arrivals()["p95"] if self.num else 0.0
+        self.last_ns = self.first_ns
+        if self.num:
+            self.last_ns = next((at for at in self._late_arrivals() if at > self.first_ns), self.first_ns)
         self.quarter_ns = (self.last_ns - self.first_ns) / 4
 
     def spans(self) -> Iterator[Spans]:
@@ -75,10 +77,12 @@ class Customers:
             yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone], 1.0
         yield self.sessions[:, 0], self.sessions[:, 1], 1.0
 
-    def _arrivals(self) -> dict[str, Any]:
-        """Their distribution, ns."""
+    def _late_arrivals(self) -> Iterator[float]:
+        """The one by which all but a twentieth had come, ns; the last one."""
         pools = {"": Pool(np.empty(0))}
-        return pooled_distributions(pools, lambda: iter([("", (arrival for arrival, _, _ in self.spans()))]))[""]
+        found = pooled_distributions(pools, lambda: iter([("", (arrival for arrival, _, _ in self.spans()))]))
+        yield found[""]["p95"]
+        yield max(float(arrival.max(initial=0.0)) for arrival, _, _ in self.spans())
 
     def by_quarter(self, spans: Iterable[Spans]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """How many of them there are, and their work, in the mean over each quarter of the arrivals but the first; none

@@ -84,11 +84,12 @@ def summarise(
 
 
 def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
-    """The number at a dotted path of a summary; None where it is absent or not reached."""
+    """The number at a dotted path of a summary (its last key may have dots); None where it is absent or not reached."""
     value: Any = summary
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    while path and isinstance(value, Mapping):
+        key, _, rest = (path, "", "") if path in value else path.partition(".")
+        value, path = value.get(key), rest
+    return float(value) if not path and isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _host_share(time_s: Mapping[str, float] | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from analysis.comparison.arms import (
     num_replicates,
     repeats,
     replicates,
+    runs_on,
     was_busy,
 )
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
@@ -259,23 +261,23 @@ def _told(claims: Sequence[Comparison]) -> str:
 
 
 def _best_within(group: Compared, slo: SLO) -> str:
-    """The arm with the most goodput, and those that are not told apart from it; nothing where no arm has more than the
-    baseline, beyond the noise."""
+    """The arm with the most goodput over the replicates that all have, and those that are not told apart from it;
+    nothing where no arm has more than the baseline, beyond the noise."""
     share, goodput = SLO_METRICS
-    if not any(row.metric is goodput and row.verdict == "higher" for row in group.rows):
+    base, better = group.arms[0], [row for row in group.rows if row.metric is goodput and row.verdict == "higher"]
+    common = set.intersection(*(set(replicates(arm)) for arm in group.arms))
+    arms = [replace(arm, runs=tuple(runs_on(arm, common))) for arm in group.arms] if common else group.arms
+    of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
+    best = max(arms, key=lambda arm: of_arm[arm.name])
+    if not better or best.name == base.name:
         return ""
-    of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) for arm in group.arms}
-    base, best = group.arms[0], max(group.arms, key=lambda arm: of_arm[arm.name] or 0.0)
     told = [
         f"{goodput.write(of_arm[arm.name])} ({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
-        for arm in (best, base)
+        for arm in (best, arms[0])
     ]
-    others = [arm for arm in group.arms if arm is not best]
-    near = [
-        row.arm
-        for row in compare([best, *comparable(others, best)], best, [goodput], slo=slo)
-        if row.verdict != "lower"
-    ]
+    others = [arm for arm in arms if arm is not best]
+    rows = compare([best, *comparable(others, best)], best, [goodput], slo=slo)
+    near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
     return _under(group.load, group.arms, text)

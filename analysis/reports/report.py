@@ -144,7 +144,7 @@ def report_from_folders(
 
 def _main_figure(sections: Sections) -> Plot | None:
     """Of the load at which the answer has most to say: of those with a claim, and that some arm kept up with, if there
-    are such, the one with the largest change."""
+    are such, the one of most arms, of these with the largest change."""
     drawn = []
     for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
         if group["plots"]:

@@ -25,7 +25,7 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short where its requests (or sessions) arrive within so many times what one lasts
-OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when the last one comes"}
+OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when nearly all have come"}
 _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
 

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
-from experiments.configuration.config import GROUPS, RunConfig, register
+from experiments.configuration.config import RunConfig, register
 from experiments.configuration.overrides import (
     EMPTY,
     check,
@@ -30,6 +30,7 @@ from experiments.configuration.overrides import (
     refuse_repeated,
     with_searched,
 )
+from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.saved import read_config
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
@@ -76,9 +77,9 @@ def _emptied(overrides: list[str]) -> list[str]:
     """Hydra merges a class into what a preset has in its place, parameters and all: that is emptied before."""
     made: list[str] = []
     for item in overrides:
-        key, equals, value = item.partition("=")
-        if equals and key.partition(".")[0] in GROUPS and "." in key and "_target_" in value:
-            made.append(f"{key}{EMPTY}")
+        key, _, value = item.partition("=")
+        if key.lstrip("+") in POLICIES and "_target_" in value:
+            made.append(f"{key.lstrip('+')}{EMPTY}")
         made.append(item)
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from experiments.configuration.options import options
 from experiments.configuration.overrides import check, is_value, library_of, literal, parsed
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
+from testbed.specs.device import DeviceSpec
 
 
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
@@ -123,10 +125,19 @@ def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
         is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
         if override.is_add() and is_there and not isinstance(value, dict | list):  # as Hydra has it
             raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-        OmegaConf.update(node, key, value, merge=not _is_class(value), force_add=is_added)
+        _lay(node, key, value, is_added=is_added)
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
+
+
+def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> None:
+    """Sets a key; of a mapping those that it has, also where classes are among them."""
+    if isinstance(value, dict) and not _is_class(value) and any(map(_is_class, value.values())):
+        for name, item in value.items():
+            _lay(node, f"{key}.{name}", item, is_added=is_added)
+    else:
+        OmegaConf.update(node, key, value, merge=not _is_class(value), force_add=is_added)
 
 
 def _is_class(value: Any) -> bool:
@@ -159,6 +170,9 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
         parsed(item).key_or_group for item in overrides if is_value(item)
     }
     kept = {key: value for key, value in saved.items() if key not in given}
+    if "device" in kept:  # a term that came later counts as none
+        none = {item.name: item.default for item in fields(DeviceSpec) if item.default is not MISSING}
+        kept["device"] = none | kept["device"]
     own = {key: value for key, value in kept.items() if _is_class(value)}
     chosen = {group: _option(group, saved) for group in GROUPS}
     check(overrides, chosen=chosen | dict.fromkeys(own), laid_on={key: kept[key] for key in kept if key not in own})
@@ -169,11 +183,8 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
             if key in own:  # a user's own class: it has no schema
                 with open_dict(node):
                     node[key] = OmegaConf.create(value)
-            elif isinstance(value, dict):
-                for name, item in value.items():
-                    OmegaConf.update(node, f"{key}.{name}", item, merge=not _is_class(item))
             else:
-                OmegaConf.update(node, key, value)
+                _lay(node, key, value)
         return RunConfig.from_container(_laid_over(node, overrides))
 
 

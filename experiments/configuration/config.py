@@ -242,9 +242,7 @@ class RunConfig:
             _refuse_strays(group, raw[group])
         report = freeze(ReportConfig, "report", raw["report"])
         for key in report.replicates:
-            if key.split(".")[1] not in raw["trace"]:
-                known = [f"trace.{name}" for name in raw["trace"]]
-                raise ConfigError(unknown(f"report.replicates has {key!r}, which this trace has not", key, known))
+            _refuse_unknown_key(key, raw)
         return cls(
             backend=freeze(BACKENDS[name], "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
@@ -261,6 +259,19 @@ class RunConfig:
             **options,
             raw=raw,
         )
+
+
+def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
+    """Raises ConfigError where `report.replicates` names a key that there is not."""
+    there: Any = raw
+    parts = key.split(".")
+    for number, part in enumerate(parts):
+        if not isinstance(there, dict):
+            return  # of a list, or of what is not set
+        if part not in there:
+            known = [".".join([*parts[:number], name]) for name in there]
+            raise ConfigError(unknown(f"report.replicates has {key!r}, which this trace has not", key, known))
+        there = there[part]
 
 
 def _refuse_strays(group: str, values: dict[str, Any]) -> None:

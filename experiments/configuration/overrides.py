@@ -314,7 +314,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
 def not_emptied(overrides: Sequence[str]) -> list[str]:
     """The overrides without what empties a key before its value is set (`EMPTY`)."""
     pairs = zip(overrides, [*overrides[1:], ""], strict=True)
-    return [item for item, after in pairs if item != f"{after.partition('=')[0]}{EMPTY}"]
+    return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{EMPTY}"]
 
 
 EMPTY = "=null"

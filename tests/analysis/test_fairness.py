@@ -51,6 +51,23 @@ def test_the_gap_is_what_one_got_more_while_both_waited(order: str, gap: float) 
     }
 
 
+def test_what_was_ignored_or_never_served_waits_as_long_as_it_is_there() -> None:
+    """Two tenants that never queue, and one request of each that ended unserved; then one of each that never ended."""
+    rows = [
+        request_row(
+            request_id=f"r{i}", tenant="hl"[i % 2], arrival_ns=i * S, first_scheduled_ns=i * S, first_token_ns=i * S,
+            finish_ns=i * S + S // 2, num_prompt_tokens=10 + 90 * (i % 2), num_output_tokens=1,
+        )
+        for i in range(100)
+    ]  # fmt: skip
+    ended = [request_row(request_id=f"x{i}", tenant="hl"[i], arrival_ns=0, finish_ns=0) for i in range(2)]
+    never = [request_row(request_id=f"y{i}", tenant="hl"[i], arrival_ns=0) for i in range(2)]
+    for more, gap in (([], 0), (ended, 0), (never, 50 * 90 + 11)):
+        found = fairness(Requests.of(table([*rows, *more], REQUEST_COLUMNS)), 100 * S)
+        assert found is not None
+        assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
+
+
 def test_more_tenants_than_are_compared_have_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TENANTS", 2)
     found = fairness(in_turn("abc"), 3 * S)

@@ -74,6 +74,15 @@ def test_a_few_that_come_late_hide_no_overload(num_stragglers: int) -> None:
     assert outrun(requests(arrivals, [0.0] * len(arrivals))) is not True
 
 
+def test_where_nearly_all_come_at_once_the_others_are_the_time() -> None:
+    """960 at once, of which ten a second are served, and one a second afterwards."""
+    arrivals = [0.0] * 960 + [float(i) for i in range(1, 41)]
+    found = waiting_of(requests(arrivals, [i / 10 for i in range(1000)]))
+    assert len(found.num) == 3
+    assert found.num[0] > found.num[1] > found.num[2] > 0
+    assert waiting_of(requests([0.0] * 1000, [i / 10 for i in range(1000)])).num == ()
+
+
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
     rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
     assert waiting_of(Requests.of(table(rows, REQUEST_COLUMNS))).num == (0.0, 0.0, 0.0)

@@ -232,6 +232,16 @@ def test_an_override_makes_it_another_run(tmp_path: Path, capsys: pytest.Capture
     assert "already holds a run" in say(capsys, "run", f"from={tmp_path / 'run'}", where).error()
 
 
+def test_a_term_of_prices_that_came_later_changes_no_run_of_before() -> None:
+    saved = config_of().raw
+    before = saved | {
+        "device": {key: value for key, value in saved["device"].items() if key != "interconnect_efficiency"}
+    }
+    assert saved["device"]["interconnect_efficiency"] < 1
+    assert compose_from(before, []).device.interconnect_efficiency == 1
+    assert compose_from(before, ["device=h100"]).device.interconnect_efficiency < 1, "another device is the library's"
+
+
 def test_a_run_of_a_file_is_repeated_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def test_runs_that_state_different_things_are_not_mixed_in_silence(
         ("slo.tttf_s=1", "did you mean 'slo.ttft_s'"),
         ("report.margin=2", "report.margin is 2.0; it must be above 0 and below 1"),
         ("report.replicates=[trace.transfoms]", "which this trace has not; did you mean 'trace.transforms'?"),
+        ("report.replicates=[trace.prompt.valu]", "did you mean 'trace.prompt.value'?"),
         ("report.replicates=[seed]", "report.replicates has 'seed'; a replicate is another trace"),
     ],
 )

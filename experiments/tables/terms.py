@@ -1,5 +1,5 @@
-"""Terms of a data sheet, fitted to a device's tables: what experiments/conf/device/*.yaml has of products with few rows
-and of all-reduces over NVLink."""
+"""Terms of a data sheet, fitted to a device's tables: what experiments/conf/device/*.yaml has of products, with
+few rows and with many, and of all-reduces over NVLink."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from analysis.measures.metrics import SLO, latency, meets_slo
 from analysis.measures.statistics import wilson
 from analysis.measures.steadiness import Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
+from analysis.reading.rows import FloatArray
 
 LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
 
@@ -122,11 +123,19 @@ def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool =
         duration_s=duration_s,
         num_completed=int(completed.sum()),
         num_customers=len(begin),
-        num_done=int((end <= (np.quantile(begin, 0.95) if len(begin) else 0.0)).sum()),
+        num_done=int((end <= _nearly_all(begin)).sum()),
         arriving_s=float(np.ptp(begin)) / 1e9 if len(begin) else 0.0,
         stay_s=float(stay.mean()) / 1e9 if len(stay) else None,
         mean_s={name: None if np.isnan(value).all() else float(np.nanmean(value)) for name, value in values.items()},
     )
+
+
+def _nearly_all(begin: FloatArray) -> float:
+    """When all but a twentieth have come; where these came at once, all: as `steadiness.Customers` has it."""
+    if not len(begin):
+        return 0.0
+    nearly = float(np.quantile(begin, 0.95))
+    return nearly if nearly > begin.min() else float(begin.max())
 
 
 def pooled(loads: Sequence[Load]) -> Load:

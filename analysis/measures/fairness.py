@@ -46,7 +46,12 @@ class _Mean:
 class _Tenant:
     tokens: int = 0
     ttft: _Mean = field(default_factory=_Mean)
+    num_unserved: int = 0  # aborted or unfinished before a first token: a mean without them flatters
     normalised_latency: _Mean = field(default_factory=_Mean)
+
+    @property
+    def mean_ttft_s(self) -> float | None:
+        return None if self.num_unserved else self.ttft.value
 
 
 class _Track:
@@ -102,10 +107,12 @@ def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
             np.where(piece.is_known("first_token_ns"), columns["num_prompt_tokens"], 0.0) + columns["num_output_tokens"]
         )
         ttft, normalised = latency(piece, "ttft_s"), latency(piece, "normalised_latency_s")
+        unserved = piece.reasons.among(("abort", "unfinished")) & np.isnan(ttft)
         for name, rows in _by_label(piece.codes("tenant")):
             one = tenants.setdefault(name, _Tenant())
             one.tokens += int(got[rows].sum())
             one.ttft.add(ttft[rows])
+            one.num_unserved += int(unserved[rows].sum())
             one.normalised_latency.add(normalised[rows])
             if len(tenants) <= MAX_TENANTS:
                 tracks.setdefault(name, _Track(instants)).add(columns, rows)
@@ -119,7 +126,7 @@ def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
         "jain_service": jain_index(np.array([one.tokens for one in known], dtype=np.float64)),
         "max_min_service_gap_tokens": _largest_gap([tracks[name] for name in names]) if is_few else None,
         "jain_normalised_latency": jain_index(np.array(means)),
-        "mean_ttft_s": {name: tenants[name].ttft.value for name in names} if is_few else None,
+        "mean_ttft_s": {name: tenants[name].mean_ttft_s for name in names} if is_few else None,
     }
 
 

@@ -21,25 +21,37 @@ def foresight_of(*made: Any) -> str:
     """The attribute that says it and that these functions and classes read, or what else of the user's they name, which
     lies in the same module or one that it imports; empty: none does."""
     todo, seen = list(made), set()
+    packages = {_package(part) for one in made for part in (one, *_bases(one))}
     while todo:
         one = todo.pop()
-        source = _own_source(one)
-        if not source or id(one) in seen:
+        if id(one) in seen:
             continue
         seen.add(id(one))
+        source = _own_source(one, packages)
         if (read := _TELLING.search(source)) is not None:
             return read[1]
-        todo += [*getattr(one, "__mro__", ()), *_named(source, vars(sys.modules.get(one.__module__, sys)))]
+        todo += [*_bases(one), *(_named(source, vars(sys.modules.get(one.__module__, sys))) if source else ())]
     return ""
 
 
-def _own_source(one: Any) -> str:
-    """Of a function or class of the user's; empty: it is none, or without source."""
-    if str(getattr(one, "__module__", None) or "builtins").partition(".")[0] in _OURS:
+def _bases(one: Any) -> tuple[Any, ...]:
+    return one.__mro__ if isinstance(one, type) else ()
+
+
+def _package(one: Any) -> str:
+    return str(getattr(one, "__module__", None) or "builtins").partition(".")[0]
+
+
+def _own_source(one: Any, packages: set[str]) -> str:
+    """Of a function or class of the user's; empty: it is none, or without source. packages: the user's, also where they
+    are installed."""
+    if _package(one) in _OURS:
         return ""
     try:
         file = inspect.getsourcefile(one) or ""
-        return "" if file.startswith(_LIBRARY) or "site-packages" in file else dedent(inspect.getsource(one))
+        is_installed = "site-packages" in file
+        is_foreign = _package(one) not in packages if is_installed else file.startswith(_LIBRARY)
+        return "" if is_foreign else dedent(inspect.getsource(one))
     except (OSError, TypeError):
         return ""
 

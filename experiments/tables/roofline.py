@@ -25,11 +25,11 @@ def has_bound(operator: str, dtype: str) -> bool:
 
 def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     """The least ns of each row, all of this operator and of one dtype that `has_bound`."""
-    sizes = {name: _numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
+    sizes = {name: numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
     if operator in ("all_reduce", "all_gather"):
         ranks, index = np.unique(rows["num_ranks"].to_numpy(), return_inverse=True)
         ns_per_byte = np.array([_collective_ns_per_byte(operator, int(size), spec) for size in ranks])
-        return _array(ns_per_byte[index] * _numbers(rows, "num_bytes"))
+        return _array(ns_per_byte[index] * numbers(rows, "num_bytes"))
     width = _BYTES[str(rows["dtype"][0])]
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
@@ -51,10 +51,10 @@ def _collective_ns_per_byte(operator: str, size: int, spec: DeviceSpec) -> float
 
 def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: int) -> tuple[FloatArray, FloatArray]:
     """FLOPs and bytes of attention, each position within the window."""
-    q_size = _numbers(rows, "num_heads") * _numbers(rows, "head_dim")
-    kv_size = 2 * _numbers(rows, "num_kv_heads") * _numbers(rows, "head_dim")
+    q_size = numbers(rows, "num_heads") * numbers(rows, "head_dim")
+    kv_size = 2 * numbers(rows, "num_kv_heads") * numbers(rows, "head_dim")
     kv_size = kv_size * np.array([_BYTES.get(name or "", width) for name in rows["kv_dtype"].to_pylist()])
-    window = _numbers(rows, "window", np.inf)
+    window = numbers(rows, "window", np.inf)
     batch, new, context = sizes["batch"], sizes["new_tokens"], sizes["context"]
     if operator == "attention_decode":
         seen = batch * np.minimum(context, window)
@@ -67,12 +67,12 @@ def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: in
     read = np.minimum(context, window) + new
     flops, num_bytes = 4 * q_size * chunks * pairs, chunks * (kv_size * read + 2 * width * q_size * new)
     if operator == "attention_mixed":
-        seen = batch * np.minimum(_numbers(rows, "decode_context"), window)
+        seen = batch * np.minimum(numbers(rows, "decode_context"), window)
         flops, num_bytes = flops + 4 * q_size * seen, num_bytes + kv_size * seen + 2 * width * q_size * batch
     return flops, num_bytes
 
 
-def _numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:
+def numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:
     return _array(rows[name].cast("float64").fill_null(missing).to_numpy())
 
 

@@ -4,12 +4,14 @@ few rows and with many, and of all-reduces over NVLink."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from experiments.tables.devices import device_spec
-from sim.cost.collectives import Collectives
+from experiments.tables.roofline import numbers
+from sim.cost.collectives import collectives_of
 from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OperatorTables
 
@@ -32,7 +34,7 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     """time = floor + the longer of bytes / (rate x efficiency) and of FLOPs / (rate x efficiency), in whole tiles of
     rows, in the mean of absolute log errors."""
     rows = tables.select("gemm")
-    m, n, k, ns = (_numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
+    m, n, k, ns = (numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
     is_16_bit = np.isin(rows["dtype"].to_pylist(), ("bfloat16", "float16"))
     bytes_ns = 2 * (k * n + m * (k + n)) / spec.memory_bytes_per_s * 1e9
     flops_ns = 2 * np.ceil(m / spec.gemm_tile_rows) * spec.gemm_tile_rows * n * k / spec.flops_per_s * 1e9
@@ -76,8 +78,8 @@ def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     measured = np.array(list(best.values()))
 
     def loss(x: FloatArray) -> float:
-        rate = spec.interconnect_bytes_per_s * abs(x[0])
-        links = {size: Collectives(size, rate, spec.interconnect_latency_ns, is_switched=True) for _, size in best}
+        device = replace(spec, interconnect_efficiency=float(abs(x[0])))
+        links = {size: collectives_of(size, device) for _, size in best}
         return _loss(np.array([links[size].all_reduce_ns(num_bytes) for num_bytes, size in best]), measured)
 
     (share,) = _minimized(loss, (spec.interconnect_efficiency,))
@@ -95,8 +97,3 @@ def _minimized(loss: Callable[[FloatArray], float], start: tuple[float, ...]) ->
     from scipy.optimize import minimize  # slow to import
 
     return tuple(np.abs(minimize(loss, start, method="Nelder-Mead").x).tolist())
-
-
-def _numbers(rows: Any, name: str) -> FloatArray:
-    found: FloatArray = np.asarray(rows[name].to_numpy(), dtype=np.float64)
-    return found

@@ -68,6 +68,15 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
         assert found.overload == overload
 
 
+def test_requests_nearly_all_at_once_are_done_when_the_last_one_comes():
+    """97 at once and three later, each of 0.1 s: all but a twentieth have come at 0, when none can be done."""
+    arrivals = [*[0] * 97, 10 * S, 20 * S, 30 * S]
+    rows = [{"arrival_ns": at, "first_scheduled_ns": at, "finish_ns": at + S // 10} for at in arrivals]
+    records = [request_row(request_id=str(i), finish_reason="stop", **row) for i, row in enumerate(rows)]
+    found = count_load(table(records, REQUEST_COLUMNS), SLO(e2e_s=1.0), 31.0)
+    assert (found.num_done, found.overload, found.keeps(0.99)) == (99, None, True)
+
+
 def test_sessions_that_begin_together_do_not_show_what_an_engine_bears():
     """100 sessions of five turns begin within a second, each turn 2 s after the one before: 8 s in all."""
     rows = [

@@ -68,6 +68,21 @@ def test_what_was_ignored_or_never_served_waits_as_long_as_it_is_there() -> None
         assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
 
 
+def test_who_was_never_served_has_no_mean_ttft() -> None:
+    """It would be that of the others, and the starved tenant would look best."""
+    waiting = {"tenant": "h", "arrival_ns": 0}
+    served = {"tenant": "l", "arrival_ns": 0, "first_scheduled_ns": S, "first_token_ns": 2 * S, "finish_ns": 3 * S}
+    for reason, mean in (("unfinished", None), ("abort", None), ("ignored", 2.0)):
+        rows = [
+            request_row(request_id="a", finish_reason=reason, **waiting),
+            request_row(request_id="b", finish_reason="stop", **(served | {"tenant": "h"})),
+            request_row(request_id="c", finish_reason="stop", **served),
+        ]
+        found = fairness(Requests.of(table(rows, REQUEST_COLUMNS)), 100 * S)
+        assert found is not None
+        assert found["mean_ttft_s"] == {"h": mean, "l": 2.0}
+
+
 def test_more_tenants_than_are_compared_have_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TENANTS", 2)
     found = fairness(in_turn("abc"), 3 * S)

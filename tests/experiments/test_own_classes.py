@@ -302,6 +302,22 @@ class Honest:
     assert say(capsys, "run", *BURST, *oracle).status == 0
 
 
+def test_one_that_reads_it_is_refused_where_it_is_installed_or_has_no_source(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = home / "site-packages"
+    installed.mkdir()
+    monkeypatch.syspath_prepend(str(installed))
+    reads = "def length(seq):\n    return seq.forced_output\n"
+    victim = "class Victim:\n    def choose(self, running):\n        return min(running.values(), key=length)\n"
+    (installed / "installed_policy.py").write_text(reads + victim)
+    (home / "other.py").write_text("import installed_policy\nexec('class Made(installed_policy.Victim): pass')\n")
+    for name in ("installed_policy.Victim", "other.Made"):
+        error = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: {name}}}").error()
+        assert f"{name} reads forced_output, which says how long an output will be" in error
+    sys.modules.pop("installed_policy", None)
+
+
 @pytest.mark.parametrize(
     "name",
     [

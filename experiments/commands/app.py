@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.overrides import (
-    EMPTY,
     check,
+    emptied,
     is_sweep,
     literal,
     not_emptied,
@@ -30,7 +30,6 @@ from experiments.configuration.overrides import (
     refuse_repeated,
     with_searched,
 )
-from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.saved import read_config
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
@@ -57,7 +56,7 @@ def run_app(arguments: list[str]) -> int:
             flags.append("-m")  # several values of `experiment` would be none for Hydra: it asks before it reads them
         swept = with_swept(overrides) if sweeps else overrides
         check(swept, is_sweep=sweeps)
-        overrides = _emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
+        overrides = emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -71,17 +70,6 @@ def run_app(arguments: list[str]) -> int:
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
-
-
-def _emptied(overrides: list[str]) -> list[str]:
-    """Hydra merges a class into what a preset has in its place, parameters and all: that is emptied before."""
-    made: list[str] = []
-    for item in overrides:
-        key, _, value = item.partition("=")
-        if key.lstrip("+") in POLICIES and "_target_" in value:
-            made.append(f"{key.lstrip('+')}{EMPTY}")
-        made.append(item)
-    return made
 
 
 def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:

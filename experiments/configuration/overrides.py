@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from experiments.configuration.config import GROUPS
 from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
+from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown, unknown
 
@@ -311,13 +312,25 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
     return found
 
 
+_EMPTY = "=null"
+
+
+def emptied(overrides: Sequence[str]) -> list[str]:
+    """What Hydra is given. It merges a class into what a preset has in its place, parameters and all: that is emptied
+    before. Another sweeper than ours shows it in what it writes."""
+    made: list[str] = []
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if key.lstrip("+") in POLICIES and "_target_" in value:
+            made.append(f"{key.lstrip('+')}{_EMPTY}")
+        made.append(item)
+    return made
+
+
 def not_emptied(overrides: Sequence[str]) -> list[str]:
-    """The overrides without what empties a key before its value is set (`EMPTY`)."""
+    """What `emptied` was given."""
     pairs = zip(overrides, [*overrides[1:], ""], strict=True)
-    return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{EMPTY}"]
-
-
-EMPTY = "=null"
+    return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{_EMPTY}"]
 
 
 def is_value(override: str) -> bool:

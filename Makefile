@@ -8,12 +8,12 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 # Tests of the core and of what is compiled with it run interpreted and compiled; those of what is built on it, which are
 # most of the time, run as users run it: compiled where it can be.
-BOTH_WAYS := tests/conformance tests/properties tests/parity tests/golden tests/test_compiled.py \
+BOTH_WAYS := tests/conformance tests/properties tests/parity tests/golden \
   tests/experiments/test_own_classes.py tests/experiments/test_documented_policies.py \
   tests/experiments/test_misbehaving_classes.py tests/cost/test_own_prices.py
-BUILT_ON_IT := tests/experiments tests/analysis
+BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/test_compiled.py
 INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
-  $(wildcard tests/test_*.py) $(filter tests/experiments/%,$(BOTH_WAYS))
+  $(filter-out $(BUILT_ON_IT),$(wildcard tests/test_*.py)) $(filter tests/experiments/%,$(BOTH_WAYS))
 
 # What is checked for style: a policy that you try beside it is yours.
 OURS := testbed sim real experiments analysis tests setup.py

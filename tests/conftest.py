@@ -55,12 +55,19 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _tests = count(1)
+_unfreeze = gc.unfreeze
+gc.unfreeze = lambda: None  # at the end of each run; the next would begin with a collection of all
+
+
+@pytest.fixture
+def unfreezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "unfreeze", _unfreeze)
 
 
 def pytest_runtest_setup() -> None:
     """What there is before a test is left out of collections within it: each run of an engine begins with one, which
     would look through all that a worker has imported. Now and then all is looked through."""
     if next(_tests) % 500 == 0:
-        gc.unfreeze()
+        _unfreeze()
         gc.collect()
     gc.freeze()

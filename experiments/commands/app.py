@@ -1,4 +1,8 @@
-"""`testbed run`: the Hydra app around `experiments.runs.run.execute`. Sweeps are experiments/sweeps/sweep.py's."""
+"""`testbed run`: around `experiments.runs.run.execute`. Sweeps are experiments/sweeps/sweep.py's.
+
+A run of our own options is composed as a sweep's points, a search's and Python's are; what asks for more of Hydra (its
+flags and keys, overlays, interpolation) is a job of Hydra's app.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.configuration.compose import checked, compose_from, in_one_line, with_swept
+from experiments.configuration.compose import checked, compose_config, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
+from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     check,
     emptied,
@@ -50,6 +55,8 @@ def run_app(arguments: list[str]) -> int:
         return _run_from(sources[-1][5:], [item for item in arguments if not item.startswith("from=")])
     ask_early()
     flags, overrides = _split(arguments)
+    if not flags and not any(map(_is_hydras, overrides)):
+        return _run_alone(overrides)
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
         if sweeps and not any(item in _SWEEPS for item in flags):
@@ -72,6 +79,28 @@ def run_app(arguments: list[str]) -> int:
     return 0
 
 
+def _is_hydras(override: str) -> bool:
+    """Whether Hydra's app does more with it than set a key or choose an option of ours."""
+    key = override.partition("=")[0].lstrip("+~")
+    return (key.startswith(("hydra", OVERLAYS)) and key != RUN_DIR) or "@" in key or "${" in override
+
+
+def _run_alone(overrides: list[str]) -> int:
+    folder, of_hydra, kept = _placed(overrides)
+    command = shlex.join(["testbed", "run", *of_hydra, *kept])
+    _finish(execute(compose_config(kept), folder.absolute(), command=command, origin=Origin.of(kept)))
+    return 0
+
+
+def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
+    """Where a run goes, what says so, and the other overrides."""
+    of_hydra = [item for item in overrides if item.partition("=")[0] == RUN_DIR]
+    folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
+    for item in of_hydra:
+        folder = named_folder(RUN_DIR, parsed(item).value())
+    return folder, of_hydra, [item for item in overrides if item not in of_hydra]
+
+
 def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
     """What Hydra is given. Raises ConfigError where another sweeper than ours would give every point every key."""
     others = [item for item in overrides if item.startswith("hydra/sweeper=") and item != "hydra/sweeper=testbed"]
@@ -83,6 +112,7 @@ def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
     return of_points
 
 
+RUN_DIR = "hydra.run.dir"
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
@@ -120,7 +150,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _with_quotes(argument: str) -> str:
     """As the shell gives it: Hydra's grammar has few characters outside quotes, and a folder's comma is no sweep."""
     key, equals, value = argument.partition("=")
-    if key in ("hydra.run.dir", "hydra.sweep.dir") and equals:
+    if key in (RUN_DIR, "hydra.sweep.dir") and equals:
         named_folder(key, value.strip("'\""))
         if "," in value and "${" not in value and value[0] not in "'\"":
             return f"{key}={literal(value)}"
@@ -256,18 +286,13 @@ def _run_from(source: str, overrides: list[str]) -> int:
     """Repeats the run of a folder, with the overrides laid over its configuration."""
     if not source:
         raise ConfigError("from= needs the folder of a run")
-    folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
-    kept = []
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or key.startswith(("-", "+", "~")):
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
-        if key == "experiment":
+        if key == OVERLAYS:
             raise ConfigError(f"from= and {item} both say what is run; leave one out")
-        if key == "hydra.run.dir":
-            folder = named_folder(key, parsed(item).value())
-        else:
-            kept.append(item)
+    folder, _, kept = _placed(overrides)
     config = config_from(Path(source), kept)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
     _finish(execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept])))

@@ -329,7 +329,7 @@ def emptied(overrides: Sequence[str]) -> list[str]:
 
 def not_emptied(overrides: Sequence[str]) -> list[str]:
     """What `emptied` was given."""
-    pairs = zip(overrides, [*overrides[1:], ""], strict=True)
+    pairs = zip(overrides, [*overrides, ""][1:], strict=True)
     return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{_EMPTY}"]
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import weakref
 
+import pytest
+
 from experiments.runs.collector import fewer_collections
 
 LEFT = """
@@ -48,6 +50,7 @@ def collections_within(*, is_simulation: bool) -> int:
         gc.enable()
 
 
+@pytest.mark.usefixtures("unfreezes")
 def test_what_an_engine_left_is_collected_before_the_next_run() -> None:
     before = gc.get_threshold()
     left = weakref.ref(_Cycle())

@@ -78,15 +78,16 @@ def test_ctrl_c_keeps_partial_results(
         assert f"identical: {len(run.steps)} steps" in said.out
 
 
+@pytest.mark.parametrize(("job", "is_made"), [((), False), (("hydra.job.name=one",), True)], ids=["ours", "Hydra's"])
 def test_ctrl_c_before_anything_is_written_leaves_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: tuple[str], is_made: bool
 ) -> None:
     def pressed(*arguments: object) -> None:
-        assert (tmp_path / "run").is_dir(), "Hydra makes it"
+        assert (tmp_path / "run").is_dir() == is_made, "Hydra makes it"
         raise KeyboardInterrupt
 
     monkeypatch.setattr("experiments.runs.run.prepare_sim", pressed)
-    assert say(capsys, "run", *TINY, *LONG, f"hydra.run.dir={tmp_path / 'run'}").status == 130
+    assert say(capsys, "run", *TINY, *LONG, *job, f"hydra.run.dir={tmp_path / 'run'}").status == 130
     assert not (tmp_path / "run").exists()
 
 

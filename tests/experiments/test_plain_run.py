@@ -1,4 +1,4 @@
-"""A single run goes through Hydra's app: its configuration, its flags, and what it leaves."""
+"""A single run, by itself and as a job of Hydra's app: its configuration, its flags, and what it leaves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,28 @@ from tests.experiments.kit import SHORT, TINY, manifest_of, say
 RUN = ["trace.num_requests=3", "trace.rate=2.5", "cache.num_gpu_blocks=500", "scheduler=vllm_v0", "seed=3"]
 
 
-def test_the_configuration_is_the_one_that_python_composes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *RUN, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    assert (tmp_path / "run" / "done").exists()
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == compose_config(RUN).raw
+def test_it_is_the_same_by_itself_and_as_a_job_of_hydra_s_and_from_python(tmp_path: Path) -> None:
+    commands = []
+    for name, job in (("alone", ()), ("job", ("hydra.job.name=one",))):
+        place = f"hydra.run.dir={tmp_path / name}"
+        assert main(["run", *RUN, *job, place]) == 0
+        assert (tmp_path / name / "done").exists()
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text()) == compose_config(RUN).raw
+        commands.append(shlex.split(manifest_of(tmp_path / name)["command"]))
+        assert commands[-1] == ["testbed", "run", *job, place, *RUN]
+    assert manifest_of(tmp_path / "alone")["identity"] == manifest_of(tmp_path / "job")["identity"]
+    assert manifest_of(tmp_path / "alone")["given"] == manifest_of(tmp_path / "job")["given"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("hydra.job.name=one",), ("-m",)], ids=" ".join)
+def test_no_key_needs_to_be_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = say(capsys, "run", *arguments)
+    assert said.status == 0, said.err
+    (manifest,) = tmp_path.glob("*/*/*/**/manifest.json")
+    assert manifest_of(manifest.parent)["given"] == {}
 
 
 def test_hydra_s_own_flags_work(capsys: pytest.CaptureFixture[str]) -> None:

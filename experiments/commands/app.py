@@ -81,8 +81,8 @@ def run_app(arguments: list[str]) -> int:
 
 def _is_hydras(override: str) -> bool:
     """Whether Hydra's app does more with it than set a key or choose an option of ours."""
-    key = override.partition("=")[0].lstrip("+~")
-    return (key.startswith(("hydra", OVERLAYS)) and key != RUN_DIR) or "@" in key or "${" in override
+    key = override.partition("=")[0]
+    return (key.lstrip("+~").startswith(("hydra", OVERLAYS)) and key != RUN_DIR) or "@" in key or "${" in override
 
 
 def _run_alone(overrides: list[str]) -> int:

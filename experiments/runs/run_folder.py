@@ -79,8 +79,10 @@ def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> N
 
 def named_folder(key: str, value: object) -> Path:
     """The folder that a key names. Raises ConfigError for none: it would be the working directory."""
-    if not str(value).strip():
-        raise ConfigError(f"{key} is empty; name a folder, as {key}=runs/one, or leave it out")
+    is_name = isinstance(value, str | int | float)
+    if not is_name or not str(value).strip():
+        said = "empty" if is_name else "null" if value is None else "no text"
+        raise ConfigError(f"{key} is {said}; name a folder, as {key}=runs/one, or leave it out")
     return Path(str(value))
 
 

@@ -42,6 +42,22 @@ def test_no_key_needs_to_be_given(
     assert manifest_of(manifest.parent)["given"] == {}
 
 
+@pytest.mark.parametrize(
+    ("place", "told"), [("", "is empty"), ("''", "is empty"), ("null", "is null"), ("[a]", "is no text")]
+)
+def test_a_place_that_is_no_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"hydra.run.dir {told}; name a folder" in say(capsys, "run", f"hydra.run.dir={place}").error()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_may_be_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(capsys, "run", *RUN, f"++hydra.run.dir={tmp_path / 'run'}").status == 0
+    assert (tmp_path / "run" / "done").exists()
+
+
 def test_hydra_s_own_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", *RUN, "--cfg", "job", "--package", "trace")
     assert yaml.safe_load(said.out) == compose_config(RUN).raw["trace"]

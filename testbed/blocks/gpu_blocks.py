@@ -48,12 +48,12 @@ class GPUBlocks:
         if not self.pool.drop(block):
             return
         self.num_free += 1
-        if self.cache.content_of[block] is None and not self._is_one_queue:
-            self.pool.put_back(block)
-            return
         last_step = -1
         if self._last_steps:
             last_step, self._last_steps[block] = self._last_steps[block], -1
+        if self.cache.content_of[block] is None and not self._is_one_queue:
+            self.pool.put_back(block)
+            return
         self.evictable.add(block, depth, last_step)
 
     def release_table(self, table: list[int], last_step: int = -1) -> None:

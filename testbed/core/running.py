@@ -13,6 +13,8 @@ class Running:
         self.units: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
+        # how often each seq_id with so many computed tokens found no room to go on although nothing else ran
+        self._found_no_room: dict[tuple[int, int], int] = {}
         self.num_groups = 0  # running units that are, or will be, several sequences
         self._in_order: tuple[Sequence, ...] | None = ()  # the units; None: they have changed since somebody asked
 
@@ -58,7 +60,8 @@ class Running:
         self.prefilling.pop(seq.seq_id, None)
 
     def leave(self, seq: Sequence) -> None:
-        """One sequence runs no more, or is swapped out no more: its siblings go on."""
+        """One sequence runs no more, or is swapped out no more, as it ends: its siblings go on."""
+        self.got_on()
         units = self.units if seq.state is SequenceState.RUNNING else self.swapped
         self.prefilling.pop(seq.seq_id, None)
         self._in_order = None
@@ -80,6 +83,16 @@ class Running:
     def prefilled(self, seq: Sequence) -> None:
         seq.is_prefilling = False
         self.prefilling.pop(seq.seq_id, None)
+
+    def is_stuck(self, seq: Sequence) -> bool:
+        """Whether the unit that runs alone found no room here twice before, and nobody got on since: once is chance."""
+        place = seq.seq_id, seq.num_computed_tokens
+        self._found_no_room[place] = times = self._found_no_room.get(place, 0) + 1
+        return times > 2
+
+    def got_on(self) -> None:
+        """Somebody got a token, or has ended."""
+        self._found_no_room.clear()
 
     def reorder(self, seqs: list[Sequence]) -> None:
         """Gives the running units another order; `seqs` are all of them."""

@@ -63,7 +63,6 @@ class Sequence(KVSequence):
         self.num_together: i64 = 1  # of these
         self.num_in_flight_tokens = self.num_placeholders = i64(0)
         self.record: object = None  # what the recorder of a run keeps of its request
-        self.stuck_at = (0, 0)  # known and computed tokens when it last found no room although nothing else ran
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_tokens = stop_token_ids
@@ -266,7 +265,7 @@ class Sequence(KVSequence):
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
         child.group, child.shares_blocks, child.unit_id = self.group, self.shares_blocks, self.unit_id
-        child.state, child.last_step, child.stuck_at = self.state, self.last_step, self.stuck_at
+        child.state, child.last_step = self.state, self.last_step
         child.num_preemptions, child.num_cached_tokens = self.num_preemptions, self.num_cached_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.num_tokens = self.num_computed_tokens + 1

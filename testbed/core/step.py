@@ -153,12 +153,9 @@ class Step:
             return True
         while not blocks.can_grow(seq, num_tokens):
             victim = self._policies.victims.choose(self._running.units)
-            if len(self._running.units) == 1:
-                progress = seq.num_tokens, seq.num_computed_tokens
-                if progress <= seq.stuck_at:
-                    self.leaving.give_up(seq)
-                    return False
-                seq.stuck_at = progress
+            if len(self._running.units) == 1 and self._running.is_stuck(seq):
+                self.leaving.give_up(seq)
+                return False
             self.leaving.preempt(victim, seq)
             if victim is seq:
                 return False

@@ -168,8 +168,12 @@ class System:
 SYSTEMS: dict[str, System] = {
     "vllm_v1_0.33": System("vllm_v1"),
     "vllm_v1_0.32": System("vllm_v1", options={"own_victim_ends_round": True}),
+    "vllm_v1_0.30": System("vllm_v1", options={"own_victim_ends_round": True, "threshold_when_alone": True}),
     "vllm_v1_0.33_async": System("vllm_v1_async", options={"own_victim_ends_round": False}),
     "vllm_v1_0.32_async": System("vllm_v1_async"),
+    "vllm_v1_0.30_async": System(
+        "vllm_v1_async", options={"own_victim_ends_round": True, "threshold_when_alone": True}
+    ),
     "vllm_v1_0.8.5": System("vllm_v1_0_8"),
     "vllm_v0_0.8.5": System("vllm_v0", with_cached_on_admission, hits_of_prefills),
     "vllm_v0_chunked_0.8.5": System("vllm_v0_chunked", with_cached_prefills_first, hits_of_prefills),

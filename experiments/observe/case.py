@@ -47,9 +47,10 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
 
 def system_of(log: ObservedLog) -> str:
     """Which of experiments/conform/systems.py; versions of one rule go by the newest that has it."""
-    minor = re.match(r"0\.(\d+)", str(log.header["vllm"]))
-    is_older = minor is not None and int(minor[1]) < 33
-    return ("vllm_v1_0.32" if is_older else "vllm_v1_0.33") + ("_async" if _is_ahead(log) else "")
+    found = re.match(r"0\.(\d+)", str(log.header["vllm"]))
+    minor = 33 if found is None else int(found[1])
+    rule = "0.30" if minor < 31 else "0.32" if minor < 33 else "0.33"
+    return f"vllm_v1_{rule}" + ("_async" if _is_ahead(log) else "")
 
 
 def why_no_case(log: ObservedLog) -> str:

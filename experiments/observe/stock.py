@@ -11,6 +11,7 @@ from typing import Any
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
 from experiments.conform.replay import composition_of
+from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import Replayed, import_log
 from experiments.observe.log import Sender
 from experiments.runs.run_folder import describe_failure, set_aside
@@ -26,7 +27,7 @@ from testbed.foreign_text import shown
 from testbed.traces.schema import Trace
 
 LOG_FILE = "observed.jsonl"
-_COMPOSITIONS = ("unified", *(composition_of({"own_victim_ends_round": ends})["composition"] for ends in (False, True)))
+_COMPOSITIONS = ("unified", *(composition_of(one.options)["composition"] for one in SYSTEMS.values() if one.options))
 _TOLD = (  # settings of the scheduler that vLLM's own is told of, or that change nothing there
     "name", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "queue_order",
     "async_scheduling",

@@ -133,16 +133,21 @@ def test_who_fits_what_an_import_made_no_profile_of_is_told_why(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.1", False)])
+@pytest.mark.parametrize(
+    ("version", "ends_round", "when_alone"),
+    [("0.28.0", True, True), ("0.30.9", True, True), ("0.31.0", True, False), ("0.32.0", True, False),
+     ("0.33.1", False, False)],
+)  # fmt: skip
 def test_a_log_is_simulated_by_the_rules_of_its_version(
-    tmp_path: Path, name: str, version: str, ends_round: bool
+    tmp_path: Path, name: str, version: str, ends_round: bool, when_alone: bool
 ) -> None:
     lines = lines_of(name)
     lines[0]["vllm"] = version
     import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     composition = load_run(tmp_path / "run").config["scheduler"]["composition"]
-    said = composition.get("own_victim_ends_round", False) if isinstance(composition, dict) else False
-    assert said == ends_round
+    options = composition if isinstance(composition, dict) else {}
+    assert options.get("own_victim_ends_round", False) == ends_round
+    assert options.get("threshold_when_alone", False) == when_alone
 
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "a branch"])

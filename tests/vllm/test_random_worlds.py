@@ -62,7 +62,8 @@ class World:
         scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = budget
         scheduler.policy = rng.choice(("fcfs", "fcfs", "priority"))
         scheduler.long_prefill_token_threshold = rng.choice((0, 0, 0, 5, 16))
-        scheduler.watermark = rng.choice((0.0, 0.0, 0.05, 0.2))
+        if hasattr(scheduler, "watermark"):
+            scheduler.watermark = rng.choice((0.0, 0.0, 0.05, 0.2))
         config.additional_config = {"testbed": {"observe": str(log)}}
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(self.block_size, sha256) if cache.enable_prefix_caching else None

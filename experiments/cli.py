@@ -1,4 +1,4 @@
-"""The `testbed` command. `run` is a Hydra app; the others are plain commands. Every user's mistake is one line."""
+"""The `testbed` command: a plain command each, `run` with Hydra's grammar. Every user's mistake is one line."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _is_hydras(override: str) -> bool:
 def _run_alone(overrides: list[str]) -> int:
     folder, of_hydra, kept = _placed(overrides)
     command = shlex.join(["testbed", "run", *of_hydra, *kept])
-    _finish(execute(compose_config(kept), folder.absolute(), command=command, origin=Origin.of(kept)))
+    _finish(execute(compose_config(kept), folder, command=command, origin=Origin.of(kept)))
     return 0
 
 

@@ -143,7 +143,8 @@ class RecordConfig:
                 "record.explain=true tells of steps, and record.steps is false: no wait could be told; leave one out"
             )
         every_s = self.status_s
-        require("record.status_s", every_s, every_s is None or every_s > 0, "above 0, or null (no status lines)")
+        is_known = every_s is None or 0 < every_s <= 1e9
+        require("record.status_s", every_s, is_known, "above 0 and at most 1e9, or null (no status lines)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class ReportConfig:
     warmup_s: float = 0.0  # from the first arrival: requests that come in it count in no latency, and it in no rate
 
     def __post_init__(self) -> None:
-        require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s < math.inf, "seconds, 0 or more")
+        require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s <= 1e9, "seconds, 0 to 1e9")
         require("report.margin", self.margin, 0 < self.margin < 1, "above 0 and below 1, as 0.02 for 2 %")
         for key in self.replicates:
             if not key.startswith("trace."):

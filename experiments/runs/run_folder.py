@@ -79,7 +79,7 @@ def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> N
 
 def named_folder(key: str, value: object) -> Path:
     """The folder that a key names. Raises ConfigError for none: it would be the working directory."""
-    is_name = isinstance(value, str | int | float)
+    is_name = isinstance(value, str | int | float) and value != "???"  # which has no value yet, to OmegaConf
     if not is_name or not str(value).strip():
         said = "empty" if is_name else "null" if value is None else "no text"
         raise ConfigError(f"{key} is {said}; name a folder, as {key}=runs/one, or leave it out")

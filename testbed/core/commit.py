@@ -83,8 +83,6 @@ class Commit:
         for parent, outcome in parting:
             ending += self._part(parent, outcome)
         self.num_new_tokens += len(self.emitters)
-        if self.emitters:
-            self._running.got_on()
         return ending
 
     def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:

@@ -208,4 +208,4 @@ class BatchPlan(Value):
 
     @property
     def is_empty(self) -> bool:
-        return self.shape.is_empty and not (self.preempted or self.ignored)
+        return self.shape.is_empty and not (self.preempted or self.ignored or self.swapped_in)

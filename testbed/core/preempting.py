@@ -78,7 +78,6 @@ class Preempting:
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
-        self._running.got_on()
         self.ignored += (Ignored(seq.seq_id, seq.request_id, reason),)
         self.ended += tuple([(one, reason) for one in seq.together])
 

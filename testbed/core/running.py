@@ -60,8 +60,7 @@ class Running:
         self.prefilling.pop(seq.seq_id, None)
 
     def leave(self, seq: Sequence) -> None:
-        """One sequence runs no more, or is swapped out no more, as it ends: its siblings go on."""
-        self.got_on()
+        """One sequence runs no more, or is swapped out no more: its siblings go on."""
         units = self.units if seq.state is SequenceState.RUNNING else self.swapped
         self.prefilling.pop(seq.seq_id, None)
         self._in_order = None
@@ -84,8 +83,9 @@ class Running:
         seq.is_prefilling = False
         self.prefilling.pop(seq.seq_id, None)
 
-    def is_stuck(self, seq: Sequence) -> bool:
-        """Whether the unit that runs alone found no room here twice before, and nobody got on since: once is chance."""
+    def finds_no_room(self, seq: Sequence) -> bool:
+        """Counts that the unit which runs alone finds no room; whether that is hopeless: a third time at the same
+        place, and nobody got on since. Once may be chance: others wait or do not, and more of it is cached by then."""
         place = seq.seq_id, seq.num_computed_tokens
         self._found_no_room[place] = times = self._found_no_room.get(place, 0) + 1
         return times > 2

@@ -208,6 +208,8 @@ class Scheduler:
             note_prompts(step.batch, result.prompt_logprobs)
         ending = self._commit.advance(step.batch, result.outcomes or ())
         self.num_known_tokens += self._commit.num_new_tokens
+        if self.emitters:
+            self._running.got_on()
         self._tell_served(step, now_ns)
         for seq, reason in ending:
             self._leave(seq)
@@ -231,6 +233,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
         """The sequence has ended; adds what to say of its request if it was the last of it."""
+        self._running.got_on()
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
         self.num_known_tokens -= seq.num_known_tokens

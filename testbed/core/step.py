@@ -153,7 +153,7 @@ class Step:
             return True
         while not blocks.can_grow(seq, num_tokens):
             victim = self._policies.victims.choose(self._running.units)
-            if len(self._running.units) == 1 and self._running.is_stuck(seq):
+            if len(self._running.units) == 1 and self._running.finds_no_room(seq):
                 self.leaving.give_up(seq)
                 return False
             self.leaving.preempt(victim, seq)

@@ -235,6 +235,8 @@ def test_options_of_the_engine_too(tmp_path: Path, capsys: pytest.CaptureFixture
 
 RANGES = [
     "cache.block_size=0",
+    "report.warmup_s=1.0e+18",
+    "record.status_s=1.0e+300",
     "cache.block_size=513",
     "cache.num_gpu_blocks=0",
     "cache.num_cpu_blocks=-1",

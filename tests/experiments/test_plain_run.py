@@ -43,7 +43,8 @@ def test_no_key_needs_to_be_given(
 
 
 @pytest.mark.parametrize(
-    ("place", "told"), [("", "is empty"), ("''", "is empty"), ("null", "is null"), ("[a]", "is no text")]
+    ("place", "told"),
+    [("", "is empty"), ("''", "is empty"), ("null", "is null"), ("[a]", "is no text"), ("???", "is no text")],
 )
 def test_a_place_that_is_no_name_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str, told: str

@@ -8,7 +8,7 @@ from testbed.blocks.config import KVRules
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.verdict import Verdict
 from testbed.core.outcome import FinishReason
-from testbed.core.plan import BlockedBy, PreemptionMode, PrefillChunk
+from testbed.core.plan import BatchPlan, BatchShape, BlockedBy, PreemptionMode, PrefillChunk, Rows
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
@@ -357,3 +357,9 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
     assert blocks.swapping.can_swap_in(out.together) is OK
     swapped_in = {target for _, target in blocks.swapping.swap_in(out.together)}
     assert not swapped_in & {target for _, target in blocks.planned()}
+
+
+def test_a_plan_that_only_brings_somebody_back_is_not_empty() -> None:
+    """Behind a sliding window there may be no block to move: a loop that took it for nothing would end the run."""
+    assert not BatchPlan(0, BatchShape(0, 0, (), 0), Rows(), swapped_in=("a",)).is_empty
+    assert BatchPlan(0, BatchShape(0, 0, (), 0), Rows()).is_empty

@@ -147,10 +147,7 @@ class World:
         from vllm.v1.outputs import ModelRunnerOutput
 
         names = list(output.num_scheduled_tokens)
-        draws = set(drawing)
-        sampled = [
-            [STOP if self.rng.random() < 0.02 else self._tokens(1)[0]] if name in draws else [] for name in names
-        ]
+        sampled = [self._draw() if name in drawing else [] for name in names]
         index = {name: number for number, name in enumerate(names)}
         result = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
         self.scheduler.update_from_output(output, result)

@@ -17,8 +17,8 @@ class Unified:
     Nothing is admitted in a step that preempted.
 
     Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one
-    request is in the system (up to 0.30), or not (since 0.31). own_victim_ends_round: whether the running sequences behind one
-    that was its own victim have no part in the step either (up to 0.32), or may use what it freed (0.33).
+    request is in the system (up to 0.30), or not (since 0.31). own_victim_ends_round: whether the running sequences
+    behind one that was its own victim have no part in the step either (up to 0.32), or may use what it freed (0.33).
     """
 
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")

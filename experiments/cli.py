@@ -39,6 +39,13 @@ USAGE = """usage: testbed <command> ...
 """
 
 
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current directory was removed; change to another") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     take_any_character()
@@ -52,9 +59,12 @@ def main(argv: list[str] | None = None) -> int:
 
         print(describe_versions()["llm-serving-testbed"])
         return 0
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own policy lies there; last: their analysis.py is not ours
     try:
+        if (here := _here()) not in sys.path:
+            sys.path.append(here)  # a user's own policy lies there; last: their analysis.py is not ours
+        for text in rest:
+            if not text.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in text):
+                raise ConfigError(f"{text!r} is not UTF-8; give it in that encoding, in a UTF-8 locale")
         if name not in COMMANDS:
             from testbed.foreign_text import unknown
 

@@ -53,9 +53,10 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     lines = [f"{first}: {listing(causes)}." if total else f"{num:,} request{'s' * (num != 1)}, and none waited."]
     if len(preemptions):
         modes = listing([f"{n:,} by {mode}" for mode, n in preemptions["mode"].value_counts().items()])
-        gone = int(lost.sum())
+        gone, num_victims = int(lost.sum()), preemptions["request_id"].nunique()
         lines.append(
-            f"{len(preemptions):,} preemptions ({modes}) of {preemptions['request_id'].nunique():,} requests cost "
+            f"{len(preemptions):,} preemption{'s' * (len(preemptions) != 1)} ({modes}) of {num_victims:,} "
+            f"request{'s' * (num_victims != 1)} cost "
             f"{seconds(gone / 1e9)} until all were where they had been, {share(gone / life)} of their time in the "
             f"system; {preemptions['recomputed_tokens'].sum():,} tokens were computed again."
         )

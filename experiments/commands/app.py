@@ -27,10 +27,12 @@ from experiments.configuration.overrides import (
     check,
     emptied,
     is_sweep,
+    is_text,
     literal,
     not_emptied,
     of_points,
     parsed,
+    quoted,
     readable,
     refuse_repeated,
     with_searched,
@@ -98,6 +100,8 @@ def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
     folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
     for item in of_hydra:
         folder = named_folder(RUN_DIR, parsed(item).value())
+        if "${" in str(folder):
+            raise ConfigError(f"{item}: after from=<folder> a folder's name is plain text; write it out")
     return folder, of_hydra, [item for item in overrides if item not in of_hydra]
 
 
@@ -148,12 +152,14 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _with_quotes(argument: str) -> str:
-    """As the shell gives it: Hydra's grammar has few characters outside quotes, and a folder's comma is no sweep."""
+    """As the shell gives it: Hydra's grammar has few characters outside quotes, a folder's comma is no sweep, and its
+    name no number. A shell knows ~ at the beginning of a word alone."""
     key, equals, value = argument.partition("=")
     if key in (RUN_DIR, "hydra.sweep.dir") and equals:
         named_folder(key, value.strip("'\""))
-        if "," in value and "${" not in value and value[0] not in "'\"":
-            return f"{key}={literal(value)}"
+        if value[0] not in "'\"[{" and "${" not in value and value != "null":
+            value = os.path.expanduser(value)
+            return f"{key}={value}" if is_text(f"{key}={value}", value) else f"{key}={quoted(value)}"
     return argument if argument.startswith(("-", "from=")) else readable(argument)
 
 

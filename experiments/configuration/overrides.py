@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -132,7 +133,11 @@ def _check(item: Override, keys: Keys) -> None:
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
     if item.is_delete() and key != OVERLAYS:
-        raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value, or null")
+        raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value")
+    if key in ("hydra/job_logging", "hydra/hydra_logging"):
+        raise ConfigError(f"{item.input_line}: a run writes its own log, run.log; leave it out")
+    if key in (*GROUPS, OVERLAYS) and item.is_add() and not _sets_keys(item):
+        raise ConfigError(f"{item.input_line}: a run has its {key}; choose another without the +")
     if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
         return
     group, _, name = key.partition(".")
@@ -184,6 +189,15 @@ def readable(override: str) -> str:
         return f"{key}={literal(value)}"
 
 
+def is_text(override: str, text: str) -> bool:
+    """Whether the grammar reads this very text as the override's value."""
+    try:
+        item = _parser().parse_override(override)
+        return not item.is_sweep_override() and item.value() == text
+    except HydraException:
+        return False
+
+
 def literal(value: Any, key: str = "a value") -> str:
     """A Python value in the grammar of Hydra's overrides. Raises ConfigError for one that it does not have."""
     if value is None:
@@ -202,8 +216,12 @@ def literal(value: Any, key: str = "a value") -> str:
     text = str(value)
     if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
         return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """As a text, whatever it looks like. A backslash is one, but before a quote and at the end."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
 
 
 @cache

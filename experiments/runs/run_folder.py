@@ -29,6 +29,10 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where i
 
 LOG_FILE = "run.log"
 _OF_RUNS = ("done", "manifest.json", "requests.parquet")
+_WRITTEN = (
+    *_OF_RUNS, "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE,
+    "config.yaml", "timeline.json",
+)  # fmt: skip
 SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
 
 
@@ -55,11 +59,14 @@ def refuse_overwrite(
             f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another {key}"
         )
     refuse_run(folder.parent, key)
-    if has_run(folder) and not overwrite:
-        raise RunFolderError(
-            f"{folder} already holds a run, and runs are not overwritten; choose another {key}"
-            + ("" if allow is None else f" or pass {allow}")
-        )
+    if overwrite:
+        return
+    other = f"choose another {key}" + ("" if allow is None else f" or pass {allow}")
+    if has_run(folder):
+        raise RunFolderError(f"{folder} already holds a run, and runs are not overwritten; {other}")
+    found = [name for name in (*_WRITTEN, LOG_FILE) if (folder / name).exists()]
+    if found and not {LOG_FILE, "config.yaml"}.issubset(found):  # which a run has from its first moment
+        raise RunFolderError(f"{folder / found[0]} is no run's, and a run there would write over it; {other}")
 
 
 def refuse_run(folder: Path, key: str) -> None:
@@ -97,9 +104,7 @@ def require_writable(folder: Path) -> None:
 def claim(folder: Path, config: RunConfig) -> None:
     """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("done", "manifest.json", "summary.json", "requests.parquet", "steps.parquet", "decisions.jsonl",
-             OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE, "config.yaml", "timeline.json")  # fmt: skip
-    for file in [*(folder / name for name in names), *folder.glob("tape*.jsonl")]:
+    for file in [*(folder / name for name in _WRITTEN), *folder.glob("tape*.jsonl")]:
         file.unlink(missing_ok=True)
     if (folder / LOG_FILE).exists():
         os.truncate(folder / LOG_FILE, 0)  # the lock is on this very file

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,51 @@ def test_a_place_that_is_no_name_is_refused(
     monkeypatch.chdir(tmp_path)
     assert f"hydra.run.dir {told}; name a folder" in say(capsys, "run", f"hydra.run.dir={place}").error()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["1.10", "2026_11_26", "true", "glob(*)", "a,b", "it's", "back\\slash", "é\\'"])
+def test_a_folder_has_the_name_that_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").status == 0
+    assert [folder.name for folder in tmp_path.iterdir()] == [name]
+    (tmp_path / name).rename(tmp_path / "first")
+    assert say(capsys, *shlex.split(manifest_of(tmp_path / "first")["command"])[1:]).status == 0
+    assert (tmp_path / name / "done").exists()
+
+
+def test_a_tilde_is_the_home(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert say(capsys, "run", *RUN, "hydra.run.dir=~/run").status == 0
+    assert (tmp_path / "run" / "done").exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "run.log", "steps.parquet", "timeline.json"])
+def test_a_file_that_is_no_run_s_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    error = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}").error()
+    assert f"{tmp_path / name} is no run's, and a run there would write over it; choose another" in error
+    assert (tmp_path / name).read_text() == "mine"
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}", "overwrite=true").status == 0
+
+
+def test_after_from_a_folder_s_name_is_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'a'}").status == 0
+    error = say(capsys, "run", f"from={tmp_path / 'a'}", f"hydra.run.dir={tmp_path}/x-${{seed}}").error()
+    assert "a folder's name is plain text" in error
+
+
+def test_a_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$0" -m experiments run', sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(command, cwd=tmp_path / "gone", env=environment, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "error: the current directory was removed; change to another\n")
 
 
 def test_a_place_may_be_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,6 +298,8 @@ def _run_from(source: str, overrides: list[str]) -> int:
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
         if key == OVERLAYS:
             raise ConfigError(f"from= and {item} both say what is run; leave one out")
+        if parsed(item).is_sweep_override():
+            raise ConfigError(f"{item} has several values, and from=<folder> repeats one run: give one of them")
     folder, _, kept = _placed(overrides)
     config = config_from(Path(source), kept)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])

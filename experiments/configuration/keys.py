@@ -219,7 +219,7 @@ class Keys:
             of = f"{key} is a key of {group}={' or '.join(owners)}"
             return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
         own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
-        known = [f"{place}.{name}" for name in own] if group.startswith("hydra") else self.all
+        known = [f"{place}.{name}" for name in own] if top.partition(".")[0] == "hydra" else self.all
         near = get_close_matches(key, [*GROUPS, *known] if "." not in key else known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         if schema is None or not place:

@@ -28,6 +28,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
     """The resolved configuration of a run's folder, as it was when the run was started. Raises RunFolderError if there
     is none, or it is damaged."""
     file = folder / "config.yaml"
+    if folder.is_file():
+        raise RunFolderError(f"{folder} is a file; name the folder of a run, as {folder.parent}")
     if not file.is_file():
         raise RunFolderError(f"no run at {folder}: config.yaml is missing")
     from analysis.reading.files import read_said  # not at the top: the package imports Arrow, which is slow

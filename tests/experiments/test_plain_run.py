@@ -88,10 +88,16 @@ def test_a_file_that_is_no_run_s_is_not_written_over(
     assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}", "overwrite=true").status == 0
 
 
-def test_after_from_a_folder_s_name_is_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_from_one_run_is_named_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'a'}").status == 0
-    error = say(capsys, "run", f"from={tmp_path / 'a'}", f"hydra.run.dir={tmp_path}/x-${{seed}}").error()
+    source = f"from={tmp_path / 'a'}"
+    error = say(capsys, "run", source, f"hydra.run.dir={tmp_path}/x-${{seed}}").error()
     assert "a folder's name is plain text" in error
+    assert (
+        "seed=1,2 has several values, and from=<folder> repeats one" in say(capsys, "run", source, "seed=1,2").error()
+    )
+    file = f"{source}/config.yaml"
+    assert "config.yaml is a file; name the folder of a run, as" in say(capsys, "run", file).error()
 
 
 def test_a_directory_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ from testbed.foreign_text import nearest
 
 def run_app(arguments: list[str]) -> int:
     """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
+    for item in arguments:
+        if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in item):  # what stands for a byte that could not be read
+            raise ConfigError(f"{item!r} is not UTF-8; give it in that encoding, in a UTF-8 locale")
     arguments = [_with_quotes(item) for item in with_searched(arguments)]
     refuse_repeated(arguments)
     sources = [item for item in arguments if item.startswith("from=")]

@@ -32,7 +32,7 @@ def test_the_core_stays_small() -> None:
     """With comments, docstrings and blank lines; 4,470 when it had two ways of doing each thing."""
     counts = {relative(path): num_lines(path) for path in SMALL}
     assert set(APART) < set(counts)
-    assert sum(count for name, count in counts.items() if name not in APART) <= 3732
+    assert sum(count for name, count in counts.items() if name not in APART) <= 3720
 
 
 GONE = (

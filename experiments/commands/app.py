@@ -103,8 +103,6 @@ def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
     folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
     for item in of_hydra:
         folder = named_folder(RUN_DIR, parsed(item).value())
-        if "${" in str(folder):
-            raise ConfigError(f"{item}: after from=<folder> a folder's name is plain text; write it out")
     return folder, of_hydra, [item for item in overrides if item not in of_hydra]
 
 
@@ -301,6 +299,8 @@ def _run_from(source: str, overrides: list[str]) -> int:
             raise ConfigError(f"{item!r}: after from=<folder> give plain key=value pairs")
         if key == OVERLAYS:
             raise ConfigError(f"from= and {item} both say what is run; leave one out")
+        if key == RUN_DIR and "${" in item:
+            raise ConfigError(f"{item}: after from=<folder> a folder's name is plain text; write it out")
         if parsed(item).is_sweep_override():
             raise ConfigError(f"{item} has several values, and from=<folder> repeats one run: give one of them")
     folder, _, kept = _placed(overrides)

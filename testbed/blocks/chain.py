@@ -27,9 +27,7 @@ class CacheEntry:
     __slots__ = ("blocks", "content", "is_computed", "key", "num_children", "parent")
 
     def __init__(self, key: int, content: bytes, parent: CacheEntry | None) -> None:
-        self.key = key
-        self.content = content
-        self.parent = parent
+        self.key, self.content, self.parent = key, content, parent
         self.blocks: list[int] = []  # the first one is found
         self.num_children = 0
         self.is_computed = True  # False: allocated for this content by the step being planned
@@ -76,10 +74,8 @@ class Chain:
 
     def start(self, num_published: int, entry: CacheEntry | None) -> None:
         """The sequence has other blocks than before."""
-        self.num_published = num_published
-        self.entry = entry
-        self.unlisted = None
-        self.is_broken = False
+        self.num_published, self.entry = num_published, entry
+        self.unlisted, self.is_broken = None, False
 
     def copy_of(self, tokens: TokenSource) -> Chain:
         """The same for a sequence that shares the blocks. The prefix must be listed."""

@@ -32,9 +32,7 @@ class KVSequence(TokenSource):
         self.shares_blocks = False  # whether it may share a partly filled block with others: it is of a group
         self.is_prefilling = False  # admitted, and nothing emitted since
         self.last_step: i64 = -1  # the step that scheduled it last
-        self.salt = salt
-        self.tenant = tenant
-        self.computes_whole_prompt = computes_whole_prompt
+        self.salt, self.tenant, self.computes_whole_prompt = salt, tenant, computes_whole_prompt
         self.num_cached_tokens: int | None = None  # prefix tokens found at the first admission
         self.block_table: list[int] = []
         self.cpu_table: list[int] = []

@@ -75,13 +75,11 @@ class BlockManager:
         assert sorted(order) == sorted(self._gpu.pool.free), "not the blocks that are free"
         self._gpu.pool.free[:] = order[::-1]
 
-    # --- prefixes ---
+    # --- admission ---
 
     def lookup(self, seq: KVSequence) -> PrefixHit:
         """The longest cached prefix of the sequence; of all its tokens but the last."""
         return self.prefixes.lookup(seq)
-
-    # --- admission ---
 
     def never_fits_reason(self, seq: KVSequence) -> str:
         """How the known tokens and the watermark exceed the pool itself; empty: they do not."""

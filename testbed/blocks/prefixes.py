@@ -37,11 +37,9 @@ class Prefixes:
         self.num_queried_tokens = 0  # known ones of first admissions
         self.num_hit_tokens = 0  # how many of them were found in the cache
         self.source = source
-        is_merged = rules.duplicates == "merged"
-        self.merged = MergedContent(gpu, source) if is_merged and source is not None else None
+        self.merged = MergedContent(gpu, source) if rules.duplicates == "merged" and source is not None else None
         self._block_size: i64 = 1 if source is None else source.block_size
-        self._gpu = gpu
-        self._isolate_tenants = isolate_tenants
+        self._gpu, self._isolate_tenants = gpu, isolate_tenants
         self._caps_by_block = rules.hit_cap == "last_block"
         self._keeps_hits = rules.hits_frozen
 

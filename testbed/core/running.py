@@ -13,8 +13,7 @@ class Running:
         self.units: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
-        # how often each seq_id with so many computed tokens found no room to go on although nothing else ran
-        self._found_no_room: dict[tuple[int, int], int] = {}
+        self._found_no_room: dict[tuple[int, int], int] = {}  # how often a (seq_id, computed tokens) did, and ran alone
         self.num_groups = 0  # running units that are, or will be, several sequences
         self._in_order: tuple[Sequence, ...] | None = ()  # the units; None: they have changed since somebody asked
 

@@ -265,9 +265,8 @@ class Sequence(KVSequence):
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
         child.group, child.shares_blocks, child.unit_id = self.group, self.shares_blocks, self.unit_id
-        child.state, child.last_step = self.state, self.last_step
+        child.state, child.last_step, child.num_computed_tokens = self.state, self.last_step, self.num_computed_tokens
         child.num_preemptions, child.num_cached_tokens = self.num_preemptions, self.num_cached_tokens
-        child.num_computed_tokens = self.num_computed_tokens
         child.num_tokens = self.num_computed_tokens + 1
         child._tokens = self._content[: None if self.is_forced else self.num_computed_tokens]
         if not self.is_forced:

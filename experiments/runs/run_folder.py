@@ -64,8 +64,9 @@ def refuse_overwrite(
     other = f"choose another {key}" + ("" if allow is None else f" or pass {allow}")
     if has_run(folder):
         raise RunFolderError(f"{folder} already holds a run, and runs are not overwritten; {other}")
-    found = [name for name in (*_WRITTEN, LOG_FILE) if (file := folder / name).is_file() and file.stat().st_size]
-    if found and not {LOG_FILE, "config.yaml"}.issubset(found):  # which a run has from its first moment
+    found = [name for name in (*_WRITTEN, LOG_FILE) if (folder / name).exists()]
+    was_begun = {LOG_FILE, "config.yaml"}.issubset(found)  # which a run has from its first moment, the log before
+    if found and not was_begun and (found != [LOG_FILE] or (folder / LOG_FILE).stat().st_size):
         raise RunFolderError(f"{folder / found[0]} is no run's, and a run there would write over it; {other}")
 
 

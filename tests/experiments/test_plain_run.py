@@ -88,6 +88,13 @@ def test_a_file_that_is_no_run_s_is_not_written_over(
     assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}", "overwrite=true").status == 0
 
 
+def test_an_empty_log_is_what_is_left_of_a_run_that_was_killed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.log").touch()
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}").status == 0
+
+
 def test_after_from_one_run_is_named_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'a'}").status == 0
     source = f"from={tmp_path / 'a'}"

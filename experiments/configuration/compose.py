@@ -81,7 +81,10 @@ def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
 def _line(error: BaseException) -> str:
     """OmegaConf says behind its message, in lines of their own, which key it is of: that comes first."""
     text, comes_after, _ = str(error).partition("\n    full_key: ")
-    if comes_after:
+    _, is_resolvers, said = text.partition("Error raised while resolving interpolation: ")
+    if is_resolvers:
+        text = said  # names the place itself
+    elif comes_after:
         text = f"{getattr(error, 'full_key', '')}: {text}"
     return " ".join(text.split()) or type(error).__name__
 

@@ -41,6 +41,7 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.policies.config import SchedulerConfig
 from testbed.specs.device import DeviceSpec
+from testbed.specs.generation_config import recommended
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
@@ -106,6 +107,7 @@ class SweeperConfig:
 @cache
 def register() -> None:
     """Tells Hydra of every structured option, once; its schema is made when it is asked for."""
+    OmegaConf.register_new_resolver("recommended", recommended, replace=True)
     store = ConfigStore.instance()
     store.store(name="_root", node=Root)
     store.store(group="hydra/sweeper", name="testbed", node=SweeperConfig)

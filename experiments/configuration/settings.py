@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
 
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces of recorded outputs
@@ -112,6 +113,10 @@ class SamplingConfig:
     min_tokens: int = 0  # no token that ends the sequence before so many
     logprobs: int | None = None  # compute log-probabilities of emitted tokens and of so many likeliest; null: none
     prompt_logprobs: int | None = None  # the same of the prompt, which is then computed whole whatever is cached
+
+    def params(self) -> SamplingParams:
+        """Every key of the group is a parameter of the same name."""
+        return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)

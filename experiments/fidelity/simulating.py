@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from analysis.load import Run, load_run
@@ -85,4 +85,6 @@ def described(config: RunConfig) -> str:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))
         words.append(f"{key}={value}")
+    drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))
+    words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]
     return " ".join(words)

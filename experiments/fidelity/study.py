@@ -1,7 +1,8 @@
 """A study of which only aggregates are public: its runs, their workloads as traces, what was measured and predicted.
 
-The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages have a constant rate each; a prompt is
-a system prompt and a question, unique or one of as many as the file says; every output has output_len tokens.
+The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages send so many requests each, at random
+instants or evenly; a prompt is a system prompt and a question, unique or one of as many as the file says; every output
+has output_len tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from experiments.configuration.names import choice
 from experiments.fidelity.fields import Fields, real
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
+from testbed.traces.draws import stream
 from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
@@ -28,8 +30,11 @@ METRICS = ("e2e_mean", "ttft_mean", "itl_mean", "tpot_mean", "e2e_p90", "e2e_p99
 FIELDS = ("workload", "measured_ms")  # an object that has them is a run of such a study
 OURS = "this simulator"  # among the predictors; those of --beside are called so too, with a comma and overrides
 MAX_REQUESTS = 2_000_000  # of a run: a simulation keeps them all
+ARRIVALS = ("exponential", "even")  # gaps between the requests of a stage: drawn, and scaled to fill it; or all alike
 WHOLE = "all"  # of a run, beside its stages
-_ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
+_RECOMMENDED_SINCE = (0, 8)  # vLLM draws as the checkpoint recommends what a request does not say
+_ASYNC_SINCE = (0, 14)  # it plans ahead by default
+_SORTS_UNTIL = (0, 16)  # top_k and top_p take a sort
 _MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, if twice max_num_seqs are not fewer
 _COUNTS = (  # whose fields are called as keys are
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
@@ -48,6 +53,15 @@ class Stage(NamedTuple):
     @property
     def num_requests(self) -> int:
         return round(self.duration_s * self.rate)
+
+    def instants_s(self, arrivals: str, seed: str) -> list[float]:
+        """When its requests are sent; all within it."""
+        if arrivals == "even":
+            shares = np.arange(self.num_requests) / self.num_requests
+        else:
+            gaps = stream(0, seed).standard_exponential(self.num_requests)
+            shares = np.cumsum(gaps) / gaps.sum()  # the last request ends the stage
+        return [self.start_s + self.duration_s * share for share in shares.tolist()]
 
 
 class Prompts(NamedTuple):
@@ -75,6 +89,7 @@ class StudyRun:
     settings: tuple[str, ...]
     engine: str
     stages: tuple[Stage, ...]
+    arrivals: str
     prompts: Prompts
     num_output_tokens: int
     measured_ms: Parts
@@ -112,11 +127,10 @@ def trace_of(run: StudyRun) -> Trace:
     """The workload; ids are `stage<n>-<i>`."""
     rows: list[TraceRequest] = []
     for number, stage in enumerate(run.stages):
-        for i in range(stage.num_requests):
+        for i, instant_s in enumerate(stage.instants_s(run.arrivals, f"{run.name} {number}")):
             prompt = run.prompts.of(run.name, len(rows))
             output = Span(content_key(run.name, number, i, "output"), 0, run.num_output_tokens)
-            arrival_ns = round((stage.start_s + i / stage.rate) * 1e9)
-            rows.append(TraceRequest(f"stage{number}-{i}", arrival_ns, prompt, output))
+            rows.append(TraceRequest(f"stage{number}-{i}", round(instant_s * 1e9), prompt, output))
     return arrange(run.name, rows)
 
 
@@ -151,6 +165,9 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
     prompts = Prompts(*tokens, num_systems, num_systems * num_users)
     num_output = work.count("output_len")
     stages = _stages(work)
+    arrivals = "exponential" if work.get("arrivals") is None else str(work.values["arrivals"])
+    if arrivals not in ARRIVALS:
+        raise refuse(place, "workload.arrivals", arrivals, f"one of {', '.join(ARRIVALS)}")
     measured = _parts(run.within("measured_ms"), num_output)
     for part in (WHOLE, *(f"stage{number}" for number in range(len(stages)))):
         if part not in measured:
@@ -175,16 +192,18 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
             predicted[who] = _parts(others.within(who), num_output)
     engine = str(run.get("engine") or "an unnamed engine")
     settings = tuple(_settings(run, engine, given))
-    return StudyRun(name, place, settings, engine, stages, prompts, num_output, measured, predicted)
+    return StudyRun(name, place, settings, engine, stages, arrivals, prompts, num_output, measured, predicted)
 
 
 def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:
     model = str(run.required("model", "a Hugging Face name"))
     device = str(run.required("device", "the device's name"))
     settings = choice("model", model, run.place, given) + choice("device", device, run.place, given)
-    version = re.search(r"(\d+)\.(\d+)", engine)
-    is_async = version is not None and (int(version[1]), int(version[2])) >= _ASYNC_SINCE
-    settings.append(f"scheduler={'vllm_v1_async' if is_async else 'vllm_v1'}")
+    named = re.search(r"(\d+)\.(\d+)", engine)
+    version = (0, 0) if named is None else (int(named[1]), int(named[2]))
+    settings.append(f"scheduler={'vllm_v1_async' if version >= _ASYNC_SINCE else 'vllm_v1'}")
+    if version >= _RECOMMENDED_SINCE:
+        settings += ["sampling=recommended", f"cost.filtering={'sort' if version <= _SORTS_UNTIL else 'select'}"]
     if run.get("dtype") is not None:
         settings.append(f"model.dtype={run.values['dtype']}")
     given_counts = {key: key.partition(".")[2] for key in _COUNTS}

@@ -209,7 +209,7 @@ def _described(engine: Any) -> dict[str, Any]:
 
 
 def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
-    sampling = build.sampling_params(config)
+    sampling = config.sampling.params()
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))

@@ -26,7 +26,6 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.limits import Limits
-from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
@@ -36,12 +35,6 @@ from testbed.policies.preemption import Recompute, Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
 from testbed.specs.model import check_ranks
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
-
-
-def sampling_params(config: RunConfig) -> SamplingParams:
-    """Every key of the group is a parameter of the same name."""
-    return SamplingParams(**{item.name: getattr(config.sampling, item.name) for item in fields(config.sampling)})
-
 
 # --- core ---
 
@@ -203,7 +196,7 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
             f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
             "chunk cannot exceed the budget: lower it, or set 0 (off)"
         )
-    num_seqs = sampling_params(config).num_seqs
+    num_seqs = config.sampling.params().num_seqs
     least = min(("max_num_seqs", "max_num_batched_tokens"), key=lambda name: getattr(bounds, name))
     if num_seqs > getattr(bounds, least):
         raise ConfigError(

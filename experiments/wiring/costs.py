@@ -130,6 +130,8 @@ def unread_settings(config: RunConfig) -> list[str]:
         notes += _changed(
             values, RooflineConfig(), ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why
         )
+    if config.sampling.temperature == 0.0 or (config.sampling.top_k < 1 and config.sampling.top_p == 1.0):
+        notes += _changed(values, RooflineConfig(), ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
         notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
     return notes
@@ -167,6 +169,7 @@ def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineCo
         options,
         tensor_parallel_size=config.tensor_parallel_size,
         kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window),
+        sampling=config.sampling.params(),
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from testbed.core import sampling
 from testbed.errors import ModelError
-from testbed.foreign_text import parsed
+from testbed.specs.generation_config import GENERATION_FILE, read_generation_config
 
-GENERATION_FILE = "generation_config.json"
 SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # with a checkpoint's generation_config.json
 DEFAULTS = {name: name for name in SHARED} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
 
@@ -29,7 +26,7 @@ def default_sampling(folder: Path | None) -> SamplingParams:
 
     Raises ModelError for a file that is damaged; RequestError for a value that is out of range.
     """
-    values = {} if folder is None else _read(folder / GENERATION_FILE)
+    values = {} if folder is None else read_generation_config(folder / GENERATION_FILE)
     return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
 
 
@@ -42,7 +39,7 @@ def end_tokens(folder: Path | None) -> tuple[int, ...]:
         return ()
     found: list[int] = []
     for name in ("config.json", GENERATION_FILE):
-        value = _read(folder / name).get("eos_token_id")
+        value = read_generation_config(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -51,15 +48,3 @@ def end_tokens(folder: Path | None) -> tuple[int, ...]:
                 )
         found += ids
     return tuple(dict.fromkeys(found))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        values = parsed(json.loads, file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds no JSON object")
-    return values

@@ -10,6 +10,7 @@ from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 LOGITS = ("all_gather", "gather")
 OUTSIDE = ("warn", "refuse", "allow")
+FILTERING = ("select", "sort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class RooflineConfig:
     """What is neither the model's nor the device's.
 
     logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
-    the others the tokens (as vLLM V0 and nano-vllm).
+    the others the tokens (as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p` are applied, by a sort
+    of the whole vocabulary (vLLM V1 before 0.17) or by kernels that need none.
     """
 
     cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger ones run eagerly
@@ -26,6 +28,7 @@ class RooflineConfig:
     graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
     kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
     logits: str = "all_gather"
+    filtering: str = "select"
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -36,6 +39,7 @@ class RooflineConfig:
         ):
             require_whole(f"cost.{name}", getattr(self, name), least, most)
         choose("cost.logits", self.logits, LOGITS)
+        choose("cost.filtering", self.filtering, FILTERING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ from sim.cost.attention import MixedAttention
 from sim.cost.base import Captured, to_ns
 from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
+from sim.cost.drawing import LOGIT_BYTES, Drawing
 from sim.cost.experts import expert_products
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.core.sampling import SamplingParams
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
 
@@ -31,7 +33,6 @@ _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, atten
 _SMALL_KERNELS: Final = 6  # of these, neither products nor attention
 _EXPERT_KERNELS: Final = 3  # choosing, sorting and summing, of a layer with experts, beside the router's product
 _SAMPLER_KERNELS: Final = 10
-LOGIT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
 
 
@@ -50,8 +51,8 @@ class RooflineCost:
 
     The host's part (the device's step_overhead_ns) is prepare_ns, swaps and copies of blocks are swap_ns, the sampler
     is sample_ns, all else forward_ns. float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose
-    rate is that of float32; fp8 weights save memory traffic only. Raises ConfigError where the heads do not divide
-    among the ranks.
+    rate is that of float32; fp8 weights save memory traffic only. sampling: of every row; None: greedy. Raises
+    ConfigError where the heads do not divide among the ranks.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RooflineCost:
         *,
         tensor_parallel_size: int = 1,
         kv_layout: KVLayout | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         check_ranks(model, tensor_parallel_size)
         size, layers = tensor_parallel_size, model.num_hidden_layers
@@ -75,6 +77,7 @@ class RooflineCost:
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
         self._ns_per_byte = slow * 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
         self._collectives = collectives_of(size, device)
+        self._drawing = Drawing(sampling, self.config.filtering, model.vocab_size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
         self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
         # per-token constants of attention, over all layers of one rank
@@ -249,13 +252,13 @@ class RooflineCost:
         return max(0, num_bytes - self._cached_bytes)
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
-        """LM head, gathering its logits, and the sampler, which passes over the logits twice; in ns."""
+        """LM head, gathering its logits, and the sampler; in ns."""
         if num_samples == 0:
             return {"lm_head": 0, "gather": 0, "sampler": 0}
         links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * LOGIT_BYTES
         _, num_in, num_out = self.products()[-1]
         head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
-        sampler = self._sampler_ns(num_samples)
+        sampler = self._sampler_ns(num_samples) + self._drawing.ns(num_samples)
         if self.config.logits == "gather":
             gathered = links.gather_ns(logit_bytes)
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
@@ -264,7 +267,7 @@ class RooflineCost:
         return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler)}
 
     def _sampler_ns(self, num_samples: int) -> float:
-        """Its kernels pass over the logits twice."""
+        """A greedy one's: its kernels pass over the logits twice."""
         logit_bytes = num_samples * self._model.vocab_size * LOGIT_BYTES
         return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
 

@@ -16,10 +16,12 @@ from mypy_extensions import mypyc_attr
 from sim.cost.base import to_ns
 from sim.cost.collectives import Collectives
 from sim.cost.config import RooflineConfig
+from sim.cost.drawing import LOGIT_BYTES
 from sim.cost.grid import Grid
-from sim.cost.roofline import LOGIT_BYTES, KVLayout, RooflineCost
+from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.core.sampling import SamplingParams
 from testbed.core.value import Value
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -100,9 +102,11 @@ class TablesCost(RooflineCost):
 
     def __init__(
         self, model: ModelSpec, device: DeviceSpec, config: RooflineConfig | None = None, *, measured: Measured,
-        tensor_parallel_size: int = 1, kv_layout: KVLayout | None = None,
+        tensor_parallel_size: int = 1, kv_layout: KVLayout | None = None, sampling: SamplingParams | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout)
+        super().__init__(
+            model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout, sampling=sampling
+        )
         self.measured = measured
         self._factor = device.kernel_factor
         self._roofline = RooflineCost(
@@ -125,7 +129,7 @@ class TablesCost(RooflineCost):
             found[name] = _origin(part, (shape.num_samples if name == "lm_head" else rows,))
         found |= self._attention_origins(shape)
         found["elementwise"] = _origin(measured.elementwise, (rows,))
-        found["sampler"] = _origin(measured.sampler, (shape.num_samples,))
+        found["sampler"] = _origin(measured.sampler if self._drawing.is_plain else None, (shape.num_samples,))
         found["all_reduce"] = _origin(measured.all_reduce, (rows * self._model.hidden_size * width,))
         found["gather"] = _origin(measured.all_gather, (shape.num_samples * self._model.vocab_size * LOGIT_BYTES,))
         return {name: origin for name, origin in found.items() if names.get(name)}

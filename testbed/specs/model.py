@@ -47,6 +47,18 @@ class RopeScaling:
             require(f"model.rope_scaling.{field.name}", value, FACTOR.holds(value), FACTOR.text)
 
 
+@dataclass(frozen=True, slots=True)
+class Recommended:
+    """How tokens are drawn where a request does not say, as vLLM has it since 0.8: by the checkpoint's
+    `generation_config.json`, whose keys these are. What is not known of one is vLLM's own default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class ExpertsShape(NamedTuple):
     """The experts of one layer."""
 
@@ -66,7 +78,8 @@ class ModelSpec:
     add one (Qwen2's q, k and v always do, and no other). hidden_act: between the feed-forward's projections.
     do_layer_norm_before: OPT alone (350m has it after). num_experts: in every layer, in the place of the feed-forward
     of intermediate_size, which then has no weights; null: there are none. Each token goes through num_experts_per_tok
-    of them, each of moe_intermediate_size; norm_topk_prob: whether their shares add up to 1.
+    of them, each of moe_intermediate_size; norm_topk_prob: whether their shares add up to 1. recommended: what
+    `sampling=recommended` takes.
     """
 
     name: str
@@ -95,6 +108,7 @@ class ModelSpec:
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = True
+    recommended: Recommended = Recommended()
     path: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from experiments.tables.columns import rows_of
 from sim.cost.config import RooflineConfig
+from sim.cost.drawing import Drawing
 from sim.cost.grid import Grid
 from sim.cost.measured import measure
 from sim.cost.roofline import RooflineCost
 from sim.cost.tables import MEASURED, ROOFLINE, SCALED, TablesCost
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -283,6 +285,11 @@ def test_small_operators_come_from_tables_that_have_them_all():
     cost = priced(*rows, sampler)
     assert cost.breakdown(prefill(96))["elementwise"] == 3 * 4 * 5000
     assert cost.breakdown(decode(64))["sampler"] == 70_000
+    assert cost.origins(decode(64))["sampler"] == "measured"
+    drawing = TablesCost(MODEL, DEVICE, CONFIG, measured=cost.measured, sampling=SamplingParams(temperature=1.0))
+    drawn_ns = Drawing(SamplingParams(temperature=1.0), "select", MODEL.vocab_size, DEVICE).ns(64)
+    assert drawing.breakdown(decode(64))["sampler"] == pytest.approx(70_000 + drawn_ns, abs=1)
+    assert drawing.origins(decode(64))["sampler"] == "roofline"
     qwen = replace(MODEL, architecture="Qwen3ForCausalLM")
     norm = table("elementwise", {"m": [1, 96]}, [500.0, 900.0], kernel="qk_norm", dtype="bfloat16", n=1280)
     assert priced(*rows, norm, model=qwen).breakdown(prefill(96))["elementwise"] == 3 * (4 * 5000 + 900)

@@ -319,6 +319,42 @@ def test_a_checkpoint_has_the_name_of_its_folder(tmp_path: Path) -> None:
         assert compose_config([f"model.path={path}"]).model.name == "my-llama"
 
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def drawn(*overrides: str) -> tuple[float, ...]:
+    sampling = compose_config(["sampling=recommended", *overrides]).sampling
+    return tuple(getattr(sampling, name) for name in RECOMMENDED)
+
+
+def test_recommended_sampling_is_the_model_s() -> None:
+    assert drawn("model=qwen2.5_7b") == (0.7, 0.8, 20, 0.0, 1.05)
+    assert drawn("model=llama3.1_8b", "sampling.top_p=0.5") == (0.6, 0.5, 0, 0.0, 1.0)
+    assert drawn("model=mistral_7b_v0.3") == (1.0, 1.0, 0, 0.0, 1.0), "nothing is known of it: as vLLM"
+    assert drawn("model=qwen3_8b", "model.recommended.top_k=5") == (0.6, 0.95, 5, 0.0, 1.0)
+
+
+def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    file, path = tmp_path / "generation_config.json", f"model.path={tmp_path}"
+    assert drawn("model=qwen3_8b", path) == (1.0, 1.0, 0, 0.0, 1.0), "not the library's model"
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 7, "eos_token_id": 2}))
+    assert drawn(path) == drawn(f"{path}/config.json") == (0.3, 1.0, 7, 0.0, 1.0)
+    for text, said in (
+        ("[]", f"{file} holds no JSON object"),
+        ("{", f"{file} cannot be read"),
+        ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a number"),
+        ('{"top_p": 7}', "sampling.top_p is 7.0; it must be above 0 and at most 1"),
+    ):
+        file.write_text(text)
+        with pytest.raises(TestbedError) as caught:
+            compose_config(["sampling=recommended", path]).sampling.params()
+        assert said in str(caught.value)
+        assert "interpolation" not in str(caught.value)
+
+
 def test_a_generated_trace_reads_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", "trace.path=conv.csv", f"hydra.run.dir={tmp_path / 'run'}")
     assert (said.status, "trace=synthetic reads no file; say what the file is, as trace=azure" in said.err) == (1, True)

@@ -206,6 +206,9 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["cost.max_captured_tokens has no effect with cost.cuda_graphs=false"]),
         (["device=cpu", "cost.cuda_graphs=false"],
          ["cost.cuda_graphs has no effect with a CPU, which launches nothing"]),
+        (["cost.filtering=sort", "sampling.top_k=5"],
+         ["cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["cost.filtering=sort", "sampling=recommended"], []),
     )):  # fmt: skip
         assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]

@@ -7,10 +7,11 @@ import os
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.fidelity.outputs import BEGIN, END
-from experiments.fidelity.simulating import composed
+from experiments.fidelity.simulating import composed, described
 from experiments.fidelity.study import OURS, read_study, trace_of
 from experiments.fidelity.study_report import Score, lowest_lines
 from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
@@ -100,7 +101,8 @@ def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
     assert scores["other"]["errors"]["ttft_mean"] == pytest.approx(1.0)
     assert scores["other"]["errors"]["e2e_mean"] == pytest.approx(0.5)
     assert scores["this simulator"]["num_runs"] == 2
-    expected = abs(ours["all"]["ttft_mean"] - 12.0) / 12.0
+    ttfts = [run["simulated_ms"]["all"]["ttft_mean"] for run in found["runs"]]  # each with instants of its own
+    expected = sum(abs(ttft - 12.0) / 12.0 for ttft in ttfts) / len(ttfts)
     assert scores["this simulator"]["errors"]["ttft_mean"] == pytest.approx(expected)
     assert "Lowest, of those that predict all 2 runs: E2E mean this simulator" in capsys.readouterr().out
     assert (tmp_path / "out" / "fidelity.png").exists()
@@ -211,6 +213,49 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("engine", "recommended", "filtering"),
+    [
+        ("vLLM 0.7.3", None, None),
+        ("vLLM 0.8.5", 0.6, "sort"),
+        ("vLLM 0.16.0", 0.6, "sort"),
+        ("vLLM 0.17.0", 0.6, "select"),
+        ("mine", None, None),
+    ],
+)
+def test_a_study_draws_as_its_engine_does(tmp_path, engine, recommended, filtering):
+    (run,) = read_study([study()[0] | {"engine": engine}], tmp_path / "study.json", [])
+    config = composed(run.settings, [])
+    assert config.sampling.temperature == (recommended or 0.0)
+    assert config.sampling.top_k == (20 if recommended else 0)
+    assert (f"cost.filtering={filtering}" in run.settings) == (filtering is not None)
+    assert config.raw["cost"]["filtering"] == (filtering or "select")
+    assert "sampling.top_k=20" in described(config) or not recommended
+    assert composed(run.settings, ["sampling=default"]).sampling.temperature == 0.0
+
+
+def test_stages_are_filled_at_random_or_evenly(tmp_path):
+    even = study()[0] | {"name": "even"}
+    even["workload"] = even["workload"] | {"arrivals": "even"}
+    found = [trace_of(run) for run in read_study([*study(2), even], tmp_path / "study.json", [])]
+    instants = [[row.arrival_ns for row in trace.rows] for trace in found]
+    assert instants[0] != instants[1], "runs have draws of their own"
+    assert instants[2] == [i * 200_000_000 for i in range(10)] + [2_000_000_000 + i * 50_000_000 for i in range(20)]
+    for of in instants:
+        assert of == sorted(of)
+        assert [row.request_id.partition("-")[0] for row in found[0].rows] == ["stage0"] * 10 + ["stage1"] * 20
+        assert of[9] <= 2e9 <= of[10]
+        assert of[29] <= 3e9
+    assert instants[0][9] == 2_000_000_000, "gaps are scaled to fill the stage"
+    many = study()[0]
+    many["workload"] = many["workload"] | {"stages": [{"duration": 1000, "rate": 10}]}
+    many["measured_ms"] = dict.fromkeys(("all", "stage0"), many["measured_ms"]["all"])
+    (run,) = read_study([many | {"predicted_ms": {}}], tmp_path / "study.json", [])
+    gaps = np.diff([0, *(row.arrival_ns for row in trace_of(run).rows)]) / 1e9
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(1, abs=0.05), "an exponential distribution's"
+    assert np.mean(gaps > 0.1) == pytest.approx(np.exp(-1), abs=0.02)
+
+
+@pytest.mark.parametrize(
     ("max_num_seqs", "overrides", "expected"),
     [
         (64, [], 128),
@@ -239,6 +284,10 @@ def test_a_study_captures_steps_with_prompts_as_vllm_does(tmp_path, max_num_seqs
             "field 'workload.output_len' is 0; expected a whole number of tokens",
         ),
         (lambda run: run["workload"].update(stages=[]), "field 'workload.stages' is empty"),
+        (
+            lambda run: run["workload"].update(arrivals="poisson"),
+            "field 'workload.arrivals' is 'poisson'; expected one of exponential, even",
+        ),
         (
             lambda run: run["workload"]["stages"][1].update(duration=0),
             "field 'workload.stages[1]' sends no request (0 s at 20 a second)",

@@ -34,7 +34,7 @@ ARRIVALS = ("exponential", "even")  # gaps between the requests of a stage: draw
 WHOLE = "all"  # of a run, beside its stages
 _RECOMMENDED_SINCE = (0, 8)  # vLLM draws as the checkpoint recommends what a request does not say
 _ASYNC_SINCE = (0, 14)  # it plans ahead by default
-_SORTS_UNTIL = (0, 16)  # top_k and top_p take a sort
+_SORTS_UNTIL = (0, 20)  # top_k and top_p take a sort, or kernels that take as long
 _MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, if twice max_num_seqs are not fewer
 _COUNTS = (  # whose fields are called as keys are
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",

@@ -19,7 +19,7 @@ class RooflineConfig:
 
     logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
     the others the tokens (as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p` are applied, by a sort
-    of the whole vocabulary (vLLM V1 before 0.17) or by kernels that need none.
+    of the whole vocabulary (vLLM before 0.21) or by kernels that need none (FlashInfer's).
     """
 
     cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger ones run eagerly

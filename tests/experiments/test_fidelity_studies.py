@@ -217,8 +217,8 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
     [
         ("vLLM 0.7.3", None, None),
         ("vLLM 0.8.5", 0.6, "sort"),
-        ("vLLM 0.16.0", 0.6, "sort"),
-        ("vLLM 0.17.0", 0.6, "select"),
+        ("vLLM 0.20.2", 0.6, "sort"),
+        ("vLLM 0.21.0", 0.6, "select"),
         ("mine", None, None),
     ],
 )

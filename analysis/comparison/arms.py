@@ -172,6 +172,7 @@ def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
     return list(joined.values())
 
 
+_SAME_RATE = 1.1  # seeds alone let the rates of short traces differ by some per cent
 _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")
 
 
@@ -194,18 +195,17 @@ def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
     return [key for key in keys if key not in told]
 
 
-def _load_value(run: Run, key: str, offered: float) -> str:
+def _load_value(run: Run, key: str) -> str:
     value, config = run.flat_config.get(key), run.flat_config
-    if key == "trace.rate_scale" and offered > 0:
-        return f"{plain(value)} ({significant(offered)} requests/s)"
     if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
         return plain(value)
     return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"
 
 
 def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Arm]]:
-    """Load -> the arms with their runs at it, the lightest first; the label says the fewest settings that tell
-    the loads apart ("" for one). replicated: keys of the trace whose values are replicates and no loads."""
+    """Load -> the arms with their runs at it, the lightest first; the label says the fewest settings that tell the
+    loads apart ("" for one), and how much came a second where they do not say that and it differs. replicated: keys
+    of the trace whose values are replicates and no loads."""
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
     groups = grouped(runs, lambda run: repr([run.flat_config.get(key) for key in keys]))
@@ -214,13 +214,16 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
         for name, members in groups.items()
     }
     telling = naming_keys([run.flat_config for run in runs], keys)
+    rates = sorted(offered.values())
+    says_rates = "trace.rate" not in telling and rates[-1:] > [_SAME_RATE * rate for rate in rates[:1]]
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
         label = ", ".join(
-            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = "
-            f"{_load_value(groups[name][0], key, offered[name])}"
+            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = {_load_value(groups[name][0], key)}"
             for key in telling
         )
+        if label and says_rates:
+            label += f" ({significant(offered[name])} requests/s)"
         mine = {id(run) for run in groups[name]}
         parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]
         result[label] = [arm for arm in parts if arm.runs]

@@ -10,7 +10,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.comparison.arms import Arm, Pair, by_load, find_arm, infer_arms, infer_pairs, level_groups
 from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.effects import main_effects
 from analysis.comparison.groups import experiments
@@ -203,10 +203,21 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
     assert "The loads are different traces, each to be read by itself: they differ in num\\_requests, path" in text
     assert not (tmp_path / "report_files" / "throughput_latency.svg").exists(), "no curve joins two traces"
-    assert [line for line in text.splitlines() if line.startswith("### ")] == [
-        "### trace = azure",
-        "### trace = burstgpt",
-    ]
+    titles = [line for line in text.splitlines() if line.startswith("### ")]
+    for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
+        assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
+
+
+@pytest.mark.parametrize(("rates", "label"), [((4, 4.2), ""), ((4, 8), " ({} requests/s)")])
+def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
+    runs = []
+    for users, rate in zip((2, 9), rates, strict=True):
+        folder = write_run(tmp_path / f"{users}", num_requests=40, rate=rate)
+        change_config(folder, trace__num_users=users, trace__rate=1.0)
+        runs.append(load_run(folder))
+    offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
+    expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
+    assert list(by_load(infer_arms(runs), [])) == expected
 
 
 def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):

@@ -61,6 +61,8 @@ def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
     leaf = key.split(".")[-1]
     if key == DECIDES:
         return "vLLM's own scheduler" if value == "vllm" else "the testbed's scheduler"
+    if key == "sampling.name":
+        return f"{plain(value)} sampling"
     if leaf in NAMING_KEYS:
         return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
     same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1

@@ -33,6 +33,10 @@ DESCRIPTIONS = {
         "csv": "our own schema as CSV (trace.path)",
         "parquet": "our own schema as Parquet, or a frozen trace (trace.path)",
     },
+    "sampling": {
+        "default": "greedy; sampling.temperature, top_p and others change it (docs/sampling.md)",
+        "recommended": "by the model's generation_config.json, as vLLM does for requests that do not say",
+    },
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
         "tables": "operators looked up in measured tables of the device, else the roofline (cost.path; docs/tables.md)",
@@ -61,6 +65,7 @@ def print_listing(only: str | None) -> None:
         "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],
         "model": _described("model", options("model")),
         "device": _described("device", options("device")),
+        "sampling": DESCRIPTIONS["sampling"].items(),
         "cost": DESCRIPTIONS["cost"].items(),
         "experiment": _described("experiment", options("experiment")),
     }

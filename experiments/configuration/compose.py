@@ -23,6 +23,7 @@ from experiments.configuration.keys import PLAIN, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import options
 from experiments.configuration.overrides import check, is_value, library_of, literal, parsed
+from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.device import DeviceSpec
@@ -81,9 +82,9 @@ def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
 def _line(error: BaseException) -> str:
     """OmegaConf says behind its message, in lines of their own, which key it is of: that comes first."""
     text, comes_after, _ = str(error).partition("\n    full_key: ")
-    _, is_resolvers, said = text.partition("Error raised while resolving interpolation: ")
-    if is_resolvers:
-        text = said  # names the place itself
+    kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
+    if is_resolvers and hasattr(errors, kind):
+        text = said  # ours name the place
     elif comes_after:
         text = f"{getattr(error, 'full_key', '')}: {text}"
     return " ".join(text.split()) or type(error).__name__

@@ -95,6 +95,7 @@ class SamplingConfig:
     The parameters of testbed.core.sampling.SamplingParams but those of texts: runs of traces make none.
     """
 
+    name: str = "default"  # of the option; of a sweep's arms, too
     temperature: float = 0.0  # 0 is greedy
     max_tokens: int | None = None
     ignore_eos: bool = False
@@ -115,8 +116,8 @@ class SamplingConfig:
     prompt_logprobs: int | None = None  # the same of the prompt, which is then computed whole whatever is cached
 
     def params(self) -> SamplingParams:
-        """Every key of the group is a parameter of the same name."""
-        return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(self)})
+        """Every key of the group but its name is a parameter of the same name."""
+        return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(self)[1:]})
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,4 +283,5 @@ def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch:
 
 
 def _simulated(run: StudyRun, overrides: Sequence[str], scratch: Path, command: str) -> Parts:
-    return means(simulate(composed(run.settings, overrides), trace_of(run), scratch / "run", command), run)
+    config = composed(run.settings, overrides)
+    return means(simulate(config, trace_of(run, config.seed), scratch / "run", command), run)

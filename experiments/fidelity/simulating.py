@@ -85,6 +85,7 @@ def described(config: RunConfig) -> str:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))
         words.append(f"{key}={value}")
-    drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))
+    drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling)[1:])
     words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]
+    words += [f"cost.filtering={raw['cost']['filtering']}"] if "filtering" in raw["cost"] else []
     return " ".join(words)

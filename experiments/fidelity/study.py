@@ -41,6 +41,12 @@ _COUNTS = (  # whose fields are called as keys are
     "cache.num_gpu_blocks",
 )  # fmt: skip
 _SHARED = ("num_unique_system_prompts", "num_users_per_system_prompt")  # inference-perf's; absent: all are unique
+_READ = {  # the fields of a run, of its workload and of a stage
+    "": {"name", "model", "device", "engine", "dtype", "workload", "measured_ms", "predicted_ms",
+         *(key.partition(".")[2] for key in _COUNTS)},
+    "workload.": {"system_prompt_len", "question_len", "output_len", "stages", "arrivals", *_SHARED},
+    "workload.stages.": {"duration", "rate"},
+}  # fmt: skip
 RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
@@ -54,13 +60,13 @@ class Stage(NamedTuple):
     def num_requests(self) -> int:
         return round(self.duration_s * self.rate)
 
-    def instants_s(self, arrivals: str, seed: str) -> list[float]:
-        """When its requests are sent; all within it."""
+    def instants_s(self, arrivals: str, seed: int, name: str) -> list[float]:
+        """When its requests are sent; all within it. name: of the draws."""
         if arrivals == "even":
             shares = np.arange(self.num_requests) / self.num_requests
         else:
-            gaps = stream(0, seed).standard_exponential(self.num_requests)
-            shares = np.cumsum(gaps) / gaps.sum()  # the last request ends the stage
+            sums = np.cumsum(stream(seed, name).standard_exponential(self.num_requests))
+            shares = sums / sums[-1]  # the last request ends the stage
         return [self.start_s + self.duration_s * share for share in shares.tolist()]
 
 
@@ -94,6 +100,7 @@ class StudyRun:
     num_output_tokens: int
     measured_ms: Parts
     predicted_ms: dict[str, Parts]
+    unread: tuple[str, ...]  # fields that mean nothing here
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -123,11 +130,11 @@ def check_names(runs: Iterable[StudyRun]) -> None:
         places[run.name] = run.place
 
 
-def trace_of(run: StudyRun) -> Trace:
-    """The workload; ids are `stage<n>-<i>`."""
+def trace_of(run: StudyRun, seed: int) -> Trace:
+    """The workload; ids are `stage<n>-<i>`. seed: of its instants."""
     rows: list[TraceRequest] = []
     for number, stage in enumerate(run.stages):
-        for i, instant_s in enumerate(stage.instants_s(run.arrivals, f"{run.name} {number}")):
+        for i, instant_s in enumerate(stage.instants_s(run.arrivals, seed, f"{run.name} {number}")):
             prompt = run.prompts.of(run.name, len(rows))
             output = Span(content_key(run.name, number, i, "output"), 0, run.num_output_tokens)
             rows.append(TraceRequest(f"stage{number}-{i}", round(instant_s * 1e9), prompt, output))
@@ -192,14 +199,23 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
             predicted[who] = _parts(others.within(who), num_output)
     engine = str(run.get("engine") or "an unnamed engine")
     settings = tuple(_settings(run, engine, given))
-    return StudyRun(name, place, settings, engine, stages, arrivals, prompts, num_output, measured, predicted)
+    return StudyRun(
+        name, place, settings, engine, stages, arrivals, prompts, num_output, measured, predicted, _unread(run)
+    )
+
+
+def _unread(run: Fields) -> tuple[str, ...]:
+    work = run.within("workload")
+    objects = [("", run.values), ("workload.", work.values)]
+    objects += [("workload.stages.", stage) for stage in work.listed("stages")]
+    return tuple(dict.fromkeys(f"{at}{name}" for at, values in objects for name in values if name not in _READ[at]))
 
 
 def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:
     model = str(run.required("model", "a Hugging Face name"))
     device = str(run.required("device", "the device's name"))
     settings = choice("model", model, run.place, given) + choice("device", device, run.place, given)
-    named = re.search(r"(\d+)\.(\d+)", engine)
+    named = re.search(r"vllm\D*(\d+)\.(\d+)", engine, re.IGNORECASE)
     version = (0, 0) if named is None else (int(named[1]), int(named[2]))
     settings.append(f"scheduler={'vllm_v1_async' if version >= _ASYNC_SINCE else 'vllm_v1'}")
     if version >= _RECOMMENDED_SINCE:

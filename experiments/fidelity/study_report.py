@@ -50,7 +50,7 @@ def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: 
     found = []
     with TemporaryDirectory(prefix="testbed-") as scratch:
         for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=None)):
-            simulated = simulate(config, trace_of(run), Path(scratch, str(number)), command)
+            simulated = simulate(config, trace_of(run, config.seed), Path(scratch, str(number)), command)
             found.append(Simulated(run, described(config), means(simulated, run)))
     return found
 
@@ -93,8 +93,8 @@ def _mape(predicted: Sequence[dict[str, float]], measured: Sequence[dict[str, fl
     return found
 
 
-def merged(found: Sequence[Simulated]) -> list[str]:
-    """Runs whose measured ITL cannot be between tokens, a line each."""
+def notes_on(found: Sequence[Simulated]) -> list[str]:
+    """Runs whose measured ITL cannot be between tokens, a line each; fields that nothing read."""
     lines = []
     for one in found:
         gaps, tokens = one.run.num_gaps(WHOLE), one.run.num_output_tokens
@@ -104,7 +104,8 @@ def merged(found: Sequence[Simulated]) -> list[str]:
                 f"{tokens - 1}: tokens came in chunks or outputs were of another length; TPOT here is "
                 "(E2E - TTFT) / (tokens - 1)"
             )
-    return lines
+    unread = dict.fromkeys(name for one in found for name in one.run.unread)
+    return lines + ([f"not read, of some run or all: {', '.join(unread)}"] if unread else [])
 
 
 def as_json(found: Sequence[Simulated], fits: Sequence[Fitted]) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def as_json(found: Sequence[Simulated], fits: Sequence[Fitted]) -> dict[str, Any
             for one in found
         ],
         "mape": {part: [score._asdict() for score in scores(found, part)] for part in parts},
-        "notes": merged(found),
+        "notes": notes_on(found),
         "fits": [{"who": one.who, "runs": {name: run._asdict() for name, run in one.found.items()}} for one in fits],
     }  # fmt: skip
 
@@ -131,7 +132,7 @@ def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]
     lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
     lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
     lines += _summed_up(found, fits)
-    notes = merged(found)
+    notes = notes_on(found)
     notes += [f"{name}: {note}" for one in fits for name, fitted in one.found.items() for note in fitted.notes]
     return lines + (["## Notes", "", *(f"- {note}" for note in notes)] if notes else [])
 
@@ -201,6 +202,8 @@ def lowest_lines(rows: Sequence[Score]) -> list[str]:
         if known:
             best = min(known, key=lambda row: row.errors[key])
             said.append(f"{NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
+    if len(rows) == 1:
+        return []
     lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
     for row in rows:
         both = row.errors.keys() & row.ours.keys()

@@ -10,7 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
-from experiments.configuration.settings import RecordedConfig, SimConfig
+from experiments.configuration.settings import RecordedConfig, SamplingConfig, SimConfig
 from experiments.configuration.structured import freeze
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, policy_failure
@@ -256,6 +256,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         f"scheduler.kv_rules.{name} has no effect with composition {type(composition).__name__}"
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
+    ]
+    drawn, greedy = config.sampling, SamplingConfig()
+    notes += [
+        f"sampling.{name} has no effect with sampling.temperature=0, which is greedy"
+        for name in ("top_p", "top_k", "min_p")
+        if drawn.temperature == 0.0 and getattr(drawn, name) != getattr(greedy, name)
     ]
     if isinstance(backend, SimConfig):
         notes += unread_settings(config)

@@ -20,6 +20,7 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from sim.cost.constant import ConstantCost
+from sim.cost.drawing import filters
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
@@ -109,7 +110,8 @@ def unread_settings(config: RunConfig) -> list[str]:
     if values.get("name") == "linear" and values.get("path") is not None:
         return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if values.get("name") not in ("roofline", "tables"):
-        return []
+        is_priced = values.get("name") not in ("linear", "constant") or config.sampling.temperature == 0.0
+        return [] if is_priced else [f"sampling is no part of the prices of cost={values['name']}"]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
         notes.append(
@@ -130,7 +132,7 @@ def unread_settings(config: RunConfig) -> list[str]:
         notes += _changed(
             values, RooflineConfig(), ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why
         )
-    if config.sampling.temperature == 0.0 or (config.sampling.top_k < 1 and config.sampling.top_p == 1.0):
+    if not filters(config.sampling.params()):
         notes += _changed(values, RooflineConfig(), ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
         notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")

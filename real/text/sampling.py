@@ -7,9 +7,9 @@ from pathlib import Path
 
 from testbed.core import sampling
 from testbed.errors import ModelError
-from testbed.specs.generation_config import GENERATION_FILE, read_generation_config
+from testbed.specs.generation_config import DEFAULTS as SHARED
+from testbed.specs.generation_config import GENERATION_FILE, read_json_object
 
-SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # with a checkpoint's generation_config.json
 DEFAULTS = {name: name for name in SHARED} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
 
 
@@ -26,7 +26,7 @@ def default_sampling(folder: Path | None) -> SamplingParams:
 
     Raises ModelError for a file that is damaged; RequestError for a value that is out of range.
     """
-    values = {} if folder is None else read_generation_config(folder / GENERATION_FILE)
+    values = {} if folder is None else read_json_object(folder / GENERATION_FILE)
     return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
 
 
@@ -39,7 +39,7 @@ def end_tokens(folder: Path | None) -> tuple[int, ...]:
         return ()
     found: list[int] = []
     for name in ("config.json", GENERATION_FILE):
-        value = read_generation_config(folder / name).get("eos_token_id")
+        value = read_json_object(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:

@@ -77,7 +77,6 @@ class RooflineCost:
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
         self._ns_per_byte = slow * 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
         self._collectives = collectives_of(size, device)
-        self._drawing = Drawing(sampling, self.config.filtering, model.vocab_size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
         self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
         # per-token constants of attention, over all layers of one rank
@@ -93,6 +92,10 @@ class RooflineCost:
         )  # fmt: skip
         self._cached_bytes = device.cache_bytes // 4  # what tables of activations show, on two devices
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
+        self._drawing = Drawing(
+            sampling, self.config.filtering, model.vocab_size, device.num_sms, floor_ns=self._kernel_floor_ns,
+            ns_per_byte=self._ns_per_byte,
+        )  # fmt: skip
         self._gemm_tile_rows = device.gemm_tile_rows
         block_bytes = layout.block_size * token_bytes
         self._swap_ns_per_block = block_bytes * 1e9 / device.host_link_bytes_per_s
@@ -141,14 +144,15 @@ class RooflineCost:
         head = self._sampled.get(num_samples)
         if head is None:
             parts = self._sample_parts(num_samples)
-            head = self._sampled[num_samples] = parts["lm_head"] + parts["gather"], parts["sampler"]
+            of_sampler = parts["sampler"] + parts["drawing"]
+            head = self._sampled[num_samples] = parts["lm_head"] + parts["gather"], of_sampler
         return dense + head[0], head[1]
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """The ns of each operator, over all layers; their sum is that of price(shape).
 
-        launch: a graph's replay, or how long the device waits for eager launches. The sampler includes telling other
-        ranks the tokens.
+        launch: a graph's replay, or how long the device waits for eager launches. sampler: a greedy one, and telling
+        other ranks the tokens; drawing: what is asked for beside the largest logit.
         """
         num_decodes, context, prefills = shape.num_decodes, shape.decode_context_tokens, shape.prefills
         parts = {
@@ -168,10 +172,10 @@ class RooflineCost:
         else:
             operators |= {"attention_decode": self._decode_attention_ns(num_decodes, context), "attention_prefill": 0}
         operators |= self._sample_parts(shape.num_samples)
-        sampler = operators.pop("sampler")
+        sampling = {name: operators.pop(name) for name in ("sampler", "drawing")}
         idle = max(0, self._launch_ns - sum(operators.values()))
         launch = self._graph_launch_ns if captured else idle
-        return parts | operators | {"launch": launch, "sampler": sampler}
+        return parts | operators | {"launch": launch} | sampling
 
     def num_rows(self, shape: BatchShape) -> int:
         """Rows of the products: a graph's are padded."""
@@ -252,22 +256,22 @@ class RooflineCost:
         return max(0, num_bytes - self._cached_bytes)
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
-        """LM head, gathering its logits, and the sampler; in ns."""
+        """LM head, gathering its logits, a greedy sampler, and what is asked for beside it; in ns."""
         if num_samples == 0:
-            return {"lm_head": 0, "gather": 0, "sampler": 0}
+            return {"lm_head": 0, "gather": 0, "sampler": 0, "drawing": 0}
         links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * LOGIT_BYTES
         _, num_in, num_out = self.products()[-1]
         head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
-        sampler = self._sampler_ns(num_samples) + self._drawing.ns(num_samples)
+        sampler, drawing_ns = self._sampler_ns(num_samples), self._drawing.ns(num_samples)
         if self.config.logits == "gather":
             gathered = links.gather_ns(logit_bytes)
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
         else:
             gathered = links.all_gather_ns(logit_bytes)
-        return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler)}
+        return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler), "drawing": to_ns(drawing_ns)}
 
     def _sampler_ns(self, num_samples: int) -> float:
-        """A greedy one's: its kernels pass over the logits twice."""
+        """Its kernels pass over the logits twice."""
         logit_bytes = num_samples * self._model.vocab_size * LOGIT_BYTES
         return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
 

@@ -129,7 +129,7 @@ class TablesCost(RooflineCost):
             found[name] = _origin(part, (shape.num_samples if name == "lm_head" else rows,))
         found |= self._attention_origins(shape)
         found["elementwise"] = _origin(measured.elementwise, (rows,))
-        found["sampler"] = _origin(measured.sampler if self._drawing.is_plain else None, (shape.num_samples,))
+        found["sampler"] = _origin(measured.sampler, (shape.num_samples,))
         found["all_reduce"] = _origin(measured.all_reduce, (rows * self._model.hidden_size * width,))
         found["gather"] = _origin(measured.all_gather, (shape.num_samples * self._model.vocab_size * LOGIT_BYTES,))
         return {name: origin for name, origin in found.items() if names.get(name)}

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from testbed.checks import require
-from testbed.errors import ModelError
+from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import parsed
 from testbed.specs.model import Recommended
 
 GENERATION_FILE = "generation_config.json"
-_VLLM = asdict(Recommended())
+DEFAULTS: dict[str, float] = asdict(Recommended())  # vLLM's, of each key that is read
 
 
-def read_generation_config(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """What the file says; nothing where there is none. Raises ModelError for a file that is damaged."""
     if not file.is_file():
         return {}
@@ -29,14 +29,22 @@ def read_generation_config(file: Path) -> dict[str, Any]:
     return values
 
 
-def recommended(key: str, path: str | None, otherwise: Any) -> Any:
-    """What the checkpoint at `path` (a folder, or its config.json) says of a key. otherwise: for no path, where a model
-    of the library speaks; a checkpoint that is silent leaves vLLM's default."""
+def recommended(key: str, path: str | None, library: float) -> float:
+    """What the checkpoint at `path` (a folder, or its config.json) says of a key, else vLLM's default. library: what is
+    known of a model without a path."""
     if path is None:
-        return otherwise
-    folder = Path(path)
-    file = (folder if folder.is_dir() else folder.parent) / GENERATION_FILE
-    value = read_generation_config(file).get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(f"{file}: {key!r}", value, value is None or is_number, "a number", ModelError)
-    return _VLLM[key] if value is None else value
+        return library
+    place = Path(path)
+    file = (place if place.is_dir() else place.parent) / GENERATION_FILE
+    value = read_json_object(file).get(key)
+    if value is None:
+        return DEFAULTS[key]
+    is_whole = isinstance(DEFAULTS[key], int)
+    is_good = type(value) is int or (type(value) is float and not is_whole)
+    require(f"{file}: {key!r}", value, is_good, "a whole number" if is_whole else "a finite number", ModelError)
+    try:
+        Recommended(**{key: value})
+    except ConfigError as error:
+        raise ModelError(f"{file}: {str(error).removeprefix('model.recommended.')}") from None
+    number: float = value
+    return number

@@ -58,6 +58,16 @@ class Recommended:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name, is_good, expected in (
+            ("temperature", self.temperature >= 0, "0 or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for no limit"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+        ):
+            require(f"model.recommended.{name}", getattr(self, name), is_good, expected)
+
 
 class ExpertsShape(NamedTuple):
     """The experts of one layer."""
@@ -79,7 +89,7 @@ class ModelSpec:
     do_layer_norm_before: OPT alone (350m has it after). num_experts: in every layer, in the place of the feed-forward
     of intermediate_size, which then has no weights; null: there are none. Each token goes through num_experts_per_tok
     of them, each of moe_intermediate_size; norm_topk_prob: whether their shares add up to 1. recommended: what
-    `sampling=recommended` takes.
+    `sampling=recommended` takes, but for a `path`, whose own file speaks.
     """
 
     name: str

@@ -15,6 +15,7 @@ from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.effects import main_effects
 from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
+from analysis.naming import level_names
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost
 from analysis.reports.parts import ReportInput
@@ -206,6 +207,10 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     titles = [line for line in text.splitlines() if line.startswith("### ")]
     for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
         assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
+
+
+def test_an_option_without_a_noun_gets_one():
+    assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
 
 
 @pytest.mark.parametrize(("rates", "label"), [((4, 4.2), ""), ((4, 8), " ({} requests/s)")])

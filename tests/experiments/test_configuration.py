@@ -345,14 +345,27 @@ def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None
     for text, said in (
         ("[]", f"{file} holds no JSON object"),
         ("{", f"{file} cannot be read"),
-        ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a number"),
-        ('{"top_p": 7}', "sampling.top_p is 7.0; it must be above 0 and at most 1"),
+        ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a finite number"),
+        ('{"top_k": 20.5}', f"{file}: 'top_k' is 20.5; it must be a whole number"),
+        ('{"temperature": true}', f"{file}: 'temperature' is True; it must be a finite number"),
+        ('{"temperature": Infinity}', f"{file}: 'temperature' is inf; it must be a finite number"),
+        ('{"top_p": 7}', f"{file}: top_p is 7; it must be above 0 and at most 1"),
     ):
         file.write_text(text)
         with pytest.raises(TestbedError) as caught:
             compose_config(["sampling=recommended", path]).sampling.params()
-        assert said in str(caught.value)
-        assert "interpolation" not in str(caught.value)
+        assert str(caught.value).startswith(said)
+
+
+def test_what_is_recommended_has_the_ranges_of_sampling() -> None:
+    for name, value in (("temperature", -1), ("top_p", 7), ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0)):
+        with pytest.raises(ConfigError, match=rf"model\.recommended\.{name} is {value}.*; it must be "):
+            compose_config([f"model.recommended.{name}={value}"])
+
+
+def test_what_a_resolver_cannot_do_is_said_of_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"slo\.ttft_s: .*NO_SUCH_VARIABLE"):
+        compose_config(["slo.ttft_s=${oc.env:NO_SUCH_VARIABLE}"])
 
 
 def test_a_generated_trace_reads_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

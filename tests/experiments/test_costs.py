@@ -207,7 +207,11 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["device=cpu", "cost.cuda_graphs=false"],
          ["cost.cuda_graphs has no effect with a CPU, which launches nothing"]),
         (["cost.filtering=sort", "sampling.top_k=5"],
+         ["sampling.top_k has no effect with sampling.temperature=0, which is greedy",
+          "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
          ["cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["cost=linear", "sampling=recommended"], ["sampling is no part of the prices of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
     )):  # fmt: skip
         assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0

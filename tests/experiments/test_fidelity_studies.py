@@ -128,7 +128,7 @@ def test_prompts_repeat_as_the_file_says(tmp_path):
         run["workload"] |= shared
     both = study()[0] | {"name": "both"}
     both["workload"] |= {"num_unique_system_prompts": 3, "num_users_per_system_prompt": 2}
-    found = [trace_of(run) for run in read_study([*runs, both], Path("study.json"), [])]
+    found = [trace_of(run, 0) for run in read_study([*runs, both], Path("study.json"), [])]
     prompts = [[row.prompt for row in trace.rows] for trace in found]
     assert all({sum(span.length for span in prompt) for prompt in of} == {200} for of in prompts)
     assert [len(set(of)) for of in prompts] == [30, 30, 30, 6]
@@ -219,6 +219,8 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
         ("vLLM 0.8.5", 0.6, "sort"),
         ("vLLM 0.20.2", 0.6, "sort"),
         ("vLLM 0.21.0", 0.6, "select"),
+        ("VLLM-0.8.5", 0.6, "sort"),
+        ("TensorRT-LLM 1.0.0", None, None),
         ("mine", None, None),
     ],
 )
@@ -229,28 +231,45 @@ def test_a_study_draws_as_its_engine_does(tmp_path, engine, recommended, filteri
     assert config.sampling.top_k == (20 if recommended else 0)
     assert (f"cost.filtering={filtering}" in run.settings) == (filtering is not None)
     assert config.raw["cost"]["filtering"] == (filtering or "select")
-    assert "sampling.top_k=20" in described(config) or not recommended
+    assert ("sampling.top_k=20" in described(config)) == (recommended is not None)
     assert composed(run.settings, ["sampling=default"]).sampling.temperature == 0.0
+
+
+def test_what_a_study_says_in_vain_is_told_and_who_is_alone_is_not_called_lowest(tmp_path, capsys):
+    runs = study(2)
+    runs[1] |= {"colour": "red", "predicted_ms": {}}
+    runs[0]["predicted_ms"] = {}
+    runs[1]["workload"] = runs[1]["workload"] | {"arrival": "even", "stages": [
+        {"duration": 2, "rate": 5, "arrivals": "even"}, {"duration": 1, "rate": 20}]}  # fmt: skip
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(runs))
+    assert fidelity(file) == 0
+    said = capsys.readouterr().out
+    assert "- not read, of some run or all: colour, workload.arrival, workload.stages.arrivals" in said
+    assert "Lowest" not in said
+    assert "sampling.top_k=20 cost.filtering=sort" in said
 
 
 def test_stages_are_filled_at_random_or_evenly(tmp_path):
     even = study()[0] | {"name": "even"}
     even["workload"] = even["workload"] | {"arrivals": "even"}
-    found = [trace_of(run) for run in read_study([*study(2), even], tmp_path / "study.json", [])]
+    found = [trace_of(run, 0) for run in read_study([*study(2), even], tmp_path / "study.json", [])]
     instants = [[row.arrival_ns for row in trace.rows] for trace in found]
     assert instants[0] != instants[1], "runs have draws of their own"
     assert instants[2] == [i * 200_000_000 for i in range(10)] + [2_000_000_000 + i * 50_000_000 for i in range(20)]
-    for of in instants:
+    for trace, of in zip(found, instants, strict=True):
+        assert [row.request_id.partition("-")[0] for row in trace.rows] == ["stage0"] * 10 + ["stage1"] * 20
         assert of == sorted(of)
-        assert [row.request_id.partition("-")[0] for row in found[0].rows] == ["stage0"] * 10 + ["stage1"] * 20
         assert of[9] <= 2e9 <= of[10]
         assert of[29] <= 3e9
-    assert instants[0][9] == 2_000_000_000, "gaps are scaled to fill the stage"
+    assert (instants[0][9], instants[0][29]) == (2_000_000_000, 3_000_000_000), "gaps are scaled to fill the stage"
+    (again,) = (trace_of(run, 1) for run in read_study(study(), tmp_path / "study.json", []))
+    assert [row.arrival_ns for row in again.rows] != instants[0], "another seed"
     many = study()[0]
     many["workload"] = many["workload"] | {"stages": [{"duration": 1000, "rate": 10}]}
     many["measured_ms"] = dict.fromkeys(("all", "stage0"), many["measured_ms"]["all"])
     (run,) = read_study([many | {"predicted_ms": {}}], tmp_path / "study.json", [])
-    gaps = np.diff([0, *(row.arrival_ns for row in trace_of(run).rows)]) / 1e9
+    gaps = np.diff([0, *(row.arrival_ns for row in trace_of(run, 0).rows)]) / 1e9
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(1, abs=0.05), "an exponential distribution's"
     assert np.mean(gaps > 0.1) == pytest.approx(np.exp(-1), abs=0.02)
 

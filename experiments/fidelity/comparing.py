@@ -21,7 +21,7 @@ from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clock
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.console import milliseconds, percent, table
-from experiments.fidelity.fitting import KEYS, Fit, fit, halves, overrides_of
+from experiments.fidelity.fitting import KEYS, WHOLE_NS, Fit, fit, halves, overrides_of
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from sim.cost.calibration_file import load_calibration
@@ -255,10 +255,11 @@ def _fitted(fit: Fit) -> list[str]:
         f"{num} of {name} ({'all' if name in fit.not_apart else 'that ended before the last one came'})"
         for name, num in fit.num_scored.items()
     )
+    metrics = "mean TPOT, E2E and TTFT" if "frontend" in found.given else "mean TPOT and E2E"
     lines = [
         "## Fitted", "",
-        f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of mean TPOT and "
-        f"E2E: {found.losses[0]:.3g} as given, {found.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
+        f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of {metrics}: "
+        f"{found.losses[0]:.3g} as given, {found.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
     ]  # fmt: skip
     if fit.not_apart:
         lines[-1:] = [
@@ -267,8 +268,8 @@ def _fitted(fit: Fit) -> list[str]:
         ]  # fmt: skip
     rows = []
     for name, value in found.fitted.items():
-        texts = [f"{number:.0f}" if name == "host" else f"{number:.3f}" for number in (found.given[name], value)]
-        rows.append([f"{name}: device.{KEYS[name]}", *texts])
+        texts = [f"{number:.0f}" if name in WHOLE_NS else f"{number:.3f}" for number in (found.given[name], value)]
+        rows.append([f"{name}: {KEYS[name]}", *texts])
     return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in found.notes)]
 
 

@@ -1,8 +1,7 @@
-"""At most two scalars of the device, the search for them, and their fit to the first half of each load; the second
-half judges them.
+"""At most two scalars, the search for them, and their fit to the first half of each load; the second half judges them.
 
 host: device.step_overhead_ns. kernels: device.kernel_factor, how many times as long kernels take; link:
-device.interconnect_factor, the same of collectives.
+device.interconnect_factor, the same of collectives. frontend: backend.frontend_ns, before the engine has a request.
 
 The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
 the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
@@ -37,10 +36,14 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces.schema import Trace
 
-KEYS = {"host": "step_overhead_ns", "kernels": "kernel_factor", "link": "interconnect_factor"}  # of the device
+KEYS = {
+    "host": "device.step_overhead_ns", "kernels": "device.kernel_factor", "link": "device.interconnect_factor",
+    "frontend": "backend.frontend_ns",
+}  # fmt: skip
 NAMES = tuple(KEYS)
 MAX_NAMES = 2
-_HOST_NS = (1e3, 5e7)  # searched: from 1 us to 50 ms
+WHOLE_NS = ("host", "frontend")
+_NS = (1e3, 1e8)  # searched: from 1 us to 100 ms
 _FACTOR = (1 / 64, 64.0)
 _NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
 
@@ -48,8 +51,7 @@ Scalars = dict[str, float]  # of each name its key's value: ns, or a factor
 Loss = Callable[[Scalars], float]
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
-_LATENCIES = ("tpot_s", "e2e_s")
-_METRICS = ("tpot_mean", "e2e_mean")
+_METRICS = ("tpot", "e2e")
 
 
 class Found(NamedTuple):
@@ -85,13 +87,23 @@ def check_config(names: Sequence[str], config: RunConfig, who: str) -> None:
 
 
 def overrides_of(values: Scalars) -> list[str]:
-    return [f"device.{KEYS[name]}={round(value) if name == 'host' else value}" for name, value in values.items()]
+    return [f"{KEYS[name]}={round(value) if name in WHOLE_NS else value}" for name, value in values.items()]
+
+
+def given_by(config: RunConfig, name: str) -> float:
+    group, _, key = KEYS[name].partition(".")
+    return float(getattr(getattr(config, group), key))
+
+
+def _metrics(names: Sequence[str]) -> tuple[str, ...]:
+    """What is to be met: a front end shows in TTFT alone, nearly."""
+    return (*_METRICS, "ttft") if "frontend" in names else _METRICS
 
 
 def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     """The scalars at which the loss is least, from those of the configuration on. Raises ConfigError in one line, also
     where one changes nothing."""
-    given = {name: float(getattr(config.device, KEYS[name])) for name in names}
+    given = {name: given_by(config, name) for name in names}
     base = loss(given)
     for changed in given:
         if loss({name: value * 4 + 1 if name == changed else value for name, value in given.items()}) == base:
@@ -133,7 +145,7 @@ def _search(loss: Loss, given: Scalars) -> Scalars:
 
 
 def _edges(name: str) -> tuple[float, float]:
-    return _HOST_NS if name == "host" else _FACTOR
+    return _NS if name in WHOLE_NS else _FACTOR
 
 
 def _at_edge(fitted: Scalars) -> list[str]:
@@ -170,10 +182,12 @@ def halves(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], folder: Path, command: str) -> Fit:
-    """Minimises the squared log errors of mean TPOT and mean E2E, summed over loads. Raises ConfigError in one line."""
+    """Minimises the squared log errors of mean TPOT and mean E2E (with `frontend` of mean TTFT too), summed over loads.
+    Raises ConfigError in one line."""
     configs = [load.config(overrides) for load in loads]
     _check(names, loads, configs)
-    parts = [_first_half(load) for load in loads]
+    metrics = [f"{name}_s" for name in _metrics(names)]
+    parts = [_first_half(load, metrics) for load in loads]
     number = count()
 
     def loss(values: Scalars) -> float:
@@ -181,7 +195,7 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
         for part in parts:
             scaled = part.load.config(replaced(overrides, overrides_of(values)))
             sim = simulate(scaled, part.trace, folder / str(next(number)), command)
-            means = _means(sim, part.scored)
+            means = _means(sim, part.scored, metrics)
             total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
         return total
 
@@ -196,11 +210,11 @@ def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunCon
     for load, config in zip(loads, configs, strict=True):
         check_config(names, config, load.name)
     for name in names:
-        if len({getattr(config.device, KEYS[name]) for config in configs}) > 1:
-            raise ConfigError(f"--fit {name}: the loads are of different devices; fit those of one device at a time")
+        if len({given_by(config, name) for config in configs}) > 1:
+            raise ConfigError(f"--fit {name}: the loads have different {KEYS[name]}; fit those of one at a time")
 
 
-def _first_half(load: Load) -> _Half:
+def _first_half(load: Load, metrics: Sequence[str]) -> _Half:
     ids, _ = halves(load.trace)
     if len(ids) < MIN_REQUESTS:
         raise ConfigError(
@@ -212,7 +226,7 @@ def _first_half(load: Load) -> _Half:
     ended = numbers(frame, "finish_ns") <= rows[-1].arrival_ns
     is_apart = bool(ended.sum() >= max(MIN_REQUESTS, MIN_APART * len(ids)))
     scored = tuple(np.array(ids)[ended].tolist()) if is_apart else ids
-    means = _means(load.measured, scored)
+    means = _means(load.measured, scored, metrics)
     if not means:
         raise ConfigError(
             f"--fit: {load.name} has no TPOT and no E2E above 0 among the {len(scored)} requests that would be scored; "
@@ -221,9 +235,9 @@ def _first_half(load: Load) -> _Half:
     return _Half(load, replace(load.trace, rows=rows) if is_apart else load.trace, is_apart, scored, means)
 
 
-def _means(run: Run, ids: Sequence[str]) -> dict[str, float]:
+def _means(run: Run, ids: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
     frame = run.requests.set_index("request_id").loc[list(ids)]
-    found = {name: numbers(frame, name) for name in _LATENCIES}
+    found = {name: numbers(frame, name) for name in metrics}
     return {name: float(np.nanmean(values)) for name, values in found.items() if (values > 0).any()}
 
 
@@ -268,6 +282,7 @@ def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch:
     config = composed(run.settings, overrides)
     mine = [name for name in names if name != "link" or config.tensor_parallel_size > 1]
     check_config(mine or names, config, run.name)
+    metrics = [f"{name}_mean" for name in _metrics(names)]
 
     def loss(values: Scalars) -> float:
         sim = _simulated(first, replaced(overrides, overrides_of(values)), scratch, command)
@@ -275,7 +290,7 @@ def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch:
         return sum(
             math.log(ours[name] / real[name]) ** 2
             for ours, real in pairs
-            for name in _METRICS
+            for name in metrics
             if name in ours and real.get(name)
         )
 

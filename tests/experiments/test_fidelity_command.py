@@ -192,6 +192,18 @@ def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
+    planted = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
+    assert fidelity(planted.path, "backend.frontend_ns=0", "--fit", "frontend", "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    assert found["fit"]["fitted"]["frontend"] == pytest.approx(9e6, rel=0.02)
+    (after,) = [row for row in found["loads"][0]["second_half"]["fitted"] if row["metric"] == "ttft_s.mean"]
+    assert abs(after["error"]) < 0.01
+    assert "| frontend: backend.frontend_ns |" in (said := capsys.readouterr().out)
+    assert "Squared log errors of mean TPOT, E2E and TTFT" in said
+
+
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
@@ -212,7 +224,7 @@ def test_link_is_fitted_beside_host(tmp_path):
 @pytest.mark.usefixtures("unrendered")
 def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
     assert "did you mean 'host'" in error_line(capsys, base.path, "--fit", "hots")
-    assert "name each of host, kernels, link once" in error_line(capsys, base.path, "--fit", "host,host")
+    assert "name each of host, kernels, link, frontend once" in error_line(capsys, base.path, "--fit", "host,host")
     assert "at most 2" in error_line(capsys, base.path, "--fit", "host,link,kernels")
     assert "--fit has 'cost'" in error_line(capsys, base.path, "--fit", "host,link,cost")
     assert "ran on one device, which has no collectives" in error_line(capsys, base.path, "--fit", "link")

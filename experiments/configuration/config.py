@@ -41,8 +41,7 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.policies.config import SchedulerConfig
 from testbed.specs.device import DeviceSpec
-from testbed.specs.generation_config import recommended
-from testbed.specs.hf_config import load_hf_config
+from testbed.specs.hf_config import load_hf_config, recommended
 from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from testbed.core import sampling
 from testbed.errors import ModelError
-from testbed.specs.generation_config import DEFAULTS as SHARED
-from testbed.specs.generation_config import GENERATION_FILE, read_json_object
+from testbed.specs.hf_config import GENERATION_FILE, SAMPLING_DEFAULTS, read_json_object
 
-DEFAULTS = {name: name for name in SHARED} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
+DEFAULTS = {name: name for name in SAMPLING_DEFAULTS} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
-"""A Hugging Face `config.json` as the fields of ModelSpec. Pure data: no framework, and no weights."""
+"""A Hugging Face `config.json` as the fields of ModelSpec; what the `generation_config.json` beside it recommends.
+
+Pure data: no framework, and no weights.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from testbed.checks import require
-from testbed.errors import ModelError
+from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import parsed, shown, whole
-from testbed.specs.model import DTYPE_BYTES, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, Recommended, RopeScaling
 from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
+GENERATION_FILE = "generation_config.json"
+SAMPLING_DEFAULTS: dict[str, float] = asdict(Recommended())  # vLLM's, of each key that is read
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim", "num_experts",
@@ -224,3 +229,40 @@ def _positive(file: Path, key: str, value: object) -> float:
     require(f"{file}: {key!r}", value, FACTOR.holds(value), FACTOR.text, ModelError)
     assert isinstance(value, int | float)
     return value
+
+
+# --- generation_config.json ---
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """What the file says; nothing where there is none. Raises ModelError for a file that is damaged."""
+    if not file.is_file():
+        return {}
+    try:
+        values = parsed(json.loads, file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds no JSON object")
+    return values
+
+
+def recommended(key: str, path: str | None, library: float) -> float:
+    """What the checkpoint at `path` (a folder, or its config.json) says of a key, else vLLM's default. library: what is
+    known of a model without a path."""
+    if path is None:
+        return library
+    place = Path(path)
+    file = (place if place.is_dir() else place.parent) / GENERATION_FILE
+    value = read_json_object(file).get(key)
+    if value is None:
+        return SAMPLING_DEFAULTS[key]
+    is_whole = isinstance(SAMPLING_DEFAULTS[key], int)
+    is_good = type(value) is int or (type(value) is float and not is_whole)
+    require(f"{file}: {key!r}", value, is_good, "a whole number" if is_whole else "a finite number", ModelError)
+    try:
+        Recommended(**{key: value})
+    except ConfigError as error:
+        raise ModelError(f"{file}: {str(error).removeprefix('model.recommended.')}") from None
+    number: float = value
+    return number

@@ -9,7 +9,8 @@ from testbed.core import sampling
 from testbed.errors import ModelError
 from testbed.specs.hf_config import GENERATION_FILE, SAMPLING_DEFAULTS, read_json_object
 
-DEFAULTS = {name: name for name in SAMPLING_DEFAULTS} | {"max_tokens": "max_new_tokens"}  # our parameter -> its key there
+# of our parameters, the keys of generation_config.json
+DEFAULTS = {name: name for name in SAMPLING_DEFAULTS} | {"max_tokens": "max_new_tokens"}
 
 
 @dataclass(frozen=True, slots=True)

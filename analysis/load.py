@@ -101,8 +101,14 @@ class Run:
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """The configuration with dotted keys."""
-        return flatten(self.config)
+        """The configuration with dotted keys, and what the keys are that older runs lack. What a model's authors
+        recommend changes nothing: `sampling` says what was taken of it."""
+        flat = {key: value for key, value in flatten(self.config).items() if not key.startswith("model.recommended.")}
+        if "sampling" in self.config:
+            flat.setdefault("sampling.name", "default")
+        if flat.get("cost.name") in ("roofline", "tables"):
+            flat.setdefault("cost.filtering", "select")
+        return flat
 
     @property
     def frame(self) -> pd.DataFrame:

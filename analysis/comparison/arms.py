@@ -214,7 +214,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
         for name, members in groups.items()
     }
     telling = naming_keys([run.flat_config for run in runs], keys)
-    rates = sorted(offered.values())
+    rates = sorted(rate for rate in offered.values() if rate > 0)
     says_rates = "trace.rate" not in telling and rates[-1:] > [_SAME_RATE * rate for rate in rates[:1]]
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
@@ -222,7 +222,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
             f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = {_load_value(groups[name][0], key)}"
             for key in telling
         )
-        if label and says_rates:
+        if label and says_rates and offered[name] > 0:
             label += f" ({significant(offered[name])} requests/s)"
         mine = {id(run) for run in groups[name]}
         parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]

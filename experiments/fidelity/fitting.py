@@ -44,6 +44,7 @@ NAMES = tuple(KEYS)
 MAX_NAMES = 2
 WHOLE_NS = ("host", "frontend")
 _NS = (1e3, 1e8)  # searched: from 1 us to 100 ms
+_SOME_NS = 1e6  # where the search of one begins that is given as less: around 0 nothing changes
 _FACTOR = (1 / 64, 64.0)
 _NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
 
@@ -106,7 +107,8 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     given = {name: given_by(config, name) for name in names}
     base = loss(given)
     for changed in given:
-        if loss({name: value * 4 + 1 if name == changed else value for name, value in given.items()}) == base:
+        other = max(given[changed] * 4, 4 * _edges(changed)[0])
+        if loss({name: other if name == changed else value for name, value in given.items()}) == base:
             raise ConfigError(
                 f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
                 "or cost=tables"
@@ -115,7 +117,7 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     losses = loss(given), loss(fitted)
     if losses[1] > losses[0]:  # the search stopped beside what was given
         fitted, losses = dict(given), (losses[0], losses[0])
-    return Found(given, fitted, losses, tuple(_at_edge(fitted)))
+    return Found(given, fitted, losses, tuple(_at_edge(given, fitted)))
 
 
 def _search(loss: Loss, given: Scalars) -> Scalars:
@@ -131,7 +133,7 @@ def _search(loss: Loss, given: Scalars) -> Scalars:
             lambda log: loss(values([log])), bounds=bounds[0], method="bounded", options={"xatol": 1e-3, "maxiter": 60}
         )
         return min((values([one.x + math.log(near)]) for near in _NEAR), key=loss)
-    logs = [math.log(max(value, 1e-9)) for value in given.values()]
+    logs = [math.log(max(value, _SOME_NS if name in WHOLE_NS else 1e-9)) for name, value in given.items()]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
     options: Any = {
         "xatol": 2e-3, "fatol": 1e-7, "maxfev": 120,
@@ -148,12 +150,17 @@ def _edges(name: str) -> tuple[float, float]:
     return _NS if name in WHOLE_NS else _FACTOR
 
 
-def _at_edge(fitted: Scalars) -> list[str]:
+def _at_edge(given: Scalars, fitted: Scalars) -> list[str]:
+    """Nobody's fault where it stayed as given, or is a time of nothing."""
     said = []
     for name, value in fitted.items():
         low, high = _edges(name)
-        if not low * 1.05 < value < high / 1.05:
-            said.append(f"{name} came to the edge of what is searched ({low:g} to {high:g}): something else is off")
+        is_inside = value < high / 1.05 and (value > low * 1.05 or name in WHOLE_NS)
+        if not is_inside and value != given[name]:
+            unit = " ns" if name in WHOLE_NS else ""
+            said.append(
+                f"{name} came to the edge of what is searched ({low:g} to {high:g}{unit}): something else is off"
+            )
     return said
 
 

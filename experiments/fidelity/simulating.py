@@ -11,12 +11,13 @@ from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.runs.run import execute
+from sim.cost.drawing import filters
 from testbed.errors import ConfigError, TestbedError
 from testbed.traces.schema import Trace
 
 _SHOWN = (
     "device.tensor_parallel_size", "cache.num_gpu_blocks", "cache.block_size", "scheduler.max_num_seqs",
-    "scheduler.max_num_batched_tokens", "device.step_overhead_ns",
+    "scheduler.max_num_batched_tokens", "device.step_overhead_ns", "backend.frontend_ns",
 )  # fmt: skip
 _CAPTURING = ("roofline", "tables")  # cost models that know captured steps
 
@@ -85,7 +86,9 @@ def described(config: RunConfig) -> str:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))
         words.append(f"{key}={value}")
+    words.append(f"seed={config.seed}")
     drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling)[1:])
     words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]
-    words += [f"cost.filtering={raw['cost']['filtering']}"] if "filtering" in raw["cost"] else []
+    if "filtering" in raw["cost"] and filters(config.sampling.params()):
+        words.append(f"cost.filtering={raw['cost']['filtering']}")
     return " ".join(words)

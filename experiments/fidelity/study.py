@@ -208,14 +208,19 @@ def _unread(run: Fields) -> tuple[str, ...]:
     work = run.within("workload")
     objects = [("", run.values), ("workload.", work.values)]
     objects += [("workload.stages.", stage) for stage in work.listed("stages")]
-    return tuple(dict.fromkeys(f"{at}{name}" for at, values in objects for name in values if name not in _READ[at]))
+    found = [f"{at}{name}" for at, values in objects for name in values if name not in _READ[at]]
+    for part, metrics in run.within("measured_ms").values.items():
+        is_part = part == WHOLE or part in [f"stage{number}" for number in range(len(work.values["stages"]))]
+        unknown = [name for name in metrics if name not in METRICS or name == "tpot_mean"]  # which follows from others
+        found += [f"measured_ms.{part}.{name}" for name in unknown] if is_part else [f"measured_ms.{part}"]
+    return tuple(dict.fromkeys(found))
 
 
 def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:
     model = str(run.required("model", "a Hugging Face name"))
     device = str(run.required("device", "the device's name"))
     settings = choice("model", model, run.place, given) + choice("device", device, run.place, given)
-    named = re.search(r"vllm\D*(\d+)\.(\d+)", engine, re.IGNORECASE)
+    named = re.match(r"\s*vllm.*?(\d+)\.(\d+)", engine, re.IGNORECASE)
     version = (0, 0) if named is None else (int(named[1]), int(named[2]))
     settings.append(f"scheduler={'vllm_v1_async' if version >= _ASYNC_SINCE else 'vllm_v1'}")
     if version >= _RECOMMENDED_SINCE:

@@ -15,6 +15,7 @@ from experiments.fidelity.fitting import WHOLE_NS, Fitted
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
+from testbed.foreign_text import shown
 
 MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
 NAMES = {
@@ -105,7 +106,7 @@ def notes_on(found: Sequence[Simulated]) -> list[str]:
                 "(E2E - TTFT) / (tokens - 1)"
             )
     unread = dict.fromkeys(name for one in found for name in one.run.unread)
-    return lines + ([f"not read, of some run or all: {', '.join(unread)}"] if unread else [])
+    return lines + ([f"not read, of some run or all: {', '.join(map(shown, unread))}"] if unread else [])
 
 
 def as_json(found: Sequence[Simulated], fits: Sequence[Fitted]) -> dict[str, Any]:

@@ -258,10 +258,11 @@ def unused_settings(config: RunConfig) -> list[str]:
         if getattr(rules, name) != getattr(standard, name)
     ]
     drawn, greedy = config.sampling, SamplingConfig()
+    idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
     notes += [
-        f"sampling.{name} has no effect with sampling.temperature=0, which is greedy"
+        f"sampling.{name} has no effect with sampling.{idle}"
         for name in ("top_p", "top_k", "min_p")
-        if drawn.temperature == 0.0 and getattr(drawn, name) != getattr(greedy, name)
+        if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
     ]
     if isinstance(backend, SimConfig):
         notes += unread_settings(config)

@@ -20,7 +20,7 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from sim.cost.constant import ConstantCost
-from sim.cost.drawing import filters
+from sim.cost.drawing import filters, is_plain
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
@@ -110,7 +110,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     if values.get("name") == "linear" and values.get("path") is not None:
         return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if values.get("name") not in ("roofline", "tables"):
-        is_priced = values.get("name") not in ("linear", "constant") or config.sampling.temperature == 0.0
+        is_priced = values.get("name") not in ("linear", "constant") or is_plain(config.sampling.params())
         return [] if is_priced else [f"sampling is no part of the prices of cost={values['name']}"]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:

@@ -55,6 +55,11 @@ class Drawing:
         return self._step_ns + num_rows * self._row_ns
 
 
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether nothing is asked for that takes time."""
+    return not _parts(sampling, "sort")
+
+
 def filters(sampling: SamplingParams) -> bool:
     """Whether rows are drawn from some of the tokens alone, by `cost.filtering`."""
     return _is_drawn(sampling) and (sampling.top_k > 0 or sampling.top_p < 1.0)

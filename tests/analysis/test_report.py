@@ -209,6 +209,19 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
         assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
 
 
+def test_runs_of_before_a_key_was_there_have_its_default(tmp_path):
+    """And what is recommended sets no runs apart: `sampling` says what was taken of it."""
+    for name, settings in (
+        ("old", {"sampling__temperature": 0.0, "cost__name": "roofline"}),
+        ("new", {"sampling__temperature": 0.0, "sampling__name": "default", "cost__name": "roofline",
+                 "cost__filtering": "select", "model__recommended": {"top_p": 0.9}}),
+    ):  # fmt: skip
+        change_config(write_run(tmp_path / name, **FEW), **settings)
+    old, new = (load_run(tmp_path / name) for name in ("old", "new"))
+    assert old.flat_config == new.flat_config
+    assert len(infer_arms([old, new])) == 1
+
+
 def test_an_option_without_a_noun_gets_one():
     assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
 

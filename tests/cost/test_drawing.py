@@ -70,7 +70,11 @@ def test_filters_by_a_sort_come_before_the_draw_and_others_do_both():
     for sampling in (NUCLEUS, LIKELIEST, BOTH):
         assert ns(sampling, 64, "sort") > plain
     assert ns(LIKELIEST, 64, "sort") == plain + passes(12, 0, 64, 35)  # torch.topk; no sort
-    assert ns(NUCLEUS, 64) == passes(1, 2, 64) + passes(10, 0, 64, 20) + 2 * 100 * VOCAB * 4 * NS_PER_BYTE
+    both_sorted = passes(1, 2, 64) + passes(4, 7, 64) + passes(60, 0, 64, 400) + passes(8, 0, 64, 45)
+    assert ns(BOTH, 64, "sort") == both_sorted
+    sweep = 100 * VOCAB * 4 * NS_PER_BYTE
+    for sampling, num_sweeps in ((NUCLEUS, 2), (LIKELIEST, 6), (BOTH, 8), (replace(DRAWN, top_k=1), 6)):
+        assert ns(sampling, 64) == passes(1, 2, 64) + passes(10, 0, 64, 20) + num_sweeps * sweep
 
 
 def test_rows_cost_alike_beside_what_a_step_costs():
@@ -132,14 +136,15 @@ def test_published_timings_are_met(device, filtering, timed, most, median):
     assert sorted(errors)[len(errors) // 2] < median
 
 
-@pytest.mark.parametrize("device", [DeviceSpec("d", kernel_floor_ns=900), DeviceSpec("d", kernel_factor=2.0)])
-def test_a_step_that_samples_pays_for_it_and_no_other(device):
+@pytest.mark.parametrize("filtering", ["sort", "select"])
+def test_a_step_that_samples_pays_for_it_and_no_other(filtering):
+    device = DeviceSpec("d", kernel_floor_ns=900, kernel_factor=2.0, num_sms=100)
     model = ModelSpec("any")
     greedy, drawing = (
-        RooflineCost(model, device, RooflineConfig(filtering="sort"), sampling=sampling) for sampling in (None, BOTH)
+        RooflineCost(model, device, RooflineConfig(filtering=filtering), sampling=sampling) for sampling in (None, BOTH)
     )
     memory = 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
-    alone = Drawing(BOTH, "sort", model.vocab_size, 1, floor_ns=device.kernel_floor_ns, ns_per_byte=memory)
+    alone = Drawing(BOTH, filtering, model.vocab_size, 100, floor_ns=device.kernel_floor_ns, ns_per_byte=memory)
     shape = BatchShape(32, 3200, (), 32)
     parts, plain = drawing.breakdown(shape), greedy.breakdown(shape)
     assert parts["drawing"] == pytest.approx(device.kernel_factor * alone.ns(32), abs=1)

@@ -210,7 +210,9 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["sampling.top_k has no effect with sampling.temperature=0, which is greedy",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
         (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
-         ["cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+         ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
+          "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["cost=constant", "sampling.logprobs=3"], ["sampling is no part of the prices of cost=constant"]),
         (["cost=linear", "sampling=recommended"], ["sampling is no part of the prices of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
     )):  # fmt: skip

@@ -204,6 +204,28 @@ def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_front_end_is_found_beside_kernels_from_nothing(tmp_path, capsys):
+    planted = simulate(
+        FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, device={"name": "h100", "kernel_factor": 1.2},
+        **ENGINE,
+    )  # fmt: skip
+    given = ["backend.frontend_ns=0", "device.kernel_factor=1"]
+    assert fidelity(planted.path, *given, "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")["fit"]
+    assert found["fitted"]["kernels"] == pytest.approx(1.2, rel=0.02)
+    assert found["fitted"]["frontend"] == pytest.approx(9e6, rel=0.1)
+    assert "edge" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_front_end_of_nothing_is_no_fault(tmp_path, capsys):
+    run = simulate(FEW, folder=tmp_path / "near", **ENGINE)
+    assert fidelity(run.path, "--fit", "frontend", "--out", tmp_path / "out") == 0
+    assert result(tmp_path / "out")["fit"]["losses"][1] < 1e-6
+    assert "edge" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
     output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}

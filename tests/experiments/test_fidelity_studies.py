@@ -220,6 +220,8 @@ def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
         ("vLLM 0.20.2", 0.6, "sort"),
         ("vLLM 0.21.0", 0.6, "select"),
         ("VLLM-0.8.5", 0.6, "sort"),
+        ("vLLM V1 0.15.1", 0.6, "sort"),
+        ("SGLang 0.4, compared with vLLM 0.15", None, None),
         ("TensorRT-LLM 1.0.0", None, None),
         ("mine", None, None),
     ],
@@ -245,7 +247,7 @@ def test_what_a_study_says_in_vain_is_told_and_who_is_alone_is_not_called_lowest
     file.write_text(json.dumps(runs))
     assert fidelity(file) == 0
     said = capsys.readouterr().out
-    assert "- not read, of some run or all: colour, workload.arrival, workload.stages.arrivals" in said
+    assert "- not read, of some run or all: 'colour', 'workload.arrival', 'workload.stages.arrivals'" in said
     assert "Lowest" not in said
     assert "sampling.top_k=20 cost.filtering=sort" in said
 

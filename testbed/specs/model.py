@@ -5,11 +5,12 @@ Knows no device: what fits into one is memory.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 from testbed.checks import choose, require, require_whole, require_whole_or_null
-from testbed.errors import ConfigError
+from testbed.core.sampling import SamplingParams
+from testbed.errors import ConfigError, RequestError
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -59,14 +60,10 @@ class Recommended:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, is_good, expected in (
-            ("temperature", self.temperature >= 0, "0 or above"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for no limit"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-        ):
-            require(f"model.recommended.{name}", getattr(self, name), is_good, expected)
+        try:
+            SamplingParams(**asdict(self))
+        except RequestError as error:
+            raise ConfigError(str(error).replace("sampling.", "model.recommended.", 1)) from None
 
 
 class ExpertsShape(NamedTuple):

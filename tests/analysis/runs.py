@@ -256,3 +256,12 @@ def write_run(folder: Path, backend: str = "sim", **options: Any) -> Path:
         {"attention": "torch", "cost": None} if backend == "real" else {}
     )
     return write_folder(folder, requests, steps, manifest, config, done=options.get("stop_s") is None)
+
+
+def change_config(folder, **settings):
+    """Sets dotted keys (with "__" for the dot) in a run's configuration."""
+    config = json.loads((folder / "config.yaml").read_text())
+    for key, value in settings.items():
+        section, _, leaf = key.rpartition("__")
+        (config.setdefault(section, {}) if section else config)[leaf] = value
+    (folder / "config.yaml").write_text(json.dumps(config))

@@ -10,28 +10,17 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import Arm, Pair, by_load, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
 from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.effects import main_effects
 from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
-from analysis.naming import level_names
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
-from tests.analysis.runs import write_run
-
-
-def change_config(folder, **settings):
-    """Sets dotted keys (with "__" for the dot) in a run's configuration."""
-    config = json.loads((folder / "config.yaml").read_text())
-    for key, value in settings.items():
-        section, _, leaf = key.rpartition("__")
-        (config.setdefault(section, {}) if section else config)[leaf] = value
-    (folder / "config.yaml").write_text(json.dumps(config))
-
+from tests.analysis.runs import change_config, write_run
 
 FEW = {"num_requests": 10}
 SMALL = {"num_requests": 40, "rate": 12.0, "num_blocks": 120}
@@ -207,35 +196,6 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     titles = [line for line in text.splitlines() if line.startswith("### ")]
     for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
         assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
-
-
-def test_runs_of_before_a_key_was_there_have_its_default(tmp_path):
-    """And what is recommended sets no runs apart: `sampling` says what was taken of it."""
-    for name, settings in (
-        ("old", {"sampling__temperature": 0.0, "cost__name": "roofline"}),
-        ("new", {"sampling__temperature": 0.0, "sampling__name": "default", "cost__name": "roofline",
-                 "cost__filtering": "select", "model__recommended": {"top_p": 0.9}}),
-    ):  # fmt: skip
-        change_config(write_run(tmp_path / name, **FEW), **settings)
-    old, new = (load_run(tmp_path / name) for name in ("old", "new"))
-    assert old.flat_config | {"hydra.run.dir": ""} == new.flat_config | {"hydra.run.dir": ""}
-    assert len(infer_arms([old, new])) == 1
-
-
-def test_an_option_without_a_noun_gets_one():
-    assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
-
-
-@pytest.mark.parametrize(("rates", "label"), [((4, 4.2), ""), ((4, 8), " ({} requests/s)")])
-def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
-    runs = []
-    for users, rate in zip((2, 9), rates, strict=True):
-        folder = write_run(tmp_path / f"{users}", num_requests=40, rate=rate)
-        change_config(folder, trace__num_users=users, trace__rate=1.0)
-        runs.append(load_run(folder))
-    offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
-    expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
-    assert list(by_load(infer_arms(runs), [])) == expected
 
 
 def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):

@@ -1,0 +1,40 @@
+"""Runs into arms and loads, and what these are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from analysis import format as fmt
+from analysis.comparison.arms import by_load, infer_arms
+from analysis.load import load_run
+from analysis.naming import level_names
+from tests.analysis.runs import change_config, write_run
+
+
+def test_runs_of_before_a_key_was_there_have_its_default(tmp_path):
+    """And what is recommended sets no runs apart: `sampling` says what was taken of it."""
+    for name, settings in (
+        ("old", {"sampling__temperature": 0.0, "cost__name": "roofline"}),
+        ("new", {"sampling__temperature": 0.0, "sampling__name": "default", "cost__name": "roofline",
+                 "cost__filtering": "select", "model__recommended": {"top_p": 0.9}}),
+    ):  # fmt: skip
+        change_config(write_run(tmp_path / name, num_requests=10), **settings)
+    old, new = (load_run(tmp_path / name) for name in ("old", "new"))
+    assert old.flat_config | {"hydra.run.dir": ""} == new.flat_config | {"hydra.run.dir": ""}
+    assert len(infer_arms([old, new])) == 1
+
+
+def test_an_option_without_a_noun_gets_one():
+    assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
+
+
+@pytest.mark.parametrize(("rates", "label"), [((4, 4.2), ""), ((4, 8), " ({} requests/s)")])
+def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
+    runs = []
+    for users, rate in zip((2, 9), rates, strict=True):
+        folder = write_run(tmp_path / f"{users}", num_requests=40, rate=rate)
+        change_config(folder, trace__num_users=users, trace__rate=1.0)
+        runs.append(load_run(folder))
+    offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
+    expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
+    assert list(by_load(infer_arms(runs), [])) == expected

@@ -1,21 +1,22 @@
-"""The front end of a server: what lies between a client and the engine, as a constant. Knows no engine."""
+"""The front end of a server: what lies between a client and the engine. Knows no engine."""
 
 from __future__ import annotations
 
 from testbed.core.commands import Event
 from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished
+from testbed.records.sender import Sender
 
 
 class FrontEnd:
     """An inbox whose events reach the engine `time_ns` after they came.
 
     Instants of arrival stay those of the client, so TTFT and E2E have the time in them, once. A closed-loop turn passes
-    the front end again.
+    the front end again, once the sender has sent all that was emitted until its predecessor's end.
     """
 
-    def __init__(self, source: Inbox, time_ns: int) -> None:
-        self._source, self._time_ns = source, time_ns
+    def __init__(self, source: Inbox, time_ns: int, sender: Sender) -> None:
+        self._source, self._time_ns, self._sender = source, time_ns, sender
 
     @property
     def is_open(self) -> bool:
@@ -29,4 +30,4 @@ class FrontEnd:
         return None if next_ns is None else next_ns + self._time_ns
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self._source.finished(requests, now_ns)
+        self._source.finished(requests, max(now_ns, int(self._sender.free_ns)))

@@ -6,7 +6,7 @@ Definitions (arrival is the *intended* arrival, so queueing is always inside):
                         benchmarks; `tpot_incl_first` is (last token - arrival) / n, as LLMPerf's
     ITL                 each gap between two tokens of a request: pooled over requests (`itl_s`), or the largest of each
                         request (`itl_max_s`)
-    E2E                 finish - arrival
+    E2E                 finish, or the last token where a front end sends it later, - arrival
     queueing            first scheduled - arrival
     normalised latency  E2E / output tokens (Orca, vLLM)
 A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
@@ -85,7 +85,8 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
     n = requests.numbers("num_token_steps")  # the sequences of a group emit together
     if name in ("e2e_s", "normalised_latency_s"):
-        e2e = np.where(requests.is_completed, requests.numbers("finish_ns") - arrival, np.nan) / 1e9
+        has_all_ns = np.fmax(requests.numbers("finish_ns"), last_token_ns(requests))
+        e2e = np.where(requests.is_completed, has_all_ns - arrival, np.nan) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
     last = last_token_ns(requests)
     if name == "tpot_incl_first_s":
@@ -107,7 +108,7 @@ def last_token_ns(requests: RequestColumns) -> FloatArray:
         return requests.tokens.last_ns
     n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
     tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
-    return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
+    return np.where(n >= 1, first + np.rint(tpot_ns * (n - 1)), np.nan)
 
 
 def meets_slo(requests: Any, slo: SLO) -> BoolArray:

@@ -210,6 +210,7 @@ class SimConfig:
     schedule_ns_per_seq: int = 0  # the same, for each sequence in the step
     schedule_ns_per_1k_tokens: int = 0  # the same, for each 1,024 tokens of their contexts
     frontend_ns: int = 0  # from a request's arrival until the engine has it: HTTP, tokenising
+    frontend_ns_per_token: int = 0  # to send a token to its client, one after the other: detokenising, HTTP
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -219,6 +220,7 @@ class SimConfig:
             ("schedule_ns_per_seq", 0, 10**12),
             ("schedule_ns_per_1k_tokens", 0, 10**12),
             ("frontend_ns", 0, 10**15),
+            ("frontend_ns_per_token", 0, 10**12),
         ):
             require_whole(f"backend.{name}", getattr(self, name), least, most)
         if self.replicas_per_link > self.num_replicas:

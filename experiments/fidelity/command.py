@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", help=f"of the files, where their content does not say it: {', '.join(FORMATS)}")
     parser.add_argument(
         "--fit",
-        metavar="host,kernels,link",
-        help="fit these to the first half of each run (of a study: of its stages); judge on the second",
+        metavar="host,kernels,link,frontend",
+        help="fit one or two of these to the first half of each run (of a study: of its stages); judge on the second",
     )
     parser.add_argument(
         "--beside", action="append", default=[], metavar="OVERRIDES",

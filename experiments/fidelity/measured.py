@@ -130,14 +130,16 @@ def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
     first_ns = arrival_ns + round(row.ttft_s * 1e9)
     finish_ns = max(first_ns, arrival_ns + round(row.e2e_s * 1e9))
     num = row.num_output_tokens
-    gaps_ns = None if row.gaps_s is None else [round(gap * 1e9) for gap in row.gaps_s]
+    instants_ns = None
+    if row.gaps_s is not None:  # rounded, they may go beyond the end
+        instants_ns = accumulate((round(gap * 1e9) for gap in row.gaps_s), initial=first_ns)
     tpot_s = row.tpot_s if row.tpot_s is not None else (finish_ns - first_ns) / max(num - 1, 1) / 1e9
     return {
         "request_id": row.request_id, "tenant": "default", "priority": 0, "replica": 0,
         "num_prompt_tokens": row.num_prompt_tokens, "num_output_tokens": num, "num_token_steps": num,
         "num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "finish_reason": "length",
         "arrival_ns": arrival_ns, "queued_ns": arrival_ns, "first_token_ns": first_ns, "finish_ns": finish_ns,
-        "token_ns": None if gaps_ns is None else list(accumulate(gaps_ns, initial=first_ns)),
+        "token_ns": None if instants_ns is None else [min(ns, finish_ns) for ns in instants_ns],
         "ttft_s": (first_ns - arrival_ns) / 1e9, "tpot_s": tpot_s if num > 1 else None,
         "e2e_s": (finish_ns - arrival_ns) / 1e9,
     }  # fmt: skip

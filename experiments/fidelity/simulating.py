@@ -18,6 +18,7 @@ from testbed.traces.schema import Trace
 _SHOWN = (
     "device.tensor_parallel_size", "cache.num_gpu_blocks", "cache.block_size", "scheduler.max_num_seqs",
     "scheduler.max_num_batched_tokens", "device.step_overhead_ns", "backend.frontend_ns",
+    "backend.frontend_ns_per_token",
 )  # fmt: skip
 _CAPTURING = ("roofline", "tables")  # cost models that know captured steps
 

@@ -146,8 +146,7 @@ def means(simulated: Run, run: StudyRun) -> Parts:
     outputs are of one length; of one token there is neither."""
     frame = simulated.requests
     stage = frame["request_id"].str.partition("-")[0].to_numpy()
-    arrival, finish = numbers(frame, "arrival_ns"), numbers(frame, "finish_ns")
-    ttft, tpot, e2e = numbers(frame, "ttft_s"), numbers(frame, "tpot_s"), (finish - arrival) / 1e9
+    ttft, tpot, e2e = (numbers(frame, f"{name}_s") for name in ("ttft", "tpot", "e2e"))
     found: Parts = {}
     for part in run.parts:
         mine = np.ones(len(frame), dtype=bool) if part == WHOLE else stage == part

@@ -26,6 +26,7 @@ from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError
+from testbed.records.sender import Sender
 from testbed.seeds import needs_seed, seeded
 from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
@@ -115,6 +116,7 @@ class Prepared:
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     cost: CostModel | None = None  # what prices the steps
+    sender: Sender | None = None  # of the simulated front end
     replay: ReplayLog | None = None  # of a real run
     late: Sequence[LateRecords] = ()  # for each engine, if steps run elsewhere than here: what is recorded meanwhile
     close: Callable[[], None] = lambda: None  # ends what the engines have started
@@ -142,7 +144,11 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
+    assert isinstance(config.backend, SimConfig)
+    takes_ns, sender = config.backend.frontend_ns, Sender(config.backend.frontend_ns_per_token)
     inbox = trace_inbox(config, trace)
+    if takes_ns or config.backend.frontend_ns_per_token:
+        inbox = FrontEnd(inbox, takes_ns, sender)
     fleet = engines.build_fleet(config, inbox, priced)
     return Prepared(
         build.simulated_pools(config),
@@ -150,6 +156,7 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         [inbox] if fleet is None else fleet.inboxes,
         description,
         cost=priced.cost,
+        sender=sender,
     )
 
 
@@ -213,6 +220,4 @@ def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))
-    if isinstance(config.backend, SimConfig) and config.backend.frontend_ns:
-        inbox = FrontEnd(inbox, config.backend.frontend_ns)
     return inbox if config.is_simulated else ChangedInbox(inbox, partial(forcing, forced=config.forced))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import TRACE_FILE
-from experiments.configuration.settings import SimConfig, TraceConfig
+from experiments.configuration.settings import TraceConfig
 from experiments.runs.collector import fewer_collections
 from experiments.runs.ending import failure_message, ignored_message, notes_of, reason_of
 from experiments.runs.environment import describe_machine, describe_versions
@@ -178,7 +178,7 @@ def _run(
 ) -> RunResult:
     """Drives the loops and closes the folder, whatever happens."""
     _log_trace(manifest["trace"])
-    records = engines.RunRecords(config.record, folder, len(schedulers))
+    records = engines.RunRecords(config.record, folder, len(schedulers), prepared.sender)
     is_fleet = len(schedulers) > 1  # the loop of a replica is asked from outside, by the router's driver
     files = [] if config.is_simulated else tape_names(len(schedulers))
     tapes = [TapeWriter(folder / file, decision, is_live=is_fleet) for file in files]
@@ -316,7 +316,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,
         "async_scheduling": config.scheduler.async_scheduling,
-        "frontend_ns": config.backend.frontend_ns if isinstance(config.backend, SimConfig) else None,
+        **{name: getattr(config.backend, name, None) for name in ("frontend_ns", "frontend_ns_per_token")},
         "estimator": build.estimator_name(config),
         "num_gpu_blocks": prepared.pools.num_gpu_blocks,
         "num_cpu_blocks": prepared.pools.num_cpu_blocks,

@@ -25,6 +25,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.recorder import RunRecorder
+from testbed.records.sender import Sender
 from testbed.routing.routers import Router, RouterContext
 from testbed.routing.routers import bind as bind_router
 
@@ -75,6 +76,7 @@ def refuse_fleet(config: RunConfig) -> None:
         "schedule_ns_per_seq",
         "schedule_ns_per_1k_tokens",
         "frontend_ns",
+        "frontend_ns_per_token",
     ):
         if getattr(config.backend, name) != getattr(standard, name):
             raise ConfigError(
@@ -84,12 +86,13 @@ def refuse_fleet(config: RunConfig) -> None:
 
 
 class RunRecords:
-    """The recorders of a run, one for each engine; all write into the files of the first. record: what they keep."""
+    """The recorders of a run, one for each engine; all write into the files of the first. record: what they keep.
+    sender: of all engines; None: none is simulated."""
 
-    def __init__(self, record: RecordConfig, folder: Path, num_engines: int) -> None:
+    def __init__(self, record: RecordConfig, folder: Path, num_engines: int, sender: Sender | None = None) -> None:
         make = partial(
             RunRecorder, folder, token_times=record.token_times, decisions=record.decisions or record.explain,
-            explains=record.explain, steps=record.steps,
+            explains=record.explain, steps=record.steps, sender=sender,
         )  # fmt: skip
         first = make(replica=0 if num_engines > 1 else None)
         self.recorders = [first, *(make(replica=number, beside=first) for number in range(1, num_engines))]

@@ -16,6 +16,7 @@ from testbed.core.plan import Admission, BatchPlan, Preemption, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, decision, explanation
+from testbed.records.sender import Sender
 from testbed.records.tables import RowTable, StepTable
 
 
@@ -29,7 +30,7 @@ class RunRecorder(Recorder):
 
     replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
     recorder, into whose files this one writes too; that one is closed last. explains: decisions say of each preemption
-    for whom it was, and what it cost.
+    for whom it was, and what it cost. sender: brings clients their tokens; None: they have them at the commit.
     """
 
     FLUSH_ROWS: ClassVar[int] = 8192
@@ -45,6 +46,7 @@ class RunRecorder(Recorder):
         steps: bool = True,
         replica: int | None = None,
         beside: RunRecorder | None = None,
+        sender: Sender | None = None,
     ) -> None:
         self.num_finished = 0
         self.num_sent = 0
@@ -62,6 +64,7 @@ class RunRecorder(Recorder):
             self._decisions = beside._decisions
         self._explains = explains
         self._token_times = token_times
+        self._sender = sender or Sender()
         self._end_ns = 0  # of the step before
         self._keeps_steps = steps
         self._open: dict[str, OpenRequest] = {}
@@ -105,7 +108,7 @@ class RunRecorder(Recorder):
         for seq in emitters:
             if seq.record is None:
                 seq.record = self._open[seq.request_id]
-            cast("OpenRequest", seq.record).emitted(end_ns)
+            cast("OpenRequest", seq.record).emitted(end_ns, self._sender.send(end_ns))
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
         """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""
@@ -162,21 +165,22 @@ class OpenRequest:
         # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
         self.restarts: dict[int, tuple[int, int]] = {}
         self.num_tokens = self.num_token_steps = i64(0)
-        self.first_ns = self.last_ns = i64(-1)  # of a token
+        self.first_ns = self.last_ns = i64(-1)  # of a token, when the client had it
+        self.emitted_ns = i64(-1)  # the newest
         self.instants: vec[i64] = vec[i64]()
         self.keeps_instants = keeps_instants
 
-    def emitted(self, now_ns: i64) -> None:
-        """One token."""
+    def emitted(self, now_ns: i64, sent_ns: i64) -> None:
+        """One token, which the client has at sent_ns."""
         self.num_tokens += 1
-        if now_ns == self.last_ns:
+        if now_ns == self.emitted_ns:
             return
-        self.last_ns = now_ns
+        self.emitted_ns, self.last_ns = now_ns, sent_ns
         self.num_token_steps += 1
         if self.num_token_steps == 1:
-            self.first_ns = now_ns
+            self.first_ns = sent_ns
         if self.keeps_instants:
-            self.instants = append(self.instants, now_ns)
+            self.instants = append(self.instants, sent_ns)
 
     def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
@@ -207,5 +211,5 @@ class OpenRequest:
             first_ns if num_steps else None, finish_ns, memoryview(self.instants) if self.keeps_instants else None,
             (first_ns - arrival_ns) / 1e9 if num_steps else None,
             (last_ns - first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
-            (finish_ns - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
+            (max(finish_ns, last_ns) - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip

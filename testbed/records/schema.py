@@ -44,12 +44,12 @@ REQUEST_COLUMNS: dict[str, str] = {
     "arrival_ns": "int64",  # intended arrival
     "queued_ns": "int64",  # the step boundary that first saw it
     "first_scheduled_ns": "int64",  # the plan that admitted it first; null: never
-    "first_token_ns": "int64",  # the commit that emitted its first token; null: none
-    "finish_ns": "int64",  # of whatever reason; null: unfinished when the run ended
-    "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
+    "first_token_ns": "int64",  # the commit that emitted its first token, and what a front end takes; null: none
+    "finish_ns": "int64",  # when it left the engine, of whatever reason; null: unfinished when the run ended
+    "token_ns": "list<int64>",  # the same of every step that emitted; null with record.token_times=false
     "ttft_s": "double",  # first token - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted; null for n < 2
-    "e2e_s": "double",  # finish - intended arrival; null unless it ended by stop or length
+    "e2e_s": "double",  # finish or last token, the later - intended arrival; null unless it ended by stop or length
 }
 
 STEP_COLUMNS: dict[str, str] = {
@@ -110,6 +110,7 @@ MANIFEST_KEYS = (
     "scheduler",  # name
     "async_scheduling",  # whether a step was planned while the one before it ran
     "frontend_ns",  # between a request's arrival and the engine; simulated runs only
+    "frontend_ns_per_token",  # that it takes to send one to its client; simulated runs only
     "device",  # name
     "attention",  # provider, real runs only
     "attention_reasons",  # {provider: why it was taken, or not}, real runs only

@@ -210,23 +210,32 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
     axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
 
 
-def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
+def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> AxesArray:
     """Relative change to the baseline, in percent, of shares their difference in points; one panel a metric, one bar an
     arm, with intervals. A change to or from 0, which has no percentage, is written out. A panel is at least _LEAST
     wide; one with an arm far off goes by the ratio's logarithm, so that half as much and twice as much are as long, and
-    says so. Axes `[num_metrics]`.
+    says so. is_narrow: for a phone, the panels one below the other and the arms' names above the bars. Axes
+    `[num_metrics]`.
     """
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
-        figure, (panels,) = style.grid(1, max(len(labels), 1), 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        num = max(len(labels), 1)
+        if is_narrow:
+            height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
+            figure, column = style.grid(num, 1, height_in, width_in=style.PHONE_IN, sharey=True)
+            panels = column[:, 0]
+        else:
+            figure, (panels,) = style.grid(1, num, 1.5 + 0.24 * max(len(arms), 2), sharey=True)
         for axes, label in zip(panels, labels, strict=False):
             of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
-            _bar_panel(axes, of_metric)
+            _bar_panel(axes, of_metric, 0.4 if is_narrow else 0.62)
             axes.set_title(label)
             unit = "points" if any(row.metric.is_share for row in of_metric.values()) else "%"
             axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
-        panels[0].set_yticks(range(len(arms)), arms)
-        panels[0].set_ylim(max(len(arms), 1) - 0.4, -0.6)
+            if is_narrow:
+                _name_bars(axes, arms)
+        panels[0].set_yticks(range(len(arms)), arms if not is_narrow else [""] * len(arms))
+        panels[0].set_ylim(max(len(arms), 1) - 0.4, -1.0 if is_narrow else -0.6)
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
@@ -234,6 +243,7 @@ def ablation_bars(rows: Sequence[Comparison]) -> AxesArray:
 
 
 _FAR = 250.0  # percent
+_NAME = 56  # characters that fit on a phone
 _LEAST = 2.0  # percent or points, to each side of 0: else noise would look like an effect
 _RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, beside 0
 _BARS: dict[str, dict[str, Any]] = {
@@ -263,7 +273,16 @@ def _drawn(row: Comparison) -> tuple[float, float, float] | None:
     return 100.0 * estimate.value, 100.0 * estimate.low, 100.0 * estimate.high
 
 
-def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
+def _name_bars(axes: Axes, arms: Sequence[str]) -> None:
+    for place, arm in enumerate(arms):
+        name = arm if len(arm) <= _NAME else f"{arm[: _NAME // 2]}…{arm[-_NAME // 2 :]}"
+        axes.annotate(
+            name, (0.0, place - 0.3), (2, 0), axes.get_yaxis_transform(), "offset points", va="bottom", fontsize=7.0,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+        )  # fmt: skip
+
+
+def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], height: float = 0.62) -> None:
     for place, row in rows.items():
         drawn = _drawn(row)
         if drawn is None:
@@ -271,7 +290,7 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison]) -> None:
             axes.text(0, place, f" {said}", va="center", color=style.GREY, fontsize=6.5)
             continue
         value, low, high = drawn
-        axes.barh(place, value, height=0.62, linewidth=0.8, **_BARS[_kind(row)])
+        axes.barh(place, value, height=height, linewidth=0.8, **_BARS[_kind(row)])
         if row.estimate is not None and np.isfinite([row.estimate.low, row.estimate.high]).all():
             axes.plot([low, high], [place, place], color=style.BLACK, linewidth=1.0, marker="|", markersize=5)
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)

@@ -32,6 +32,7 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH_IN = 7.2  # a page's text width
+PHONE_IN = 3.6  # a phone's: held upright, text is as large as on a page
 
 STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -70,9 +71,11 @@ def styled() -> Any:
     return mpl.rc_context(cast(Any, STYLE))
 
 
-def grid(num_rows: int, num_columns: int, height_in: float, **options: Any) -> tuple[Figure, AxesArray]:
+def grid(
+    num_rows: int, num_columns: int, height_in: float, *, width_in: float = WIDTH_IN, **options: Any
+) -> tuple[Figure, AxesArray]:
     """A figure of a page's width with axes `[num_rows, num_columns]`. Call inside `styled()`."""
-    size: dict[str, Any] = {"figsize": (WIDTH_IN, height_in), "layout": "constrained"}
+    size: dict[str, Any] = {"figsize": (width_in, height_in), "layout": "constrained"}
     if mpl.is_interactive():
         from matplotlib import pyplot  # slow to import, and there already
 
@@ -132,7 +135,7 @@ def figure_of(drawn: Axes | AxesArray) -> Figure:
 def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """One legend under all axes, where it covers no data; as many columns as fit."""
     if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels))
+        figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels, figure.get_figwidth()))
 
 
 def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:

@@ -48,6 +48,7 @@ class Plot(NamedTuple):
     caption: str
     data_uri: str
     file: str  # the PNG, relative to the report
+    narrow_uri: str | None = None  # the same for a phone; None: it is moved sideways there
 
 
 @dataclass
@@ -58,12 +59,19 @@ class Sections:
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be compared
 
-    def plot(self, figure: Any, name: str, title: str, caption: str) -> Plot:
-        png, svg = style.save(figure, self.out.with_name(f"{self.out.stem}_files") / name)
-        small = svg.stat().st_size <= _MAX_SVG_BYTES
-        kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
-        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-        return Plot(title, caption, uri, relative(png, self.out.parent))
+    def plot(self, figure: Any, name: str, title: str, caption: str, *, narrow: Any = None) -> Plot:
+        """narrow: the same figure for a phone, if there is one."""
+        stem = self.out.with_name(f"{self.out.stem}_files") / name
+        png, svg = style.save(figure, stem)
+        small = None if narrow is None else _embedded(*style.save(narrow, stem.with_name(f"{name}_narrow")))
+        return Plot(title, caption, _embedded(png, svg), relative(png, self.out.parent), small)
+
+
+def _embedded(png: Path, svg: Path) -> str:
+    """The figure itself as an address."""
+    small = svg.stat().st_size <= _MAX_SVG_BYTES
+    kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def what_ran(runs: Sequence[Run]) -> str:

@@ -241,13 +241,14 @@ def _said(
 def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
     known = {row.metric.path for row in rows}
     shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
-    figure = plots.ablation_bars([row for row in rows if row.metric.path in shown])
+    bars = [row for row in rows if row.metric.path in shown]
     caption = (
         "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
         "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
     )
     title = f"Change against the baseline{f' at {load}' if load else ''}"
-    return sections.plot(figure, f"ablation_{index}", title, caption)
+    narrow = plots.ablation_bars(bars, is_narrow=True)
+    return sections.plot(plots.ablation_bars(bars), f"ablation_{index}", title, caption, narrow=narrow)
 
 
 def _run_plots(

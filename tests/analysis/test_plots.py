@@ -82,6 +82,25 @@ def test_every_figure_writes_png_and_svg(runs, tmp_path):
     assert texts == ["not comparable", "from 2\u00a0req/s to 0\u00a0req/s"]
 
 
+def test_on_a_phone_each_panel_has_all_names_and_the_same_bars(tmp_path):
+    arms = ["decode_first, watermark 0", "x" * 40 + "y" * 40]
+    rows = [
+        Comparison(arm, metric, 1.0, mean_t(np.log([1.1, 1.15]), "log_ratio"), "higher", base=2.0)
+        for metric in (LATENCY[0], LATENCY[1]) for arm in arms
+    ]  # fmt: skip
+    page, phone = plots.ablation_bars(rows), plots.ablation_bars(rows, is_narrow=True)
+    saved(phone, tmp_path, "narrow")
+    assert phone.shape == page.shape == (2,)
+    assert phone[0].figure.get_figwidth() == page[0].figure.get_figwidth() / 2
+    assert phone[0].bbox.y0 > phone[1].bbox.y1
+    assert [label.get_text() for label in page[0].get_yticklabels()] == arms
+    for wide, narrow in zip(page, phone, strict=True):
+        assert [bar.get_width() for bar in narrow.patches] == [bar.get_width() for bar in wide.patches]
+        assert [text.get_text() for text in narrow.texts] == [arms[0], "x" * 28 + "…" + "y" * 28]
+        ends = [text.get_window_extent() for text in narrow.texts]
+        assert all(narrow.bbox.x0 <= one.x0 and one.x1 <= narrow.figure.bbox.x1 for one in ends)
+
+
 def bars_of(*ratios: float):
     estimates = [mean_t(np.log([ratio * 0.99, ratio * 1.01]), "log_ratio") for ratio in ratios]
     rows = [Comparison(str(arm), LATENCY[0], 1.0, one, "higher", base=2.0) for arm, one in enumerate(estimates)]

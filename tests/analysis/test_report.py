@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -80,6 +81,21 @@ def test_the_page_is_self_contained(page):
     assert not any(link.startswith(("http", "/", "file")) for link in parsed.links)
 
 
+def test_the_first_figure_fits_a_phone(page):
+    narrow = page.with_name("report_files") / "ablation_0_narrow.svg"
+    (wide_pt, narrow_pt) = (
+        float(re.search(r'width="([\d.]+)pt"', path.read_text()).group(1))
+        for path in (narrow.with_name("ablation_0.svg"), narrow)
+    )
+    assert (wide_pt, narrow_pt) == (7.2 * 72, 3.6 * 72)
+    embedded = base64.b64encode(narrow.read_bytes()).decode()
+    source = f'<source media="(max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">'
+    before, after = page.read_text().split(source)
+    assert before.endswith('<figure class="fits"><picture>')
+    assert before.count("<figure") == 1, "it is the first"
+    assert after.count("<figure") == 3
+
+
 def test_links_lead_to_the_run_folders(page):
     for link in Page(page.read_text()).links:
         assert (page.parent / link).is_dir()
@@ -121,7 +137,7 @@ def test_figures_of_one_replicate_show_the_one_in_the_middle(page, sweep):
 
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
-    stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}
+    stems = {"latency_cdf", "timeline", "ablation_0", "ablation_0_narrow", "sim_versus_real"}
     assert files == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     for target in re.findall(r"!\[.*?\]\((.*?)\)", page.with_suffix(".md").read_text()):
         assert (page.parent / target).exists()

@@ -239,7 +239,7 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
-    return cast(AxesArray, panels)
+    return panels
 
 
 _FAR = 250.0  # percent

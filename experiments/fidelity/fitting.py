@@ -53,6 +53,7 @@ Loss = Callable[[Scalars], float]
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
 _METRICS = ("tpot", "e2e")
+MAX_TRIED = 120  # by the search for two scalars
 
 
 class Found(NamedTuple):
@@ -113,15 +114,16 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
                 f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
                 "or cost=tables"
             )
-    fitted = _search(loss, given)
+    fitted, notes = _search(loss, given)
     losses = loss(given), loss(fitted)
     if losses[1] > losses[0]:  # the search stopped beside what was given
         fitted, losses = dict(given), (losses[0], losses[0])
-    return Found(given, fitted, losses, tuple(_at_edge(given, fitted)))
+    return Found(given, fitted, losses, (*notes, *_at_edge(given, fitted)))
 
 
-def _search(loss: Loss, given: Scalars) -> Scalars:
-    """Over logarithms: golden section with parabolas for one scalar, Nelder and Mead's simplex for two."""
+def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
+    """Over logarithms: golden section with parabolas for one scalar, Nelder and Mead's simplex for two. Also what to
+    say of the search."""
     from scipy import optimize  # slow to import
 
     def values(logs: Sequence[float]) -> Scalars:
@@ -132,18 +134,21 @@ def _search(loss: Loss, given: Scalars) -> Scalars:
         one = optimize.minimize_scalar(
             lambda log: loss(values([log])), bounds=bounds[0], method="bounded", options={"xatol": 1e-3, "maxiter": 60}
         )
-        return min((values([one.x + math.log(near)]) for near in _NEAR), key=loss)
+        return min((values([one.x + math.log(near)]) for near in _NEAR), key=loss), []
     logs = [math.log(max(value, _SOME_NS if name in WHOLE_NS else 1e-9)) for name, value in given.items()]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
     options: Any = {
-        "xatol": 2e-3, "fatol": 1e-7, "maxfev": 120,
+        "xatol": 2e-3, "fatol": 1e-7, "maxfev": MAX_TRIED,
         "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
     }  # fmt: skip
     minimum: Any = optimize.minimize  # its stubs know no initial simplex
     both = minimum(
         lambda logs: loss(values(logs)), np.array(start), method="Nelder-Mead", bounds=bounds, options=options
     )
-    return values(both.x)
+    early = (
+        f"the search for {' and '.join(given)} ended after {MAX_TRIED} simulations, before it came to rest: what is "
+    )
+    return values(both.x), [] if both.success else [f"{early}best may lie further on; start nearer to it"]
 
 
 def _edges(name: str) -> tuple[float, float]:

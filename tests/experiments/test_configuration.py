@@ -355,6 +355,12 @@ def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None
         with pytest.raises(TestbedError) as caught:
             compose_config(["sampling=recommended", path]).sampling.params()
         assert str(caught.value).startswith(said)
+    file.unlink()
+    for make in (file.mkdir, lambda: file.symlink_to(tmp_path / "gone")):
+        make()
+        with pytest.raises(TestbedError, match=f"^{file} cannot be read: "):
+            compose_config(["sampling=recommended", path])
+        file.rmdir() if file.is_dir() else file.unlink()
 
 
 def test_what_is_recommended_has_the_ranges_of_sampling() -> None:

@@ -15,6 +15,7 @@ import pytest
 from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
+from experiments.fidelity import fitting
 from experiments.fidelity.comparing import Comparison, comparison_lines
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.fidelity_kit import ENGINE, FILE, GIVEN_NS, PLANTED_NS, TRACE, error_line, fidelity, ran, result
@@ -215,6 +216,16 @@ def test_a_front_end_is_found_beside_kernels_from_nothing(tmp_path, capsys):
     assert found["fitted"]["kernels"] == pytest.approx(1.2, rel=0.02)
     assert found["fitted"]["frontend"] == pytest.approx(9e6, rel=0.1)
     assert "edge" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_search_that_ends_before_it_came_to_rest_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fitting, "MAX_TRIED", 7)
+    run = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
+    assert fidelity(run.path, "backend.frontend_ns=0", "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
+    said = "the search for kernels and frontend ended after 7 simulations, before it came to rest"
+    assert said in capsys.readouterr().out
+    assert any(note.startswith(said) for note in result(tmp_path / "out")["fit"]["notes"])
 
 
 @pytest.mark.usefixtures("unrendered")

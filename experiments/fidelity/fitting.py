@@ -145,10 +145,10 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
     both = minimum(
         lambda logs: loss(values(logs)), np.array(start), method="Nelder-Mead", bounds=bounds, options=options
     )
-    early = (
-        f"the search for {' and '.join(given)} ended after {MAX_TRIED} simulations, before it came to rest: what is "
-    )
-    return values(both.x), [] if both.success else [f"{early}best may lie further on; start nearer to it"]
+    if both.success:
+        return values(both.x), []
+    ended = f"the search for {' and '.join(given)} ended after {MAX_TRIED} simulations, before it came to rest"
+    return values(both.x), [f"{ended}; give what it found as overrides, and fit again"]
 
 
 def _edges(name: str) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from datetime import datetime
 from pathlib import Path
@@ -69,6 +70,7 @@ def run_app(arguments: list[str]) -> int:
         swept = with_swept(overrides) if sweeps else overrides
         check(swept, is_sweep=sweeps)
         overrides = emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
+    _check_environment(overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -82,6 +84,17 @@ def run_app(arguments: list[str]) -> int:
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _check_environment(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a variable that a job shall have, and nobody has set."""
+    for item in [one for one in map(parsed, overrides) if one.key_or_group == "hydra.job.env_copy"]:
+        names = item.value()
+        if not isinstance(names, list):
+            raise ConfigError(f"{item.input_line}: it must be a list of names of variables, as [HOME,USER]")
+        for name in names:
+            if str(name) not in os.environ:
+                raise ConfigError(f"hydra.job.env_copy names {name!r}, which is not set; set it, or leave it out")
 
 
 def _is_hydras(override: str) -> bool:
@@ -118,6 +131,7 @@ def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
 
 
 RUN_DIR = "hydra.run.dir"
+_OF_SWEEPS = ("hydra.sweep.", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
@@ -202,6 +216,8 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
+    if of_sweeps := [item for item in of_hydra if item.startswith(_OF_SWEEPS)]:
+        print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
     return _finish(_executed(_config_of(node), folder, of_hydra))
 
 

@@ -87,6 +87,8 @@ def _line(error: BaseException) -> str:
         text = said  # ours name the place
     elif comes_after:
         text = f"{getattr(error, 'full_key', '')}: {text}"
+    if text.rstrip().endswith("Recursive interpolation detected"):
+        text += ": it asks for itself, maybe by way of others; give one of them a value"
     return " ".join(text.split()) or type(error).__name__
 
 

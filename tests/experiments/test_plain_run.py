@@ -140,6 +140,31 @@ def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, capsys
     assert load_run(tmp_path / "a").config["report"]["question"] == "what is ${seed} of tiny?"
 
 
+@pytest.mark.parametrize("key", ["hydra.sweep.dir=elsewhere", "hydra/launcher=joblib", "hydra/sweeper=basic"])
+def test_what_only_sweeps_read_is_told_of_a_single_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
+    assert (said.status, said.err) == (0, f"note: without effect on a single run: {key}; -m makes it a sweep\n")
+    swept = say(capsys, "run", "-m", *RUN, f"hydra.sweep.dir={tmp_path / 'many'}")
+    assert (swept.status, swept.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("[PATH,NOBODY_SET_IT]", "hydra.job.env_copy names 'NOBODY_SET_IT', which is not set; set it, or leave it out"),
+        ("${seed}", "hydra.job.env_copy=${seed}: it must be a list of names of variables, as [HOME,USER]"),
+    ],
+)
+def test_a_variable_that_a_job_shall_have_is_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str, told: str
+) -> None:
+    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", f"hydra.job.env_copy={names}")
+    assert (said.status, said.err) == (1, f"error: {told}\n")
+    assert not (tmp_path / "one").exists()
+
+
 def test_an_overlay_s_sweep_without_its_mode_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,10 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
-        (["trace.rate=${trace.rate}"], "trace.rate: Recursive interpolation detected: it asks for itself, maybe by way of others; give one"),
+        (
+            ["trace.rate=${trace.rate}"],
+            "trace.rate: Recursive interpolation detected: it asks for itself, maybe by way of others; give one",
+        ),
         (["hydra.sweep.subdir=${schedular.name}"], "hydra.sweep.subdir has ${schedular.name}, and there is no key "),
         (["cache={blok_size: 3}"], "unknown key 'cache.blok_size'; did you mean 'cache.block_size'? cache has: "),
         (["trace.prompt={kind: constant, valu: 3}"], "unknown key 'trace.prompt.valu'; did you mean 'trace.prompt.va"),

@@ -26,7 +26,7 @@ from analysis.reading.request_columns import STRINGS
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
-from testbed.records.schema import REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
+from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -366,12 +366,12 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
     with naming(file):
         names = set(pq.read_schema(file).names)
-    missing = [name for name in columns if name not in names]
+    missing = [name for name in columns if name not in names and name not in AT_CLIENT]
     if missing:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
 
 
 def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
-    """These columns of a file of records. Raises RunFolderError if it cannot be read."""
+    """These columns of a file of records, as far as it has them. Raises RunFolderError if it cannot be read."""
     with naming(file):
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))

@@ -12,10 +12,10 @@ class FrontEnd:
     """An inbox whose events reach the engine `time_ns` after they came.
 
     Instants of arrival stay those of the client, so TTFT and E2E have the time in them, once. A closed-loop turn passes
-    the front end again, once the sender has sent all that was emitted until its predecessor's end.
+    the front end again. sender: whose clients have their last token only when it has sent it; None: at the commit.
     """
 
-    def __init__(self, source: Inbox, time_ns: int, sender: Sender) -> None:
+    def __init__(self, source: Inbox, time_ns: int, sender: Sender | None = None) -> None:
         self._source, self._time_ns, self._sender = source, time_ns, sender
 
     @property
@@ -30,4 +30,9 @@ class FrontEnd:
         return None if next_ns is None else next_ns + self._time_ns
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self._source.finished(requests, max(now_ns, int(self._sender.free_ns)))
+        """The loop has had what these emitted recorded, and so sent, before it says so."""
+        if self._sender is None:
+            self._source.finished(requests, now_ns)
+            return
+        for item in requests:
+            self._source.finished([item], self._sender.last_ns(item.request.request_id, now_ns))

@@ -25,7 +25,7 @@ from testbed.errors import RunFolderError
 REQUEST_FACTS = (  # all of requests.parquet but the tokens' instants
     "request_id", "replica", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_cached_tokens",
     "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns", "queued_ns",
-    "first_scheduled_ns", "first_token_ns", "finish_ns", "ttft_s", "tpot_s", "e2e_s",
+    "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s",
 )  # fmt: skip
 PREEMPTED = ("request_id", "replica", "step", "at_ns", "mode", "why", "for_request_id", "lost_tokens", "back_ns",
              "recomputed_tokens", "caught_up_ns", "cost_ns")  # fmt: skip

@@ -186,7 +186,24 @@ def _ending(row: Any) -> str:
              if not pd.isna(row[key])]  # fmt: skip
     emitted = f"after {row['num_output_tokens']:,} output tokens"
     how = f"{row['finish_reason']}{message} {emitted}"
-    return f"Ended at {_at(row['finish_ns'])} as {how}: {', '.join(times) or 'no token'}."
+    told = f"Ended at {_at(row['finish_ns'])} as {how}: {', '.join(times) or 'no token'}."
+    first_ns, last_ns = (behind_ns(row, sent, done) for sent, done in (SENT_FIRST, SENT_LAST))
+    if max(first_ns, last_ns):
+        late = [
+            f"its {which} token {seconds(ns / 1e9)}" for which, ns in (("first", first_ns), ("last", last_ns)) if ns
+        ]
+        told += f" The front end brought it {listing(late)} after the engine had made it."
+    return told
+
+
+SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "finish_ns")
+
+
+def behind_ns(row: Any, sent: str, done: str) -> int:
+    """How much later than the engine had done it a token was at its client; 0 where that is not known."""
+    if sent not in row or pd.isna(row[sent]) or pd.isna(row[done]):
+        return 0
+    return max(0, int(row[sent]) - int(row[done]))
 
 
 def _table(stretches: list[Stretch], name: str) -> list[str]:

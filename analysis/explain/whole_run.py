@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.frames import Told
-from analysis.explain.request import CAUSES, REASONS
+from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns
 from analysis.format import listing, seconds, share
 from analysis.load import Run
 
@@ -118,12 +118,19 @@ def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
 
 def _worst(requests: pd.DataFrame) -> list[str]:
     per_token = requests["wait_ns"] / 1e9 / requests["num_output_tokens"].clip(lower=1)
-    ranks = (("E2E", requests["e2e_s"]), ("TTFT", requests["ttft_s"]), ("waiting per output token", per_token))
+    ranks = (
+        ("E2E", requests["e2e_s"], SENT_LAST), ("TTFT", requests["ttft_s"], SENT_FIRST),
+        ("waiting per output token", per_token, None),
+    )  # fmt: skip
     lines = []
-    for title, values in ranks:
+    for title, values, sent in ranks:
         worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
         lines += [f"Worst {title}:"] * bool(len(worst))
-        lines += [f"- {name}: {seconds(value)}; {_one_line(requests.loc[str(name)])}" for name, value in worst.items()]
+        for name, value in worst.items():
+            row = requests.loc[str(name)]
+            late_ns = 0 if sent is None else behind_ns(row, *sent)
+            late = f", {seconds(late_ns / 1e9)} of it for the front end to send it" if late_ns else ""
+            lines.append(f"- {name}: {seconds(value)}{late}; {_one_line(row)}")
     return lines
 
 

@@ -1,12 +1,13 @@
 """The metrics, with the field's exact definitions, from request and step records.
 
-Definitions (arrival is the *intended* arrival, so queueing is always inside):
+Definitions (arrival is the *intended* arrival, so queueing is always inside; where a simulated front end takes time to
+send tokens, they are at the client, but for ITL, which is the engine's):
     TTFT                first token - arrival
     TPOT                (last token - first token) / (n - 1), n >= 2: without the first token, as vLLM's and MLPerf's
                         benchmarks; `tpot_incl_first` is (last token - arrival) / n, as LLMPerf's
     ITL                 each gap between two tokens of a request: pooled over requests (`itl_s`), or the largest of each
                         request (`itl_max_s`)
-    E2E                 finish, or the last token where a front end sends it later, - arrival
+    E2E                 finish, or the last token where that comes later, - arrival
     queueing            first scheduled - arrival
     normalised latency  E2E / output tokens (Orca, vLLM)
 A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
@@ -77,7 +78,7 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     """One of LATENCIES of each request, seconds `[num_requests]`; NaN where it has none."""
     arrival = requests.numbers("arrival_ns")
     if name == "ttft_s":
-        return (requests.numbers("first_token_ns") - arrival) / 1e9
+        return (_first_sent_ns(requests) - arrival) / 1e9
     if name == "queueing_s":
         return (requests.numbers("first_scheduled_ns") - arrival) / 1e9
     if name == "itl_max_s":
@@ -85,15 +86,13 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
     n = requests.numbers("num_token_steps")  # the sequences of a group emit together
     if name in ("e2e_s", "normalised_latency_s"):
-        has_all_ns = np.fmax(requests.numbers("finish_ns"), last_token_ns(requests))
-        e2e = np.where(requests.is_completed, has_all_ns - arrival, np.nan) / 1e9
+        e2e = np.where(requests.is_completed, end_at_client_ns(requests) - arrival, np.nan) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
-    last = last_token_ns(requests)
+    last = _last_sent_ns(requests)
     if name == "tpot_incl_first_s":
         return np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9
     assert name == "tpot_s", name
-    first = requests.numbers("first_token_ns")
-    return np.where(n >= 2, (last - first) / np.maximum(n - 1, 1), np.nan) / 1e9
+    return np.where(n >= 2, (last - _first_sent_ns(requests)) / np.maximum(n - 1, 1), np.nan) / 1e9
 
 
 def itl_pooled(requests: Any) -> FloatArray:
@@ -102,13 +101,32 @@ def itl_pooled(requests: Any) -> FloatArray:
     return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
 
 
+def _first_sent_ns(requests: RequestColumns) -> FloatArray:
+    """Records of before there was such a column have the engine's instants."""
+    return requests.numbers("first_sent_ns" if "first_sent_ns" in requests.rows.names else "first_token_ns")
+
+
+def _last_sent_ns(requests: RequestColumns) -> FloatArray:
+    if "last_sent_ns" in requests.rows.names:
+        return requests.numbers("last_sent_ns")
+    return last_token_ns(requests)
+
+
+def end_at_client_ns(requests: RequestColumns) -> FloatArray:
+    """When the client of each request had all of it, ns; NaN for one that has not ended."""
+    finish = requests.numbers("finish_ns")
+    if "last_sent_ns" not in requests.rows.names:
+        return finish
+    return np.where(np.isnan(finish), np.nan, np.fmax(finish, requests.numbers("last_sent_ns")))
+
+
 def last_token_ns(requests: RequestColumns) -> FloatArray:
-    """Last token's instant, ns, NaN for none; without token times it follows from TPOT."""
+    """When the engine emitted the last token, ns, NaN for none; without token times it follows from TPOT."""
     if requests.tokens is not None:
         return requests.tokens.last_ns
     n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
     tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
-    return np.where(n >= 1, first + np.rint(tpot_ns * (n - 1)), np.nan)
+    return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
 
 
 def meets_slo(requests: Any, slo: SLO) -> BoolArray:

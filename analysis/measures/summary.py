@@ -158,7 +158,7 @@ def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArra
     aborted = requests.reasons.among(("abort",))
     cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
     waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
-    open_gap_ns = np.maximum(cut_ns - last_token_ns(requests)[cut], 0.0)  # a front end may still have had some to send
+    open_gap_ns = cut_ns - last_token_ns(requests)[cut]
     none = np.empty(0)
     samples: Samples = {}
     for name in _CENSORED_AT_END:

@@ -16,7 +16,9 @@ from analysis.reading.rows import FloatArray
 if TYPE_CHECKING:
     import pandas as pd
 
-NULLABLE = frozenset({"turn", "queued_ns", "first_scheduled_ns", "first_token_ns", "finish_ns"})
+NULLABLE = frozenset(
+    {"turn", "queued_ns", "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns"}
+)
 
 
 def as_frame(data: Any) -> pd.DataFrame:

@@ -88,11 +88,15 @@ def run_app(arguments: list[str]) -> int:
 
 def _check_environment(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a variable that a job shall have, and nobody has set."""
-    for item in [one for one in map(parsed, overrides) if one.key_or_group == "hydra.job.env_copy"]:
-        names = item.value()
-        if not isinstance(names, list):
+    for item in map(parsed, overrides):
+        if item.key_or_group not in ("hydra.job", "hydra.job.env_copy") or item.is_sweep_override():
+            continue
+        value = item.value()
+        if item.key_or_group == "hydra.job":
+            value = value.get("env_copy", []) if isinstance(value, dict) else []
+        if not isinstance(value, list):
             raise ConfigError(f"{item.input_line}: it must be a list of names of variables, as [HOME,USER]")
-        for name in names:
+        for name in value:
             if str(name) not in os.environ:
                 raise ConfigError(f"hydra.job.env_copy names {name!r}, which is not set; set it, or leave it out")
 
@@ -131,7 +135,7 @@ def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
 
 
 RUN_DIR = "hydra.run.dir"
-_OF_SWEEPS = ("hydra.sweep.", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+_OF_SWEEPS = ("hydra.sweep", "hydra/sweep", "hydra.launcher", "hydra/launcher")
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
@@ -216,7 +220,7 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
-    if of_sweeps := [item for item in of_hydra if item.startswith(_OF_SWEEPS)]:
+    if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
     return _finish(_executed(_config_of(node), folder, of_hydra))
 

@@ -220,7 +220,7 @@ class SimConfig:
             ("schedule_ns_per_seq", 0, 10**12),
             ("schedule_ns_per_1k_tokens", 0, 10**12),
             ("frontend_ns", 0, 10**15),
-            ("frontend_ns_per_token", 0, 10**12),
+            ("frontend_ns_per_token", 0, 10**9),
         ):
             require_whole(f"backend.{name}", getattr(self, name), least, most)
         if self.replicas_per_link > self.num_replicas:

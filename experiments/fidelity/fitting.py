@@ -148,7 +148,7 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
     if both.success:
         return values(both.x), []
     ended = f"the search for {' and '.join(given)} ended after {MAX_TRIED} simulations, before it came to rest"
-    return values(both.x), [f"{ended}; give what it found as overrides, and fit again"]
+    return values(both.x), [f"{ended}: what fits best may lie further on"]
 
 
 def _edges(name: str) -> tuple[float, float]:

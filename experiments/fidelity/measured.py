@@ -19,7 +19,7 @@ from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
 from testbed.records.parquet import schema_of
-from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
@@ -112,7 +112,8 @@ def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder:
     """The measured run as a run folder, without steps. config: as the simulation of it has it."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
-    pq.write_table(pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS)), folder / "requests.parquet")
+    columns = {name: kind for name, kind in REQUEST_COLUMNS.items() if name not in AT_CLIENT}
+    pq.write_table(pa.Table.from_pylist(records, schema_of(columns)), folder / "requests.parquet")
     pq.write_table(schema_of(STEP_COLUMNS).empty_table(), folder / "steps.parquet")
     (folder / "config.yaml").write_text(as_yaml(config))
     manifest = {
@@ -130,16 +131,14 @@ def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
     first_ns = arrival_ns + round(row.ttft_s * 1e9)
     finish_ns = max(first_ns, arrival_ns + round(row.e2e_s * 1e9))
     num = row.num_output_tokens
-    instants_ns = None
-    if row.gaps_s is not None:  # rounded, they may go beyond the end
-        instants_ns = accumulate((round(gap * 1e9) for gap in row.gaps_s), initial=first_ns)
+    gaps_ns = None if row.gaps_s is None else [round(gap * 1e9) for gap in row.gaps_s]
     tpot_s = row.tpot_s if row.tpot_s is not None else (finish_ns - first_ns) / max(num - 1, 1) / 1e9
     return {
         "request_id": row.request_id, "tenant": "default", "priority": 0, "replica": 0,
         "num_prompt_tokens": row.num_prompt_tokens, "num_output_tokens": num, "num_token_steps": num,
         "num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "finish_reason": "length",
         "arrival_ns": arrival_ns, "queued_ns": arrival_ns, "first_token_ns": first_ns, "finish_ns": finish_ns,
-        "token_ns": None if instants_ns is None else [min(ns, finish_ns) for ns in instants_ns],
+        "token_ns": None if gaps_ns is None else list(accumulate(gaps_ns, initial=first_ns)),
         "ttft_s": (first_ns - arrival_ns) / 1e9, "tpot_s": tpot_s if num > 1 else None,
         "e2e_s": (finish_ns - arrival_ns) / 1e9,
     }  # fmt: skip

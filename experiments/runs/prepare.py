@@ -116,7 +116,7 @@ class Prepared:
     description: dict[str, Any]  # of the manifest
     checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
     cost: CostModel | None = None  # what prices the steps
-    sender: Sender | None = None  # of the simulated front end
+    sender: Sender | None = None  # of a simulated front end that takes time for each token
     replay: ReplayLog | None = None  # of a real run
     late: Sequence[LateRecords] = ()  # for each engine, if steps run elsewhere than here: what is recorded meanwhile
     close: Callable[[], None] = lambda: None  # ends what the engines have started
@@ -145,9 +145,10 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
     assert isinstance(config.backend, SimConfig)
-    takes_ns, sender = config.backend.frontend_ns, Sender(config.backend.frontend_ns_per_token)
+    takes_ns, per_token_ns = config.backend.frontend_ns, config.backend.frontend_ns_per_token
+    sender = Sender(per_token_ns) if per_token_ns else None
     inbox = trace_inbox(config, trace)
-    if takes_ns or config.backend.frontend_ns_per_token:
+    if takes_ns or sender is not None:
         inbox = FrontEnd(inbox, takes_ns, sender)
     fleet = engines.build_fleet(config, inbox, priced)
     return Prepared(

@@ -64,8 +64,8 @@ class RunRecorder(Recorder):
             self._decisions = beside._decisions
         self._explains = explains
         self._token_times = token_times
-        self._sender = sender or Sender()
-        self._end_ns = 0  # of the step before
+        self._sender = sender
+        self.end_ns = 0  # of the last step
         self._keeps_steps = steps
         self._open: dict[str, OpenRequest] = {}
 
@@ -90,9 +90,9 @@ class RunRecorder(Recorder):
                 request.admitted(admission, step.plan_ns)
         self._emitted(step.emitters, step.end_ns)
         if self._keeps_steps:
-            start_ns = max(step.plan_ns, self._end_ns)
+            start_ns = max(step.plan_ns, self.end_ns)
             self._steps.append(step, start_ns, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
-        self._end_ns = step.end_ns
+        self.end_ns = step.end_ns
         if self._decisions is not None:
             whose = {} if self._replica is None else {"replica": self._replica}
             more = explanation(plan, before, self._recomputed(plan)) if self._explains else {}
@@ -108,7 +108,10 @@ class RunRecorder(Recorder):
         for seq in emitters:
             if seq.record is None:
                 seq.record = self._open[seq.request_id]
-            cast("OpenRequest", seq.record).emitted(end_ns, self._sender.send(end_ns))
+            request = cast("OpenRequest", seq.record)
+            request.emitted(end_ns)
+            if self._sender is not None:
+                request.sent(self._sender.send(seq.request_id, end_ns))
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
         """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""
@@ -165,22 +168,28 @@ class OpenRequest:
         # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
         self.restarts: dict[int, tuple[int, int]] = {}
         self.num_tokens = self.num_token_steps = i64(0)
-        self.first_ns = self.last_ns = i64(-1)  # of a token, when the client had it
-        self.emitted_ns = i64(-1)  # the newest
+        self.first_ns = self.last_ns = i64(-1)  # of a token
+        self.first_sent_ns = self.last_sent_ns = i64(-1)  # the same at the client, where a sender brings it
         self.instants: vec[i64] = vec[i64]()
         self.keeps_instants = keeps_instants
 
-    def emitted(self, now_ns: i64, sent_ns: i64) -> None:
-        """One token, which the client has at sent_ns."""
+    def emitted(self, now_ns: i64) -> None:
+        """One token."""
         self.num_tokens += 1
-        if now_ns == self.emitted_ns:
+        if now_ns == self.last_ns:
             return
-        self.emitted_ns, self.last_ns = now_ns, sent_ns
+        self.last_ns = now_ns
         self.num_token_steps += 1
         if self.num_token_steps == 1:
-            self.first_ns = sent_ns
+            self.first_ns = now_ns
         if self.keeps_instants:
-            self.instants = append(self.instants, sent_ns)
+            self.instants = append(self.instants, now_ns)
+
+    def sent(self, now_ns: i64) -> None:
+        """The client has one token more."""
+        if self.first_sent_ns < 0:
+            self.first_sent_ns = now_ns
+        self.last_sent_ns = now_ns
 
     def admitted(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
@@ -202,14 +211,26 @@ class OpenRequest:
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, replica: int) -> tuple[Any, ...]:
         """Its row of requests.parquet."""
         request, num_steps, arrival_ns = self.request, int(self.num_token_steps), self.request.arrival_ns
-        first_ns, last_ns = int(self.first_ns), int(self.last_ns)
+        first_ns, last_ns = self._at_client(finish_ns if reason == FinishReason.ABORT.value else None)
+        had = first_ns >= 0
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
             len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens,
             self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
             arrival_ns, self.queued_ns, self.first_scheduled_ns,
-            first_ns if num_steps else None, finish_ns, memoryview(self.instants) if self.keeps_instants else None,
-            (first_ns - arrival_ns) / 1e9 if num_steps else None,
-            (last_ns - first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
+            int(self.first_ns) if num_steps else None, finish_ns,
+            memoryview(self.instants) if self.keeps_instants else None,
+            first_ns if had else None, last_ns if had else None,
+            (first_ns - arrival_ns) / 1e9 if had else None,
+            (last_ns - first_ns) / (num_steps - 1) / 1e9 if had and num_steps > 1 else None,
             (max(finish_ns, last_ns) - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
+
+    def _at_client(self, until_ns: int | None) -> tuple[int, int]:
+        """When the client had the first and the last token; below 0: never. until_ns: when it went away, if it did."""
+        is_sent = self.first_sent_ns >= 0
+        first_ns = int(self.first_sent_ns if is_sent else self.first_ns)
+        last_ns = int(self.last_sent_ns if is_sent else self.last_ns)
+        if until_ns is None or last_ns <= until_ns:
+            return first_ns, last_ns
+        return (first_ns, until_ns) if first_ns <= until_ns else (-1, -1)

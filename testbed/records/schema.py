@@ -44,13 +44,17 @@ REQUEST_COLUMNS: dict[str, str] = {
     "arrival_ns": "int64",  # intended arrival
     "queued_ns": "int64",  # the step boundary that first saw it
     "first_scheduled_ns": "int64",  # the plan that admitted it first; null: never
-    "first_token_ns": "int64",  # the commit that emitted its first token, and what a front end takes; null: none
+    "first_token_ns": "int64",  # the commit that emitted its first token; null: none
     "finish_ns": "int64",  # when it left the engine, of whatever reason; null: unfinished when the run ended
-    "token_ns": "list<int64>",  # the same of every step that emitted; null with record.token_times=false
-    "ttft_s": "double",  # first token - intended arrival
-    "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted; null for n < 2
-    "e2e_s": "double",  # finish or last token, the later - intended arrival; null unless it ended by stop or length
+    "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
+    "first_sent_ns": "int64",  # its client has the first token: as above, or later (backend.frontend_ns_per_token)
+    "last_sent_ns": "int64",  # its client has the newest token; null: none, or it had gone away before its first
+    "ttft_s": "double",  # first token at the client - intended arrival
+    "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted, at the client; null for n < 2
+    "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
 }
+
+AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # runs from before there were these lack them, and measured ones
 
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # whose step it is; 0 where there is only one. Several are mixed, each in its own order
@@ -111,6 +115,7 @@ MANIFEST_KEYS = (
     "async_scheduling",  # whether a step was planned while the one before it ran
     "frontend_ns",  # between a request's arrival and the engine; simulated runs only
     "frontend_ns_per_token",  # that it takes to send one to its client; simulated runs only
+    "frontend_behind_s",  # from the end of the last step until it had sent all; null where it takes no time
     "device",  # name
     "attention",  # provider, real runs only
     "attention_reasons",  # {provider: why it was taken, or not}, real runs only

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import pyarrow.parquet as pq
 import pytest
 
+from analysis.explain.request import explain_request
+from analysis.explain.whole_run import explain_run
+from analysis.load import load_run
+from analysis.measures.summary import summarise
 from experiments import simulate
+from experiments.cli import main
 from testbed.core.commands import Abort, Arrive
-from testbed.records.sender import Sender
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest
 
@@ -41,7 +48,7 @@ def test_every_turn_of_a_session_passes_it():
 
 def test_an_abort_comes_after_its_request_and_as_late():
     row = TraceRequest("a", 1000, (Span(1, 0, 8),), Span(2, 0, 8), cancel_after_ns=50)
-    inbox = FrontEnd(TraceInbox(Trace("one", (row,)), 100), 300, Sender())
+    inbox = FrontEnd(TraceInbox(Trace("one", (row,)), 100), 300)
     assert inbox.next_ns() == 1300
     assert inbox.due(1299) == []
     (arrival,) = inbox.due(1300)
@@ -54,87 +61,163 @@ def test_an_abort_comes_after_its_request_and_as_late():
 # --- tokens on their way out: steps take 10 ms ---
 
 MS = 1_000_000
-STEP_COLUMNS = ["start_ns", "end_ns", "num_emitted", "digest"]
+COST = {"name": "constant", "step_s": 0.01}
+AT_CLIENT = ["first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s"]
+
+
+def row(name, arrival_s=0.0, output_tokens=5, **more):
+    return {
+        "request_id": name, "arrival_time": arrival_s, "prompt_tokens": 16, "output_tokens": output_tokens
+    } | more  # fmt: skip
 
 
 def at_once(num, output_tokens):
+    return [row(f"r{i}", output_tokens=output_tokens) for i in range(num)]
+
+
+def both(rows, per_token_ns=MS, backend=(), **settings):
+    """Without a time for each token, and with it."""
+    settings = {"cost": COST, **settings}
     return [
-        {"request_id": f"r{i}", "arrival_time": 0.0, "prompt_tokens": 16, "output_tokens": output_tokens}
-        for i in range(num)
+        simulate(rows, backend={"name": "sim", "frontend_ns_per_token": ns, **dict(backend)}, **settings)
+        for ns in (0, per_token_ns)
     ]
 
 
 def test_the_tokens_of_a_step_leave_one_after_the_other():
-    plain, sent = (lines(at_once(3, 5), frontend_ns_per_token=ns) for ns in (0, MS))
-    assert (plain["first_token_ns"] == 10 * MS).all()
-    assert sent["first_token_ns"].tolist() == [11 * MS, 12 * MS, 13 * MS]
-    assert [list(each) for each in sent["token_ns"]] == [
-        [(10 * step + place) * MS for step in range(1, 6)] for place in (1, 2, 3)
-    ]
-    assert (sent["finish_ns"] == plain["finish_ns"]).all()  # the engine's
+    plain, behind = (run.requests for run in both(at_once(3, 5)))
+    assert plain["first_sent_ns"].tolist() == plain["first_token_ns"].tolist() == [10 * MS] * 3
+    assert plain["last_sent_ns"].tolist() == plain["finish_ns"].tolist() == [50 * MS] * 3
+    assert behind["first_sent_ns"].tolist() == [11 * MS, 12 * MS, 13 * MS]
+    assert behind["last_sent_ns"].tolist() == [51 * MS, 52 * MS, 53 * MS]
     for column in ("ttft_s", "e2e_s"):
-        assert (sent[column] - plain[column]).tolist() == pytest.approx([0.001, 0.002, 0.003])
-    assert sent["tpot_s"].tolist() == plain["tpot_s"].tolist()
+        assert (behind[column] - plain[column]).tolist() == pytest.approx([0.001, 0.002, 0.003])
+    assert behind["tpot_s"].tolist() == plain["tpot_s"].tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheduler": "vllm_v1_async"}, {"cache": {"num_gpu_blocks": 12}}])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_have_one_server_and_the_engines_do_what_they_did(replicas, settings):
+    """What is sent when, made anew from the instants of the engines alone."""
+    rows = [row(f"r{i}", 0.004 * i, 3 + i % 9) for i in range(40)]
+    plain, behind = both(rows, 700_000, {"num_replicas": replicas}, **settings)
+    assert behind.steps.equals(plain.steps)
+    assert behind.manifest["digest"] == plain.manifest["digest"]
+    engines, clients = plain.requests.drop(columns=AT_CLIENT), behind.requests.drop(columns=AT_CLIENT)
+    assert clients.equals(engines)
+    assert [check["holds"] for check in behind.summary["checks"].values()] == [
+        check["holds"] for check in plain.summary["checks"].values()
+    ]
+    emitted = sorted(ns for instants in plain.requests["token_ns"] for ns in instants)
+    free_ns, sent = 0, []
+    for ns in emitted:
+        free_ns = max(free_ns, ns) + 700_000
+        sent.append(free_ns)
+    found = behind.requests
+    assert set(found["first_sent_ns"]) | set(found["last_sent_ns"]) <= set(sent)
+    assert (found["first_sent_ns"] > found["first_token_ns"]).all()
+    assert (found["last_sent_ns"] > found["finish_ns"]).all()
+    assert found["last_sent_ns"].max() == sent[-1]
+    assert behind.manifest["frontend_behind_s"] == pytest.approx((sent[-1] - emitted[-1]) / 1e9)
 
 
 def test_a_server_that_is_slower_than_its_engine_falls_behind():
     num, each = 8, 20
-    sent = lines(at_once(num, each), frontend_ns_per_token=2 * MS)  # 16 ms for what the engine makes in 10
-    last_ns = [max(instants) for instants in sent["token_ns"]]
+    plain, behind = both(at_once(num, each), 2 * MS, scheduler={"name": "vllm_v1", "max_num_seqs": 8})  # 16 ms a step
+    last_ns = behind.requests["last_sent_ns"].tolist()
     assert max(last_ns) == 10 * MS + num * each * 2 * MS
-    assert sent["finish_ns"].max() == each * 10 * MS
-    assert sent["tpot_s"].tolist() == pytest.approx([0.016] * num)
-    assert (sent["e2e_s"] * 1e9).round().astype(int).tolist() == last_ns
+    assert behind.requests["tpot_s"].tolist() == pytest.approx([0.016] * num)
+    assert (behind.requests["e2e_s"] * 1e9).round().astype(int).tolist() == last_ns
+    assert behind.manifest["frontend_behind_s"] == 0.13
+    assert plain.manifest["frontend_behind_s"] is None
+    for name in ("duration_s", "throughput", "kv_usage", "fairness"):
+        assert behind.summary.get(name) == plain.summary.get(name)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_what_the_engine_does_stays_as_it_was_and_replicas_have_one_server(replicas):
+def test_a_run_says_that_its_server_fell_behind(tmp_path, capsys):
+    arguments = ["trace.num_requests=40", "trace.rate=40", "cost=constant", "cost.step_s=0.01"]
+    for ns, is_told in ((10_000, False), (5_000_000, True)):
+        place = f"hydra.run.dir={tmp_path / str(ns)}"
+        assert main(["run", place, *arguments, f"backend.frontend_ns_per_token={ns}", "scheduler.max_num_seqs=8"]) == 0
+        assert ("the front end fell behind: it had sent all tokens " in capsys.readouterr().out) == is_told
+
+
+def test_without_instants_of_tokens_or_steps_the_latencies_are_the_same():
+    kept, *others = (
+        simulate(at_once(5, 9), backend={"name": "sim", "frontend_ns_per_token": 333_333}, cost=COST, record=record)
+        for record in ({}, {"token_times": False}, {"steps": False})
+    )
+    for other in others:
+        for name in ("ttft_s", "e2e_s", "tpot_s", "throughput", "duration_s"):
+            assert other.summary[name] == kept.summary[name]
+
+
+def test_a_turn_follows_when_its_own_client_has_the_answer():
+    turns = [
+        row(f"{session}{turn}", None, 4, session_id=session, turn=turn)
+        | ({"arrival_time": 0.0} if turn == 0 else {"think_time": 1.0})
+        for session in "abc" for turn in range(2)
+    ]  # fmt: skip
+    plain, behind = (run.requests.set_index("request_id") for run in both(turns))
+    for place, session in enumerate("abc", 1):
+        first, second = f"{session}0", f"{session}1"
+        assert behind.loc[first, "last_sent_ns"] == plain.loc[first, "finish_ns"] + place * MS
+        assert behind.loc[second, "arrival_ns"] == behind.loc[first, "last_sent_ns"] + 1000 * MS
+
+
+def test_a_client_that_has_gone_away_gets_nothing_more():
+    rows = [row(f"r{i}", output_tokens=50, cancel_after=0.025) for i in range(6)]
+    plain, behind = both(rows, 5 * MS)
+    assert behind.requests["finish_reason"].tolist() == ["abort"] * 6
+    had = behind.requests["first_sent_ns"]
+    assert had.isna().sum() > 0
+    assert (had.dropna() <= behind.requests["finish_ns"].max()).all()
+    assert behind.requests["last_sent_ns"].isna().equals(had.isna())
+    assert (behind.requests["last_sent_ns"].dropna() <= behind.requests["finish_ns"].max()).all()
+    assert behind.summary["ttft_s"]["num_censored"] == had.isna().sum()
+    assert behind.summary["itl_s"] == plain.summary["itl_s"]
+
+
+def test_the_answers_of_a_request_are_there_with_the_last_token_of_all():
     plain, behind = (
-        simulate(
-            at_once(6, 7), backend={"name": "sim", "num_replicas": replicas, "frontend_ns_per_token": ns},
-            cost={"name": "constant", "step_s": 0.01},
-        )
-        for ns in (0, MS)
+        run.requests for run in both(at_once(2, 4), sampling={"n": 3, "temperature": 1.0})
     )  # fmt: skip
-    assert behind.steps[STEP_COLUMNS].equals(plain.steps[STEP_COLUMNS])
-    assert behind.manifest["digest"] == plain.manifest["digest"]
-    assert behind.manifest["frontend_ns_per_token"] == MS
-    firsts = sorted(behind.requests["first_token_ns"])
-    assert firsts == [(11 + place) * MS for place in range(6)]
-    checks = behind.summary["checks"]
-    assert {name: check["holds"] for name, check in checks.items()} == {
-        name: check["holds"] for name, check in plain.summary["checks"].items()
-    }
-    for kind in ("e2e_s", "ttft_s"):
-        assert behind.summary[kind]["mean"] == pytest.approx(behind.requests[kind].mean())
+    assert behind["token_ns"].equals(plain["token_ns"])
+    assert behind["first_sent_ns"].tolist() == [11 * MS, 12 * MS]
+    assert behind["last_sent_ns"].tolist() == [43 * MS, 46 * MS]
+    assert behind["e2e_s"].tolist() == [0.043, 0.046]
 
 
-def test_without_instants_of_tokens_the_latencies_are_the_same():
-    """`record.token_times=false`: the last token's instant follows from TPOT."""
-    kept, left_out = (
-        simulate(
-            at_once(5, 9), backend={"name": "sim", "frontend_ns_per_token": 333_333},
-            cost={"name": "constant", "step_s": 0.01}, record={"token_times": keeps},
-        ).summary
-        for keeps in (True, False)
-    )  # fmt: skip
-    for name in ("ttft_s", "e2e_s", "tpot_s"):
-        assert left_out[name] == kept[name]
+def test_a_search_for_capacity_comes_to_what_whole_runs_come_to(tmp_path):
+    """TPOT at the client may be less than the engine's: a first token is the last of its step."""
+    rows = [row(f"{i}-{j}", 0.5 * i, 2 if j == 7 else 1) for i in range(20) for j in range(8)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [
+        "capacity", "trace=jsonl", f"trace.path={tmp_path / 'trace.jsonl'}", "cost=constant", "cost.step_s=0.01",
+        "backend.frontend_ns_per_token=1000000", "slo.tpot_s=0.005",
+    ]  # fmt: skip
+    found = []
+    for name, whole in (("stopped", []), ("whole", ["--whole"])):
+        assert main([*command, "--out", str(tmp_path / name), *whole]) == 0
+        found.append(json.loads((tmp_path / name / "capacity.json").read_text()))
+    assert found[0]["policies"] == found[1]["policies"]
 
 
-def test_a_turn_follows_when_its_client_has_the_answer():
-    plain, behind = (lines(TURNS, frontend_ns_per_token=ns) for ns in (0, 3 * MS))
-    assert (behind["arrival_ns"] - plain["arrival_ns"]).tolist() == [0, 3 * MS, 6 * MS]
-    assert (behind["e2e_s"] - plain["e2e_s"]).tolist() == pytest.approx([0.003] * 3)
+def test_explanations_tell_of_the_way_out():
+    _, behind = both(at_once(8, 20), 2 * MS, record={"decisions": True})
+    told = explain_request(behind, "r7").replace("\u00a0", " ")
+    assert "The front end brought it its first token 16.0 ms and its last token 130 ms after" in told
+    told = explain_run(behind).replace("\u00a0", " ")
+    assert "- r7: 330 ms, 130 ms of it for the front end to send it; did not wait" in told
 
 
-def test_tokens_that_the_sequences_of_a_request_emit_together_have_one_instant():
-    run = simulate(
-        at_once(2, 4), backend={"name": "sim", "frontend_ns_per_token": MS}, sampling={"n": 3, "temperature": 1.0},
-        cost={"name": "constant", "step_s": 0.01},
-    )  # fmt: skip
-    assert run.requests["num_token_steps"].tolist() == [4, 4]
-    assert run.requests["num_output_tokens"].tolist() == [12, 12]
-    first, second = [[ns // MS for ns in instants] for instants in run.requests["token_ns"]]
-    assert first == [11, 21, 31, 41]
-    assert second == [12, 24, 34, 44]  # in the first step, those that part from the two come after both
+def test_runs_from_before_there_was_such_an_instant_are_read_as_they_were(tmp_path):
+    run = simulate(at_once(5, 9), cost=COST, folder=tmp_path / "run", record={"decisions": True})
+    told, summary, file = explain_run(run), run.summary, run.path / "requests.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["first_sent_ns", "last_sent_ns"]), file)
+    older = load_run(run.path)
+    assert "first_sent_ns" not in older.requests
+    assert explain_run(older) == told
+    again = summarise(older.requests, older.steps, older.manifest)
+    for name in ("ttft_s", "tpot_s", "e2e_s", "itl_s", "throughput"):
+        assert again[name] == summary[name]

@@ -140,7 +140,9 @@ def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, capsys
     assert load_run(tmp_path / "a").config["report"]["question"] == "what is ${seed} of tiny?"
 
 
-@pytest.mark.parametrize("key", ["hydra.sweep.dir=elsewhere", "hydra/launcher=joblib", "hydra/sweeper=basic"])
+@pytest.mark.parametrize(
+    "key", ["hydra.sweep.dir=elsewhere", "++hydra.sweep.dir=x", "hydra.sweep={dir:x}", "hydra/launcher=joblib"]
+)
 def test_what_only_sweeps_read_is_told_of_a_single_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
@@ -151,17 +153,21 @@ def test_what_only_sweeps_read_is_told_of_a_single_run(
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("key", "told"),
     [
-        ("[PATH,NOBODY_SET_IT]", "hydra.job.env_copy names 'NOBODY_SET_IT', which is not set; set it, or leave it out"),
-        ("${seed}", "hydra.job.env_copy=${seed}: it must be a list of names of variables, as [HOME,USER]"),
+        (
+            "hydra.job.env_copy=[PATH,NOBODY_SET_IT]",
+            " names 'NOBODY_SET_IT', which is not set; set it, or leave it out",
+        ),
+        ("hydra.job={env_copy:[NOBODY]}", " names 'NOBODY', which is not set; set it, or leave it out"),
+        ("hydra.job.env_copy=${seed}", "=${seed}: it must be a list of names of variables, as [HOME,USER]"),
     ],
 )
 def test_a_variable_that_a_job_shall_have_is_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, told: str
 ) -> None:
-    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", f"hydra.job.env_copy={names}")
-    assert (said.status, said.err) == (1, f"error: {told}\n")
+    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
+    assert (said.status, said.err) == (1, f"error: hydra.job.env_copy{told}\n")
     assert not (tmp_path / "one").exists()
 
 

@@ -200,8 +200,8 @@ SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "f
 
 
 def behind_ns(row: Any, sent: str, done: str) -> int:
-    """How much later than the engine had done it a token was at its client; 0 where that is not known."""
-    if sent not in row or pd.isna(row[sent]) or pd.isna(row[done]):
+    """How much later than the engine had done it a token was at its client; 0 where it was not, or nobody knows."""
+    if sent not in row or pd.isna(row[sent]) or pd.isna(row[done]) or row["finish_reason"] == "abort":
         return 0
     return max(0, int(row[sent]) - int(row[done]))
 

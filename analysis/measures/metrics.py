@@ -78,7 +78,9 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     """One of LATENCIES of each request, seconds `[num_requests]`; NaN where it has none."""
     arrival = requests.numbers("arrival_ns")
     if name == "ttft_s":
-        return (_first_sent_ns(requests) - arrival) / 1e9
+        first = _first_at_client_ns(requests)
+        had_gone = requests.reasons.among(("abort",)) & (first > requests.numbers("finish_ns"))
+        return np.where(had_gone, np.nan, first - arrival) / 1e9
     if name == "queueing_s":
         return (requests.numbers("first_scheduled_ns") - arrival) / 1e9
     if name == "itl_max_s":
@@ -88,11 +90,11 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     if name in ("e2e_s", "normalised_latency_s"):
         e2e = np.where(requests.is_completed, end_at_client_ns(requests) - arrival, np.nan) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
-    last = _last_sent_ns(requests)
+    last = _at_client_ns(requests, "last_sent_ns", last_token_ns(requests))
     if name == "tpot_incl_first_s":
         return np.where(n >= 1, (last - arrival) / np.maximum(n, 1), np.nan) / 1e9
     assert name == "tpot_s", name
-    return np.where(n >= 2, (last - _first_sent_ns(requests)) / np.maximum(n - 1, 1), np.nan) / 1e9
+    return np.where(n >= 2, (last - _first_at_client_ns(requests)) / np.maximum(n - 1, 1), np.nan) / 1e9
 
 
 def itl_pooled(requests: Any) -> FloatArray:
@@ -101,23 +103,22 @@ def itl_pooled(requests: Any) -> FloatArray:
     return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
 
 
-def _first_sent_ns(requests: RequestColumns) -> FloatArray:
-    """Records of before there was such a column have the engine's instants."""
-    return requests.numbers("first_sent_ns" if "first_sent_ns" in requests.rows.names else "first_token_ns")
+def _at_client_ns(requests: RequestColumns, sent: str, emitted: FloatArray) -> FloatArray:
+    """When clients had a token: as recorded, else at the commit. Runs from before there was such a column lack it."""
+    if sent not in requests.rows.names:
+        return emitted
+    found = requests.numbers(sent)
+    return np.where(np.isnan(found), emitted, found)
 
 
-def _last_sent_ns(requests: RequestColumns) -> FloatArray:
-    if "last_sent_ns" in requests.rows.names:
-        return requests.numbers("last_sent_ns")
-    return last_token_ns(requests)
+def _first_at_client_ns(requests: RequestColumns) -> FloatArray:
+    return _at_client_ns(requests, "first_sent_ns", requests.numbers("first_token_ns"))
 
 
 def end_at_client_ns(requests: RequestColumns) -> FloatArray:
     """When the client of each request had all of it, ns; NaN for one that has not ended."""
     finish = requests.numbers("finish_ns")
-    if "last_sent_ns" not in requests.rows.names:
-        return finish
-    return np.where(np.isnan(finish), np.nan, np.fmax(finish, requests.numbers("last_sent_ns")))
+    return np.where(np.isnan(finish), np.nan, np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish)))
 
 
 def last_token_ns(requests: RequestColumns) -> FloatArray:

@@ -19,7 +19,7 @@ from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
 from testbed.records.parquet import schema_of
-from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
@@ -112,8 +112,7 @@ def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder:
     """The measured run as a run folder, without steps. config: as the simulation of it has it."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
-    columns = {name: kind for name, kind in REQUEST_COLUMNS.items() if name not in AT_CLIENT}
-    pq.write_table(pa.Table.from_pylist(records, schema_of(columns)), folder / "requests.parquet")
+    pq.write_table(pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS)), folder / "requests.parquet")
     pq.write_table(schema_of(STEP_COLUMNS).empty_table(), folder / "steps.parquet")
     (folder / "config.yaml").write_text(as_yaml(config))
     manifest = {

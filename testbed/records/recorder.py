@@ -211,8 +211,10 @@ class OpenRequest:
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, replica: int) -> tuple[Any, ...]:
         """Its row of requests.parquet."""
         request, num_steps, arrival_ns = self.request, int(self.num_token_steps), self.request.arrival_ns
-        first_ns, last_ns = self._at_client(finish_ns if reason == FinishReason.ABORT.value else None)
-        had = first_ns >= 0
+        is_sent = self.first_sent_ns >= 0
+        first_ns = int(self.first_sent_ns if is_sent else self.first_ns)
+        last_ns = int(self.last_sent_ns if is_sent else self.last_ns)
+        had_gone = reason == FinishReason.ABORT.value and finish_ns is not None and first_ns > finish_ns
         return (
             request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
             len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens,
@@ -220,17 +222,8 @@ class OpenRequest:
             arrival_ns, self.queued_ns, self.first_scheduled_ns,
             int(self.first_ns) if num_steps else None, finish_ns,
             memoryview(self.instants) if self.keeps_instants else None,
-            first_ns if had else None, last_ns if had else None,
-            (first_ns - arrival_ns) / 1e9 if had else None,
-            (last_ns - first_ns) / (num_steps - 1) / 1e9 if had and num_steps > 1 else None,
+            first_ns if is_sent else None, last_ns if is_sent else None,
+            (first_ns - arrival_ns) / 1e9 if num_steps and not had_gone else None,
+            (last_ns - first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
             (max(finish_ns, last_ns) - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
-
-    def _at_client(self, until_ns: int | None) -> tuple[int, int]:
-        """When the client had the first and the last token; below 0: never. until_ns: when it went away, if it did."""
-        is_sent = self.first_sent_ns >= 0
-        first_ns = int(self.first_sent_ns if is_sent else self.first_ns)
-        last_ns = int(self.last_sent_ns if is_sent else self.last_ns)
-        if until_ns is None or last_ns <= until_ns:
-            return first_ns, last_ns
-        return (first_ns, until_ns) if first_ns <= until_ns else (-1, -1)

@@ -47,8 +47,8 @@ REQUEST_COLUMNS: dict[str, str] = {
     "first_token_ns": "int64",  # the commit that emitted its first token; null: none
     "finish_ns": "int64",  # when it left the engine, of whatever reason; null: unfinished when the run ended
     "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
-    "first_sent_ns": "int64",  # its client has the first token: as above, or later (backend.frontend_ns_per_token)
-    "last_sent_ns": "int64",  # its client has the newest token; null: none, or it had gone away before its first
+    "first_sent_ns": "int64",  # its client has the first token (backend.frontend_ns_per_token); null: at the commit
+    "last_sent_ns": "int64",  # its client has the newest token; of an abort both may be later: it had gone away
     "ttft_s": "double",  # first token at the client - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted, at the client; null for n < 2
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length

@@ -240,8 +240,8 @@ def write_long_run(folder: Path, num_steps: int, length: int) -> None:
         "num_output_tokens": np.full_like(start, length),
         "num_token_steps": np.full_like(start, length),
         **dict.fromkeys(("arrival_ns", "queued_ns", "first_scheduled_ns"), start),
-        "first_token_ns": start + step_ns,
-        "finish_ns": start + length * step_ns,
+        **dict.fromkeys(("first_token_ns", "first_sent_ns"), start + step_ns),
+        **dict.fromkeys(("finish_ns", "last_sent_ns"), start + length * step_ns),
     }
     offsets = pa.array(np.arange(start.size + 1, dtype=np.int32) * length)
     given = {"token_ns": pa.ListArray.from_arrays(offsets, pa.array(steps["end_ns"]))}

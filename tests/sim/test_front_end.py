@@ -10,6 +10,7 @@ import pytest
 from analysis.explain.request import explain_request
 from analysis.explain.whole_run import explain_run
 from analysis.load import load_run
+from analysis.measures.metrics import request_metrics
 from analysis.measures.summary import summarise
 from experiments import simulate
 from experiments.cli import main
@@ -86,8 +87,7 @@ def both(rows, per_token_ns=MS, backend=(), **settings):
 
 def test_the_tokens_of_a_step_leave_one_after_the_other():
     plain, behind = (run.requests for run in both(at_once(3, 5)))
-    assert plain["first_sent_ns"].tolist() == plain["first_token_ns"].tolist() == [10 * MS] * 3
-    assert plain["last_sent_ns"].tolist() == plain["finish_ns"].tolist() == [50 * MS] * 3
+    assert plain[["first_sent_ns", "last_sent_ns"]].isna().all(axis=None), "at the commit"
     assert behind["first_sent_ns"].tolist() == [11 * MS, 12 * MS, 13 * MS]
     assert behind["last_sent_ns"].tolist() == [51 * MS, 52 * MS, 53 * MS]
     for column in ("ttft_s", "e2e_s"):
@@ -169,12 +169,11 @@ def test_a_client_that_has_gone_away_gets_nothing_more():
     rows = [row(f"r{i}", output_tokens=50, cancel_after=0.025) for i in range(6)]
     plain, behind = both(rows, 5 * MS)
     assert behind.requests["finish_reason"].tolist() == ["abort"] * 6
-    had = behind.requests["first_sent_ns"]
-    assert had.isna().sum() > 0
-    assert (had.dropna() <= behind.requests["finish_ns"].max()).all()
-    assert behind.requests["last_sent_ns"].isna().equals(had.isna())
-    assert (behind.requests["last_sent_ns"].dropna() <= behind.requests["finish_ns"].max()).all()
-    assert behind.summary["ttft_s"]["num_censored"] == had.isna().sum()
+    had_gone = behind.requests["first_sent_ns"] > behind.requests["finish_ns"]
+    assert 0 < had_gone.sum() < 6
+    assert behind.requests["ttft_s"].isna().tolist() == had_gone.tolist()
+    assert behind.summary["ttft_s"]["num_censored"] == had_gone.sum()
+    assert request_metrics(behind.requests)["ttft_s"].equals(behind.requests["ttft_s"])
     assert behind.summary["itl_s"] == plain.summary["itl_s"]
 
 

@@ -89,7 +89,8 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
         "num_cached_tokens": 0, "num_preemptions": 0,
         "num_recomputed_tokens": 0, "finish_reason": "length", "finish_message": None,
         "arrival_ns": 0, "queued_ns": 0, "first_scheduled_ns": 0, "first_token_ns": 20, "finish_ns": 40,
-        "token_ns": [20, 30, 40], "first_sent_ns": None, "last_sent_ns": None, "ttft_s": 20e-9, "tpot_s": 10e-9, "e2e_s": 40e-9,
+        "token_ns": [20, 30, 40], "first_sent_ns": None, "last_sent_ns": None,
+        "ttft_s": 20e-9, "tpot_s": 10e-9, "e2e_s": 40e-9,
     }  # fmt: skip
     assert (b["first_scheduled_ns"], b["token_ns"], b["tpot_s"], b["finish_ns"]) == (10, [30], None, 30)
     assert (b["session_id"], b["turn"], b["tenant"]) == (None, None, None)

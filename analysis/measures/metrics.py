@@ -127,7 +127,8 @@ def last_token_ns(requests: RequestColumns) -> FloatArray:
         return requests.tokens.last_ns
     n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
     tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
-    return np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
+    last = np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
+    return np.where(np.isnan(last), np.nan, np.fmin(last, requests.numbers("finish_ns")))  # TPOT is the client's
 
 
 def meets_slo(requests: Any, slo: SLO) -> BoolArray:

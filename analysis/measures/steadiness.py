@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.measures.metrics import end_at_client_ns
 from analysis.measures.survival import Pool, pooled_distributions
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
@@ -171,9 +170,9 @@ def _num_tokens(piece: RequestColumns) -> FloatArray:
 
 
 def _ends(piece: RequestColumns) -> FloatArray:
-    """ns, at the client: a front end may be what falls behind; infinite for what did not end."""
-    end = end_at_client_ns(piece)
-    return np.where(np.isnan(end), np.inf, end)
+    """ns; infinite for what did not end."""
+    finish = piece.numbers("finish_ns")
+    return np.where(np.isnan(finish), np.inf, finish)
 
 
 def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:

@@ -95,7 +95,7 @@ def _check_environment(overrides: Sequence[str]) -> None:
         if item.key_or_group == "hydra.job":
             value = value.get("env_copy", []) if isinstance(value, dict) else []
         if not isinstance(value, list):
-            raise ConfigError(f"{item.input_line}: it must be a list of names of variables, as [HOME,USER]")
+            raise ConfigError(f"{item.input_line}: write out the list of variables, as [HOME,USER]")
         for name in value:
             if str(name) not in os.environ:
                 raise ConfigError(f"hydra.job.env_copy names {name!r}, which is not set; set it, or leave it out")

@@ -147,7 +147,7 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
     )
     if both.success:
         return values(both.x), []
-    ended = f"the search for {' and '.join(given)} ended after {MAX_TRIED} simulations, before it came to rest"
+    ended = f"the search for {' and '.join(given)} ended after {both.nfev} simulations, before it came to rest"
     return values(both.x), [f"{ended}: what fits best may lie further on"]
 
 

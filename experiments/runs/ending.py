@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.format import seconds
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.runs.prepare import warnings_of
@@ -55,12 +54,6 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         notes.append(
             f"{num:,} of {manifest['num_sent']:,} outputs were cut, by {manifest['num_cut_output_tokens']:,} tokens in "
             f"all: prompt and output reach scheduler.max_model_len ({limit}). Raise it, or take shorter ones"
-        )
-    most_s = 2e-9 * (manifest.get("frontend_ns_per_token") or 0) * config.scheduler.max_num_seqs
-    if (behind_s := manifest.get("frontend_behind_s") or 0.0) > most_s * manifest["num_replicas"]:
-        notes.append(
-            f"the front end fell behind: it had sent all tokens {seconds(behind_s)} after the last step. Latencies are "
-            "the client's, throughput is the engine's: lower backend.frontend_ns_per_token, or the load"
         )
     if summary["num_in_warmup"] and not summary["num_requests"]:
         left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"

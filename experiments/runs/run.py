@@ -53,7 +53,6 @@ from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
 from testbed.records.schema import decision
-from testbed.records.sender import Sender
 from testbed.records.tape import TapeWriter, tape_names
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
@@ -221,20 +220,12 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "frontend_behind_s": _behind_s(prepared.sender, records),
         "cost_notes": watch.notes() if watch is not None else [],
         "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
         **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
-
-
-def _behind_s(sender: Sender | None, records: engines.RunRecords) -> float | None:
-    """How long after the last step a front end sent the last token; None: it takes no time."""
-    if sender is None:
-        return None
-    return max(0, int(sender.free_ns) - max(one.end_ns for one in records.recorders)) / 1e9
 
 
 def _recorders(

@@ -65,7 +65,7 @@ class RunRecorder(Recorder):
         self._explains = explains
         self._token_times = token_times
         self._sender = sender
-        self.end_ns = 0  # of the last step
+        self._end_ns = 0  # of the step before
         self._keeps_steps = steps
         self._open: dict[str, OpenRequest] = {}
 
@@ -90,9 +90,9 @@ class RunRecorder(Recorder):
                 request.admitted(admission, step.plan_ns)
         self._emitted(step.emitters, step.end_ns)
         if self._keeps_steps:
-            start_ns = max(step.plan_ns, self.end_ns)
+            start_ns = max(step.plan_ns, self._end_ns)
             self._steps.append(step, start_ns, num_recomputed, num_preempted - num_recomputed, self._replica or 0)
-        self.end_ns = step.end_ns
+        self._end_ns = step.end_ns
         if self._decisions is not None:
             whose = {} if self._replica is None else {"replica": self._replica}
             more = explanation(plan, before, self._recomputed(plan)) if self._explains else {}

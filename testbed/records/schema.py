@@ -115,7 +115,6 @@ MANIFEST_KEYS = (
     "async_scheduling",  # whether a step was planned while the one before it ran
     "frontend_ns",  # between a request's arrival and the engine; simulated runs only
     "frontend_ns_per_token",  # that it takes to send one to its client; simulated runs only
-    "frontend_behind_s",  # from the end of the last step until it had sent all; null where it takes no time
     "device",  # name
     "attention",  # provider, real runs only
     "attention_reasons",  # {provider: why it was taken, or not}, real runs only

@@ -160,7 +160,7 @@ def test_what_only_sweeps_read_is_told_of_a_single_run(
             " names 'NOBODY_SET_IT', which is not set; set it, or leave it out",
         ),
         ("hydra.job={env_copy:[NOBODY]}", " names 'NOBODY', which is not set; set it, or leave it out"),
-        ("hydra.job.env_copy=${seed}", "=${seed}: it must be a list of names of variables, as [HOME,USER]"),
+        ("hydra.job.env_copy=${seed}", "=${seed}: write out the list of variables, as [HOME,USER]"),
     ],
 )
 def test_a_variable_that_a_job_shall_have_is_set(

@@ -6,7 +6,6 @@ Pure data: no framework, and no weights.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -237,7 +236,7 @@ def _positive(file: Path, key: str, value: object) -> float:
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """What the file says; nothing where there is none. Raises ModelError for a file that is damaged."""
-    if not os.path.lexists(file):
+    if not (file.exists() or file.is_symlink()):
         return {}
     try:
         values = parsed(json.loads, file.read_bytes())

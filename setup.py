@@ -67,7 +67,8 @@ class Compile(Command):
         os.chdir(ROOT)
         line, is_compiled = outcome(root)
         print(f"compiled core: {line}")
-        if not is_compiled and not self.inplace:  # what pip shows, even if it shall be quiet, where it is new enough
+        is_asked_for = os.environ.get(compiled.VARIABLE) == "0"
+        if not (is_compiled or self.inplace or is_asked_for):  # pip shows it even if it is quiet, if it is new enough
             warnings.warn_explicit(f"compiled core: {line}", UserWarning, DISTRIBUTION, 1)
 
     def get_source_files(self) -> list[str]:

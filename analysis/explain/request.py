@@ -24,6 +24,7 @@ CAUSES = {
 }  # fmt: skip
 REASONS = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}  # of a preemption
 MAX_SENTENCES, MAX_ROWS = 8, 30
+SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "finish_ns")  # at the client, and before
 _WAITS = ("waiting", "swapped")
 _OF_BLOCKS = ("kv_blocks", "swapped_out", "preemption")
 
@@ -194,9 +195,6 @@ def _ending(row: Any) -> str:
         ]
         told += f" The front end brought it {listing(late)} after the engine had made it."
     return told
-
-
-SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "finish_ns")
 
 
 def behind_ns(row: Any, sent: str, done: str) -> int:

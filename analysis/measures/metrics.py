@@ -88,7 +88,9 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
     n = requests.numbers("num_token_steps")  # the sequences of a group emit together
     if name in ("e2e_s", "normalised_latency_s"):
-        e2e = np.where(requests.is_completed, end_at_client_ns(requests) - arrival, np.nan) / 1e9
+        finish = requests.numbers("finish_ns")
+        end = np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish))
+        e2e = np.where(requests.is_completed, end - arrival, np.nan) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
     last = _at_client_ns(requests, "last_sent_ns", last_token_ns(requests))
     if name == "tpot_incl_first_s":
@@ -113,12 +115,6 @@ def _at_client_ns(requests: RequestColumns, sent: str, emitted: FloatArray) -> F
 
 def _first_at_client_ns(requests: RequestColumns) -> FloatArray:
     return _at_client_ns(requests, "first_sent_ns", requests.numbers("first_token_ns"))
-
-
-def end_at_client_ns(requests: RequestColumns) -> FloatArray:
-    """When the client of each request had all of it, ns; NaN for one that has not ended."""
-    finish = requests.numbers("finish_ns")
-    return np.where(np.isnan(finish), np.nan, np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish)))
 
 
 def last_token_ns(requests: RequestColumns) -> FloatArray:

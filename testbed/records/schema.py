@@ -54,7 +54,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
 }
 
-AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # runs from before there were these lack them, and measured ones
+AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # runs from before there were these columns lack them
 
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # whose step it is; 0 where there is only one. Several are mixed, each in its own order

@@ -18,6 +18,7 @@ FAST = ("--quick", "--repeats", "1", "--requests", "0")
 
 
 def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
+    pytest.importorskip("torch")
     folder = tmp_path / "calibration"
     said = say(capsys, "calibrate", *ENGINE, "backend.pace=probe_scaled", *FAST, "--out", str(folder))
     assert said.status == 0, said.err
@@ -55,6 +56,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_records_of_a_profile_wait_for_a_launch_where_those_of_a_run_do(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("torch")
     """As a GPU's do, which computes meanwhile; the same steps are measured, one at a time under any preset."""
     from real.late_records import LateRecords
     from real.profiler import grid
@@ -111,6 +113,7 @@ def test_the_engine_is_profiled_as_one_in_use(monkeypatch, tmp_path, capsys):
 
 
 def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch")
     calls = []
 
     class Bar:
@@ -137,6 +140,7 @@ def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkey
 
 
 def test_time_that_is_over_ends_it_too_and_nothing_measured_is_an_error(tmp_path, capsys):
+    pytest.importorskip("torch")
     said = say(capsys, "calibrate", *ENGINE, *FAST, "--max-seconds", "1e-9", "--out", str(tmp_path / "none"))
     assert said.error() == "nothing was measured: its 1e-09 s were over; raise --max-seconds"
     assert not (tmp_path / "none").exists()

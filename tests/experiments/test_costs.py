@@ -92,6 +92,7 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
 
 
 def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
     _, folder = run(tmp_path / "real", *TINY, *SHORT, *REAL, "record.operators=true")
     document = load_operators(folder)
     assert document["parts"] == "spans"
@@ -298,6 +299,7 @@ def test_a_profile_of_another_model_device_or_block_size_is_one_line(tmp_path, p
 
 
 def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, capsys):
+    pytest.importorskip("torch")
     file = tmp_path / "real.parquet"
     options = [*TINY, "cache.block_size=16", "backend.num_threads=1", "backend.device=cpu"]
     few = ["--quick", "--repeats", "1", "--requests", "4", "--max-seconds", "3"]

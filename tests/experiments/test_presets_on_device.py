@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+pytest.importorskip("torch")
+
 from experiments.configuration.compose import compose_config
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.build_engine import build_real_backend

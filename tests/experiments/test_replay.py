@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch")
+
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute

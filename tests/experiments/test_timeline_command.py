@@ -20,6 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> Path:
 
 
 def test_a_simulated_and_a_real_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
     sim, real = run(capsys, tmp_path / "sim"), run(capsys, tmp_path / "real", *REAL)
     said = say(capsys, "timeline", str(sim), str(real))
     assert said.status == 0, said.err

@@ -142,6 +142,7 @@ def test_a_server_forgets_whom_it_has_served():
 
 
 def test_a_replay_of_a_tape_has_no_front_end(tmp_path, capsys):
+    pytest.importorskip("torch")
     real = ["run", "backend=real", "model=tiny", "trace.num_requests=3", "record.steps=true"]
     assert main([*real, f"hydra.run.dir={tmp_path / 'real'}"]) == 0
     replay = ["run", f"from={tmp_path / 'real'}", "backend=sim", "cost=recorded", f"cost.run={tmp_path / 'real'}"]

@@ -1,25 +1,13 @@
 """The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
 
-`plots.latency_cdf(run)` and its like are here by name; matplotlib is loaded with the first of them.
+Matplotlib, which takes time, is loaded with this package; `import analysis` alone does without.
 """
 
-from importlib import import_module
-from typing import Any
+from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
+from analysis.plots.study_plots import ablation_bars, latency_cdf, sim_versus_real, throughput_latency, timeline
+from analysis.plots.sweep_plots import heatmap, pareto
 
-_STUDY_PLOTS = ("ablation_bars", "latency_cdf", "sim_versus_real", "throughput_latency", "timeline")
-_PLACES = {
-    **dict.fromkeys(_STUDY_PLOTS, "study_plots"),
-    **dict.fromkeys(("batch_composition", "gantt", "preemption_scatter"), "run_plots"),
-    **dict.fromkeys(("heatmap", "pareto"), "sweep_plots"),
-}
-__all__ = list(_PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PLACES])
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return getattr(import_module(f"analysis.plots.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'analysis.plots' has no attribute {name!r}")
+__all__ = [
+    "ablation_bars", "batch_composition", "gantt", "heatmap", "latency_cdf", "pareto", "preemption_scatter",
+    "sim_versus_real", "throughput_latency", "timeline",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.fidelity.fields import Fields, duration_s, json_lines
+from experiments.fidelity.fields import Fields, json_lines
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
@@ -42,7 +42,7 @@ def _row(about: Fields, metrics: Fields) -> MeasuredRequest:
     gaps = None
     if metrics.get("inter_chunk_latency") is not None:
         chunks = metrics.within("inter_chunk_latency")
-        gaps = tuple(duration_s(gap, place, "inter_chunk_latency", _unit_s(chunks)) for gap in chunks.listed("value"))
+        gaps = chunks.durations_s("value", _unit_s(chunks))
     has_tpot = "inter_token_latency" in metrics.values
     return MeasuredRequest(
         about.request_id("x_request_id"), start_ns / 1e9, metrics.within("input_sequence_length").count("value"),

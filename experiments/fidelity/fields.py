@@ -99,8 +99,20 @@ class Fields:
         name = self.prefix + field
         return self.of(self.required(field, "an object"), self.place, name, f"{name}.")
 
-    def listed(self, field: str) -> list[Any]:
-        return listed(self.get(field), self.place, self.prefix + field)
+    def listed(self, field: str, expected: str = "a list") -> list[Any]:
+        """Text of a list is taken, as CSV has it."""
+        value = self.get(field)
+        try:
+            found = parsed(json.loads, value) if isinstance(value, str) else value
+        except ValueError:
+            found = None
+        if not isinstance(found, list):
+            raise refuse(self.place, self.prefix + field, value, expected)
+        return found
+
+    def durations_s(self, field: str, unit_s: float = 1.0) -> tuple[float, ...]:
+        values = self.listed(field, "a list of latencies, as [1, 2]")
+        return tuple(duration_s(value, self.place, self.prefix + field, unit_s) for value in values)
 
     def name(self, field: str) -> str:
         return name_text(self.required(field, "a name"), self.place, self.prefix + field)
@@ -114,7 +126,9 @@ class Fields:
         return duration_s(self.get(field), self.place, self.prefix + field, unit_s)
 
     def instant_s(self, field: str) -> float:
-        return instant_s(self.required(field, "an instant in s"), self.place, self.prefix + field)
+        """On any clock."""
+        value = self.required(field, "an instant in s")
+        return real(value, self.place, self.prefix + field, -1e18, "a number of seconds")
 
     def request_id(self, field: str = "request_id", otherwise: object = None) -> str:
         """A name or a number; where it is absent or empty `otherwise`, or the number of the line."""
@@ -122,12 +136,6 @@ class Fields:
         if value is None or value == "":
             return str(self.place.rsplit(":", 1)[-1] if otherwise is None else otherwise)
         return name_text(value, self.place, self.prefix + field)
-
-
-def listed(value: Any, place: str, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise refuse(place, field, value, "a list")
-    return value
 
 
 def real(value: Any, place: str, field: str, least: float, expected: str) -> float:
@@ -153,8 +161,3 @@ def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float
     if found > MAX_S:
         raise refuse(place, field, value, f"a latency of at most {MAX_S:g} s: is the unit right?")
     return found
-
-
-def instant_s(value: Any, place: str, field: str) -> float:
-    """An instant on any clock, s."""
-    return real(value, place, field, -1e18, "a number of seconds")

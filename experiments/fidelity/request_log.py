@@ -6,13 +6,11 @@ of the tokens after the arrival, a list; in CSV as text) and failed (true, 1: th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from experiments.fidelity.fields import Fields, csv_rows, duration_s, json_lines, listed
+from experiments.fidelity.fields import Fields, csv_rows, json_lines
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
@@ -57,24 +55,20 @@ def _has_failed(row: Fields) -> bool:
 def _row(row: Fields) -> MeasuredRequest:
     for name in NEEDED:
         row.required(name, "it, as docs/fidelity.md has it")
-    times, has_tpot = row.get("token_times_s"), row.get("tpot_s") is not None
+    has_tpot = row.get("tpot_s") is not None
     request = MeasuredRequest(
         row.request_id(), row.instant_s("arrival_s"), row.count("num_prompt_tokens"), row.count("num_output_tokens"),
         row.duration_s("ttft_s"), row.duration_s("e2e_s"), row.duration_s("tpot_s") if has_tpot else None, None,
         row.place,
     ).checked()  # fmt: skip
-    return request if times is None else request._replace(gaps_s=_token_gaps(times, request))
+    if row.get("token_times_s") is None:
+        return request
+    return request._replace(gaps_s=_token_gaps(row.durations_s("token_times_s"), request))
 
 
-def _token_gaps(value: Any, row: MeasuredRequest) -> tuple[float, ...]:
+def _token_gaps(times: tuple[float, ...], row: MeasuredRequest) -> tuple[float, ...]:
     """Gaps between the tokens' instants: as many as tokens, none backwards, from the row's TTFT to its E2E."""
     place = row.place
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise refuse(place, "token_times_s", value, "a list of s, as [0.1, 0.2]") from None
-    times = [duration_s(time, place, "token_times_s") for time in listed(value, place, "token_times_s")]
     if len(times) != row.num_output_tokens:
         has = f"field 'token_times_s' has {len(times)} instants"
         raise TraceError(f"{place}: {has}; expected {row.num_output_tokens}, as num_output_tokens says")

@@ -8,9 +8,7 @@ least waited not at all.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from experiments.configuration.names import choice
 from experiments.fidelity.fields import Fields, csv_columns, csv_rows, duration_s, json_lines
@@ -45,23 +43,11 @@ def _row(row: Fields) -> MeasuredRequest:
     place, num_prompt, num_all = row.place, row.count("input"), row.count("output")
     if num_all <= num_prompt:
         raise refuse(place, "output", num_all, f"more than input ({num_prompt}): it counts prompt and output together")
-    gaps = None
-    if row.get("ITL"):
-        gaps = tuple(duration_s(gap, place, "ITL", 1e-9) for gap in _gaps(row.values["ITL"], place))
+    gaps = row.durations_s("ITL", 1e-9) if row.get("ITL") else None
     return MeasuredRequest(
         str(row.required("request id", "an id")), nanoseconds(row.get("arrival"), place, "arrival") / 1e9, num_prompt,
         num_all - num_prompt, row.duration_s("TTFT", 1e-9), row.duration_s("latency", 1e-9), None, gaps, place,
     )  # fmt: skip
-
-
-def _gaps(text: str, place: str) -> list[Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, list):
-        raise refuse(place, "ITL", text, "a list of ns, as [1, 2]")
-    return found
 
 
 def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:

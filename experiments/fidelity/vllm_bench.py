@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from experiments.configuration.names import choice
-from experiments.fidelity.fields import Fields, duration_s, instant_s, json_value, listed
+from experiments.fidelity.fields import Fields, json_value
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
-from testbed.traces.readers.fields import token_count
 
 MARKS = ("ttfts", "itls", "input_lens")  # any of them, or what the aggregates are called
 AGGREGATES = ("mean_ttft_ms", "request_throughput")
@@ -41,19 +39,18 @@ def _documents(text: str, file: Path) -> Iterator[Fields]:
 
 
 def _one(result: Fields, file: Path, name: str, given: list[str]) -> MeasuredRun:
-    columns = _columns(result)
-    failed = [bool(error) for error in columns["errors"]]
-    rows = [_row(columns, i, result.place) for i, has_failed in enumerate(failed) if not has_failed]
+    every = _rows(result)
+    rows = [_row(row, i) for i, row in enumerate(every) if not row.get("errors")]
     said, most = result.get("model_id"), result.get("max_concurrency")
     notes = ["measured at the client of a server: its time is in TTFT"]
     if most is not None:
         notes.append(f"sent by at most {most} at once; the simulation sends at the measured instants")
     settings = choice("model", str(said) if said else None, result.place, given)
-    return measured(name, "vllm bench serve", rows, file, settings, sum(failed), notes)
+    return measured(name, "vllm bench serve", rows, file, settings, len(every) - len(rows), notes)
 
 
-def _columns(result: Fields) -> dict[str, list[Any]]:
-    """The lists, all of one length."""
+def _rows(result: Fields) -> list[Fields]:
+    """Of each request its values in the lists, which are all of one length."""
     values, place = result.values, result.place
     if "ttfts" not in values or "input_lens" not in values:
         raise TraceError(f"{place}: no values of single requests; run vllm bench serve with --save-detailed")
@@ -70,17 +67,14 @@ def _columns(result: Fields) -> dict[str, list[Any]]:
     for field, column in columns.items():
         if len(column) != num:
             raise TraceError(f"{place}: field {field!r} has {len(column)} entries; expected {num}, as input_lens has")
-    return columns
+    rows = enumerate(zip(*columns.values(), strict=True))
+    return [Fields(dict(zip(columns, row, strict=True)), f"{place}: request {i}") for i, row in rows]
 
 
-def _row(columns: dict[str, list[Any]], i: int, place: str) -> MeasuredRequest:
-    where = f"{place}: request {i}"
-    gaps = tuple(duration_s(gap, where, "itls") for gap in listed(columns["itls"][i], where, "itls"))
-    ttft_s = duration_s(columns["ttfts"][i], where, "ttfts")
-    latency = columns["latencies"][i]
+def _row(row: Fields, i: int) -> MeasuredRequest:
+    gaps, ttft_s = row.durations_s("itls"), row.duration_s("ttfts")
+    e2e_s = ttft_s + sum(gaps) if row.get("latencies") is None else row.duration_s("latencies")
     return MeasuredRequest(
-        str(i), instant_s(columns["start_times"][i], where, "start_times"),
-        token_count(columns["input_lens"][i], where, "input_lens"),
-        token_count(columns["output_lens"][i], where, "output_lens"), ttft_s,
-        ttft_s + sum(gaps) if latency is None else duration_s(latency, where, "latencies"), None, gaps, where,
+        str(i), row.instant_s("start_times"), row.count("input_lens"), row.count("output_lens"), ttft_s, e2e_s, None,
+        gaps, row.place,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import sys
@@ -11,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from analysis.measures.capacity import LIMITS, Load
+from analysis.reading.frames import json_safe
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import Capacity, Found, find_capacity
 from experiments.configuration.config import RunConfig
@@ -83,13 +81,12 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     from analysis.plots.capacity_plots import rate_curves
     from analysis.plots.style import save
 
-    out, frame = found.folder, pd.DataFrame([_row(one) for one in found.found])
-    policies = json.loads(frame.to_json(orient="records"))
+    out = found.folder
     result = {
         "tolerance": found.tolerance,
         "seeds": list(found.seeds),
         "version": describe_versions()["llm-serving-testbed"],
-        "policies": policies,
+        "policies": json_safe([_row(one) for one in found.found]),
     }
     write_json(out / RESULT, result)
     found.points.to_csv(out / TABLE, index=False)

@@ -29,13 +29,13 @@ from analysis.comparison.wording import cells_text, change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
-from analysis.reports.attainment import as_sentence, kept
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are told by cells
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
+_MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
 
 
 class _Subject(NamedTuple):
@@ -68,7 +68,7 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
-    of_slo = [] if slo is None else kept(groups, slo)
+    of_slo = [] if slo is None else _kept(groups, slo)
     return [*of_slo, *_differences(groups, slo, MAX_SENTENCES - len(of_slo))]
 
 
@@ -111,7 +111,13 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
 def _under(load: str, arms: Sequence[Arm], text: str) -> str:
     """A sentence on these arms, with the conditions that it holds under."""
     said = _conditions(load, arms)
-    return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{as_sentence(text)}."
+    return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{_as_sentence(text)}."
+
+
+def _as_sentence(text: str) -> str:
+    """With a capital, where it does not begin with an arm's name, which stays as it is."""
+    is_word = text.startswith(("at ", "no ", "every ", "on average "))
+    return f"{text[0].upper()}{text[1:]}" if is_word else text
 
 
 def _conditions(load: str, arms: Sequence[Arm]) -> str:
@@ -156,7 +162,7 @@ def _same(groups: Sequence[Compared]) -> list[str]:
     found = [(text, group.load) for group in groups for text in _same_at(group)]
     by_text = {text: [load for _, load in those] for text, those in grouped(found, lambda one: one[0]).items()}
     parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text.items()]
-    return [f"{as_sentence('; '.join(parts))}."] if parts else []
+    return [f"{_as_sentence('; '.join(parts))}."] if parts else []
 
 
 def _same_at(group: Compared) -> list[str]:
@@ -182,7 +188,7 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
             ends = f"worse {at_worst} ({change_text(worst)}) and better {at_best} ({change_text(best)})"
-            found.append((worst.gain, f"{as_sentence(subject)} turns with the load: {label} is {ends}."))
+            found.append((worst.gain, f"{_as_sentence(subject)} turns with the load: {label} is {ends}."))
     return [min(found)[1]] if found else []
 
 
@@ -281,3 +287,65 @@ def _best_within(group: Compared, slo: SLO) -> str:
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
     return _under(group.load, group.arms, text)
+
+
+# --- who keeps the SLO, and how sure that is ---
+
+
+def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
+    """One sentence: the share of requests that keep the SLO, of each arm; of loads beyond the first few, none."""
+    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
+    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
+    if len(told) > _MAX_LOADS:
+        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
+    return [f"{_as_sentence('; '.join(parts))}."] if parts else []
+
+
+def _kept_at(group: Compared, slo: SLO) -> str:
+    share = SLO_METRICS[0]
+    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms if arm.runs}
+    values = {name: value for name, value in known.items() if value is not None}
+    if not values:
+        return ""
+    if not any(values.values()):
+        return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
+    by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
+    (most, best), *others = by_share.items()
+    over = _over_replicates(group.arms)
+    if not others:
+        both = " both" if len(best) == 2 else ""
+        names = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
+        return f"{names} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
+    said = f"{fmt.listing(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
+    if len(by_share) <= _MAX_SHARES:
+        rest = [f"{fmt.listing(those)} for {text}" for text, those in others]
+        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
+    (least, worst) = others[-1]
+    how_sure = _how_sure(group, by_share, (most, least))
+    return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
+
+
+def _over_replicates(arms: Sequence[Arm]) -> str:
+    nums = sorted({len(replicates(arm)) for arm in arms if arm.runs})
+    span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
+    return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
+
+
+def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
+    """Which of the arms whose shares are told (of all: none given) noise alone may set apart from the baseline."""
+    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
+    shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
+    away = [name for text in shown for name in by_share[text] if name in rows]
+    unclaimed = [name for name in away if not rows[name].is_claim]
+    noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
+    untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
+    claims = [row for row in group.with_factors if row.metric is SLO_METRICS[0] and row.is_claim]
+    said = []
+    if noise and not untested and not claims:
+        said.append("no difference beyond the noise")
+    elif noise:
+        said.append(f"inside the noise against {base}: {fmt.listing(noise)}")
+    if untested:
+        of = "" if untested == away else f" of {fmt.listing(untested)}"
+        said.append(f"no interval of the difference{of} is known")
+    return f" ({'; '.join(said)})" if said else ""

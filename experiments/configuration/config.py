@@ -63,10 +63,12 @@ TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
 TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component adds to the keys of its group
     "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
 }  # fmt: skip
-COST_CONFIGS: dict[str, type] = {
+COSTS: dict[str, type] = {
     "roofline": RooflineConfig, "tables": TablesConfig, "calibrated": CalibratedConfig, "linear": LinearConfig,
-    "constant": ConstantConfig,
+    "constant": ConstantConfig, "recorded": RecordedConfig,
 }  # fmt: skip
+# a class of the user's stays as it is named, with its parameters
+CostConfig = RooflineConfig | CalibratedConfig | LinearConfig | ConstantConfig | RecordedConfig | dict[str, Any]
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
 FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
@@ -125,7 +127,7 @@ def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
         "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},
         "model": {"_schema": (ModelSpec,)},
         "device": {"_schema": (TensorParallelConfig, DeviceSpec)},
-        "cost": {name: (cls, _Name) for name, cls in COST_CONFIGS.items()} | {"recorded": (RecordedConfig,)},
+        "cost": {name: (cls, _Name) for name, cls in COSTS.items()},
         "sampling": {"default": (SamplingConfig,)},
         "record": {"default": (RecordConfig,)},
         "slo": {"default": (SloConfig,)},
@@ -180,6 +182,7 @@ class RunConfig:
     model: ModelSpec
     device: DeviceSpec
     tensor_parallel_size: int
+    cost: CostConfig
     sampling: SamplingConfig
     record: RecordConfig
     slo: SloConfig
@@ -200,6 +203,16 @@ class RunConfig:
     @property
     def backend_name(self) -> str:
         return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
+
+    @property
+    def cost_name(self) -> str:
+        """The option's, or the user's class."""
+        return str(self.raw["cost"].get("name") or self.raw["cost"].get("_target_"))
+
+    @property
+    def recorded_run(self) -> str | None:
+        """The folder of the real run that `cost=recorded` replays; None for other cost models."""
+        return self.cost.run if isinstance(self.cost, RecordedConfig) else None
 
     @property
     def sliding_window(self) -> int | None:
@@ -252,6 +265,7 @@ class RunConfig:
             model=model,
             device=device_of(raw["device"]),
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
+            cost=_cost(raw["cost"]),
             sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
             record=freeze(RecordConfig, "record", raw["record"]),
             slo=freeze(SloConfig, "slo", raw["slo"]),
@@ -290,6 +304,16 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
             if f"{group}.{key}" in GONE:
                 raise ConfigError(f"{group}.{key} {GONE[f'{group}.{key}']}; leave it out")
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
+
+
+def _cost(values: dict[str, Any]) -> CostConfig:
+    if "_target_" in values:
+        return values
+    name = values.get("name", "")
+    if name not in COSTS:
+        raise ConfigError(unknown(f"cost is {name!r}", name, list(COSTS)))
+    made: CostConfig = freeze(COSTS[name], "cost", values)
+    return made
 
 
 def _model(values: dict[str, Any]) -> ModelSpec:

@@ -238,7 +238,6 @@ class SimConfig:
 class RecordedConfig:
     """`cost=recorded`: durations and outcomes of a real run's tape."""
 
-    name: str = "recorded"
     run: str | None = None  # the real run's folder
 
     def __post_init__(self) -> None:

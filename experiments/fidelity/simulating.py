@@ -81,7 +81,7 @@ def described(config: RunConfig) -> str:
     """What was used, in one line."""
     raw = config.raw
     model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
-    words = [model, f"device={config.device.name}", f"cost={raw['cost'].get('name') or raw['cost'].get('_target_')}",
+    words = [model, f"device={config.device.name}", f"cost={config.cost_name}",
              f"scheduler={config.scheduler.name}"]  # fmt: skip
     for key in _SHOWN:
         group, name = key.split(".")

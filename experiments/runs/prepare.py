@@ -125,14 +125,12 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
-    cost = config.raw["cost"]
-    description = {**NO_ENGINE, "cost": cost.get("name") or cost.get("_target_"), "device": config.device.name}
-    recorded = build.recorded_run(config)
-    if recorded is not None:
+    description = {**NO_ENGINE, "cost": config.cost_name, "device": config.device.name}
+    if config.recorded_run is not None:
         engines.refuse_fleet(config)
         from experiments.runs.parity import num_tapes, recorded_inputs
 
-        folder = Path(recorded)
+        folder = Path(config.recorded_run)
         if (num := num_tapes(folder)) > 1:
             raise ConfigError(
                 f"{folder} is a run of {num} replicas, and cost=recorded replays one engine; `testbed parity` "

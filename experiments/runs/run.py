@@ -145,7 +145,7 @@ def _exit_status(failure: BaseException) -> int:
 
 def _own_trace(config: RunConfig) -> TraceLike:
     """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
-    if not config.is_simulated or build.recorded_run(config) is not None:
+    if not config.is_simulated or config.recorded_run is not None:
         return build.build_trace(config)  # a tape names any request
     source = build.build_source(config)
     return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)

@@ -21,6 +21,7 @@ import yaml
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import TRACE_FILE, read_manifest
+from sim.cost.config import RooflineConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.records.operators import OPERATORS_FILE
 from testbed.records.schema import STEP_TRACE_FILE
@@ -79,9 +80,9 @@ def refuse_run(folder: Path, key: str) -> None:
 def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> None:
     """Raises ConfigError for a simulation, at the prices of another model, of one that vLLM served and that has none
     here. overrides: what the user says of the run in the folder."""
-    why, cost = read_manifest(folder).get("unpriced"), config.raw["cost"].get("name")
+    why = read_manifest(folder).get("unpriced")
     is_chosen = any(item.partition("=")[0] in ("model", "model.path") for item in overrides)
-    if why and config.is_simulated and cost in ("roofline", "tables") and not is_chosen:
+    if why and config.is_simulated and isinstance(config.cost, RooflineConfig) and not is_chosen:
         raise ConfigError(f"{folder}: {why}; say whose prices to take, as model=llama3.1_8b, or choose another cost")
 
 

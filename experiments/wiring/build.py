@@ -10,8 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
-from experiments.configuration.settings import RecordedConfig, SamplingConfig, SimConfig
-from experiments.configuration.structured import freeze
+from experiments.configuration.settings import SamplingConfig, SimConfig
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, policy_failure
 from experiments.wiring.traces import build_source as build_source
@@ -20,6 +19,7 @@ from experiments.wiring.traces import vocab_size as vocab_size
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
+from sim.cost.config import RooflineConfig
 from testbed.blocks.config import KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
@@ -83,12 +83,11 @@ def simulated_pools(config: RunConfig) -> Pools:
 def _largest_captured(config: RunConfig) -> int:
     """Tokens of the largest step that an engine captures: what the cost model says of graphs, else what it does when
     nothing is said. 0: none."""
-    said, usual, bounds = config.raw["cost"], RealConfig(), limits(config)
-    if config.device.kind != "cuda" or not said.get("cuda_graphs", usual.cuda_graphs):
+    said, bounds = config.cost if isinstance(config.cost, RooflineConfig) else RealConfig(), limits(config)
+    if config.device.kind != "cuda" or not said.cuda_graphs:
         return 0
-    num_decodes: int = said.get("max_captured_size", usual.max_captured_size)
-    num_tokens: int = said.get("max_captured_tokens", usual.max_captured_tokens)
-    return min(max(min(num_decodes, bounds.max_num_seqs), num_tokens), bounds.max_num_batched_tokens)
+    num_decodes = min(said.max_captured_size, bounds.max_num_seqs)
+    return min(max(num_decodes, said.max_captured_tokens), bounds.max_num_batched_tokens)
 
 
 class Policies(NamedTuple):
@@ -229,20 +228,21 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:
-    """Prices for policies: of the run's cost model; a replay takes that of the run that it replays."""
-    recorded = recorded_run(config)
-    if recorded is not None:
-        return build_estimator(RunConfig.from_container(read_config(Path(recorded))))
-    return CostEstimator(estimator_name(config), build_cost(config))
+    """Prices for policies."""
+    return CostEstimator(estimator_name(config), build_cost(_priced_as(config)))
 
 
 def estimator_name(config: RunConfig) -> str:
     """What the manifest says of the prices that policies are given, in both modes: cost model and device."""
-    recorded = recorded_run(config)
-    if recorded is not None:
-        return estimator_name(RunConfig.from_container(read_config(Path(recorded))))
-    cost = config.raw["cost"]
-    return f"{cost.get('name') or cost.get('_target_')} on {config.device.name}"
+    priced = _priced_as(config)
+    return f"{priced.cost_name} on {priced.device.name}"
+
+
+def _priced_as(config: RunConfig) -> RunConfig:
+    """The run's own configuration; of a replay that of the run that it replays."""
+    if config.recorded_run is None:
+        return config
+    return _priced_as(RunConfig.from_container(read_config(Path(config.recorded_run))))
 
 
 def unused_settings(config: RunConfig) -> list[str]:
@@ -278,14 +278,6 @@ def unused_settings(config: RunConfig) -> list[str]:
 
 
 # --- backends ---
-
-
-def recorded_run(config: RunConfig) -> str | None:
-    """The real run that `cost=recorded` replays; None for other cost models."""
-    values = config.raw["cost"]
-    if values.get("name") != "recorded":
-        return None
-    return freeze(RecordedConfig, "cost", values).run
 
 
 def check_simulated(row: TraceRequest) -> None:

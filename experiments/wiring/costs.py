@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
-from experiments.configuration.config import COST_CONFIGS, RunConfig
+from experiments.configuration.config import RunConfig
 from experiments.configuration.device_file import read_device_file
 from experiments.configuration.policies import instantiate
 from experiments.configuration.saved import read_manifest
-from experiments.configuration.structured import freeze
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
@@ -27,7 +26,6 @@ from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.foreign_text import unknown
 from testbed.policies.config import resolve_limits
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
@@ -52,24 +50,23 @@ def block_bytes(config: RunConfig) -> int:
 
 
 def build_cost(config: RunConfig) -> CostModel:
-    values = config.raw["cost"]
-    if "_target_" in values:
-        model = instantiate("cost", values)
-        if not hasattr(model, "price"):
-            raise ConfigError(f"cost: {values['_target_']} lacks price; see docs/extending.md")
-        return cast(CostModel, model)
-    name = values.get("name", "")
-    if name == "constant":
-        return ConstantCost(freeze(ConstantConfig, "cost", values))
-    if name == "linear":
-        return LinearCost(freeze(LinearConfig, "cost", values), config.sliding_window)
-    if name == "calibrated":
-        return _calibrated(config, freeze(CalibratedConfig, "cost", values))
-    if name == "roofline":
-        return _roofline(RooflineCost, config, freeze(RooflineConfig, "cost", values))
-    if name == "tables":
-        return _tables(config, freeze(TablesConfig, "cost", values))
-    raise ConfigError(unknown(f"cost is {name!r}", name, [*COST_CONFIGS, "recorded"]))
+    match config.cost:
+        case dict() as own:
+            model = instantiate("cost", own)
+            if not hasattr(model, "price"):
+                raise ConfigError(f"cost: {own['_target_']} lacks price; see docs/extending.md")
+            return cast(CostModel, model)
+        case ConstantConfig() as options:
+            return ConstantCost(options)
+        case LinearConfig() as options:
+            return LinearCost(options, config.sliding_window)
+        case CalibratedConfig() as options:
+            return _calibrated(config, options)
+        case TablesConfig() as options:
+            return _tables(config, options)
+        case RooflineConfig() as options:
+            return _roofline(RooflineCost, config, options)
+    raise ConfigError("cost=recorded replays a run and prices no other step; choose another cost")
 
 
 def itemise(cost: CostModel | None) -> Itemise | None:
@@ -106,36 +103,32 @@ def _class(cost: CostModel) -> str:
 
 def unread_settings(config: RunConfig) -> list[str]:
     """Settings of prices that were changed and that nothing reads, each with the reason."""
-    values = config.raw["cost"]
-    if values.get("name") == "linear" and values.get("path") is not None:
-        return _changed(values, LinearConfig(), LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
-    if values.get("name") not in ("roofline", "tables"):
-        is_priced = values.get("name") not in ("linear", "constant") or is_plain(config.sampling.params())
-        return [] if is_priced else [f"sampling is no part of the prices of cost={values['name']}"]
+    cost = config.cost
+    if isinstance(cost, LinearConfig) and cost.path is not None:
+        return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+    if not isinstance(cost, RooflineConfig):
+        is_priced = not isinstance(cost, LinearConfig | ConstantConfig) or is_plain(config.sampling.params())
+        return [] if is_priced else [f"sampling is no part of the prices of cost={config.cost_name}"]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
         notes.append(
             f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}: it is priced as a decoder of the "
             "Llama shape with its sizes"
         )
-    if values.get("name") == "tables":
+    if isinstance(cost, TablesConfig):
         notes += [
             f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"
             for name in _unlike_the_library(config.device)
         ]
     if is_cpu:
-        notes += _changed(
-            values, RooflineConfig(), ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing"
-        )
-    if is_cpu or not values.get("cuda_graphs", True):
+        notes += _changed(cost, ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing")
+    if is_cpu or not cost.cuda_graphs:
         why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
-        notes += _changed(
-            values, RooflineConfig(), ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why
-        )
+        notes += _changed(cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
     if not filters(config.sampling.params()):
-        notes += _changed(values, RooflineConfig(), ("filtering",), "sampling that has no top_k or top_p to apply")
+        notes += _changed(cost, ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
-        notes += _changed(values, RooflineConfig(), ("logits",), "device.tensor_parallel_size=1")
+        notes += _changed(cost, ("logits",), "device.tensor_parallel_size=1")
     return notes
 
 
@@ -148,12 +141,10 @@ def _unlike_the_library(device: DeviceSpec) -> list[str]:
     return [name for name, value in known.items() if name in MEASURED_FIELDS and getattr(device, name) != value]
 
 
-def _changed(values: dict[str, Any], standard: object, names: tuple[str, ...], why: str) -> list[str]:
-    return [
-        f"cost.{name} has no effect with {why}"
-        for name in names
-        if values.get(name, getattr(standard, name)) != getattr(standard, name)
-    ]
+def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: str) -> list[str]:
+    standard = type(cost)()
+    changed = [name for name in names if getattr(cost, name) != getattr(standard, name)]
+    return [f"cost.{name} has no effect with {why}" for name in changed]
 
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:

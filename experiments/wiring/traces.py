@@ -40,7 +40,7 @@ def check_trace(config: RunConfig) -> None:
     """Raises ConfigError or TraceError for what can be told of the `trace` group while nothing is read or generated."""
     settings = config.trace
     vocab_size(config)
-    if config.is_simulated and config.raw["cost"].get("name") != "recorded":
+    if config.is_simulated and config.recorded_run is None:
         check_simulated_output(settings.forced)
     if "_target_" in config.raw["trace"]:
         return

@@ -238,7 +238,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
             scheduler.blocks.hand_out_in(scattered)
         return scheduler
 
-    sampling = replace(config.sampling.params(), n=1, best_of=None, beam_width=0)
+    sampling = replace(config.sampling, n=1, best_of=None, beam_width=0)
     bench = Bench(
         backend, clock, room, make_scheduler, partial(_recorded, config, scratch), build.vocab_size(config), sampling
     )

@@ -23,7 +23,6 @@ from experiments.configuration.settings import (
     RecordConfig,
     RecordedConfig,
     ReportConfig,
-    SamplingConfig,
     ShareGPTTraceConfig,
     SimConfig,
     SloConfig,
@@ -37,6 +36,7 @@ from real.vllm.config import VllmConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
 from testbed.checks import choose, require_whole
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.policies.config import SchedulerConfig
@@ -73,6 +73,8 @@ BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmC
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
 FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
 CLASSES = ("cost", "trace")  # groups that may be a class of the user's
+# parameters of sampling that runs of traces, which make no texts, have not
+OF_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "length_penalty")
 JUDGING = ("slo", "report")  # groups that decide nothing of a run
 
 
@@ -128,7 +130,7 @@ def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
         "model": {"_schema": (ModelSpec,)},
         "device": {"_schema": (TensorParallelConfig, DeviceSpec)},
         "cost": {name: (cls, _Name) for name, cls in COSTS.items()},
-        "sampling": {"default": (SamplingConfig,)},
+        "sampling": {"default": (_Name, SamplingParams)},
         "record": {"default": (RecordConfig,)},
         "slo": {"default": (SloConfig,)},
         "report": {"default": (ReportConfig,)},
@@ -154,7 +156,7 @@ class _Options(dict[str, Any]):
         made: ConfigNode | None = super().__getitem__(file)
         if made is None:
             name = file.removesuffix(".yaml")
-            twin = editable(*self._classes[name])
+            twin = editable(*self._classes[name], without=OF_TEXTS)
             if hasattr(twin, "name") and not name.startswith("_"):
                 twin.name = name
             made = self[file] = ConfigNode(file, OmegaConf.structured(twin), self._group, None, None)
@@ -183,7 +185,7 @@ class RunConfig:
     device: DeviceSpec
     tensor_parallel_size: int
     cost: CostConfig
-    sampling: SamplingConfig
+    sampling: SamplingParams
     record: RecordConfig
     slo: SloConfig
     report: ReportConfig
@@ -266,7 +268,7 @@ class RunConfig:
             device=device_of(raw["device"]),
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             cost=_cost(raw["cost"]),
-            sampling=freeze(SamplingConfig, "sampling", raw["sampling"]),
+            sampling=freeze(SamplingParams, "sampling", raw["sampling"]),
             record=freeze(RecordConfig, "record", raw["record"]),
             slo=freeze(SloConfig, "slo", raw["slo"]),
             report=report,

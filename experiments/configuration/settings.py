@@ -1,15 +1,14 @@
-"""Settings that belong to no single component: where a trace comes from, sampling, records. One dataclass a group."""
+"""Settings that belong to no single component: where a trace comes from, what is recorded. One dataclass a group."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
-from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
 
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces of recorded outputs
@@ -86,38 +85,6 @@ class AgenticTraceConfig(TraceConfig):
 
     rate: float = 0.1  # sessions started per second
     closed_loop: bool = True  # a request comes after the one before finished; false: when it was recorded
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """The `sampling` group: how many sequences a request grows, and how tokens that are not forced are drawn.
-
-    The parameters of testbed.core.sampling.SamplingParams but those of texts: runs of traces make none.
-    """
-
-    name: str = "default"  # of the option; of a sweep's arms, too
-    temperature: float = 0.0  # 0 is greedy
-    max_tokens: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()  # end a sequence
-    seed: int | None = None  # of every request's draws; null: derived from the run's
-    n: int = 1  # sequences for each request
-    best_of: int | None = None  # as many instead; which n of them are best is not decided here
-    beam_width: int = 0  # beam search over so many beams; 0: none
-    top_p: float = 1.0  # draw from the smallest set of likeliest tokens whose probabilities sum to this
-    top_k: int = 0  # draw from so many of the likeliest tokens; 0 or -1: all
-    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
-    presence_penalty: float = 0.0  # off the logit of each token that was emitted
-    frequency_penalty: float = 0.0  # the same, for each time it was
-    repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in prompt and output
-    logit_bias: tuple[Any, ...] = ()  # [[token id, added to its logit], ...]
-    min_tokens: int = 0  # no token that ends the sequence before so many
-    logprobs: int | None = None  # compute log-probabilities of emitted tokens and of so many likeliest; null: none
-    prompt_logprobs: int | None = None  # the same of the prompt, which is then computed whole whatever is cached
-
-    def params(self) -> SamplingParams:
-        """Every key of the group but its name is a parameter of the same name."""
-        return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(self)[1:]})
 
 
 @dataclass(frozen=True, slots=True)

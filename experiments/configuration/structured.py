@@ -6,6 +6,7 @@ the edge; `freeze` turns a resolved node into the component's own dataclass, whi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
 from types import NoneType, UnionType
@@ -18,12 +19,15 @@ T = TypeVar("T")
 _hints = cache(get_type_hints)  # it compiles every annotation; each class is asked for several times
 
 
-def editable(*classes: type) -> Any:
-    """An instance of an editable twin with the fields and defaults of all classes; later classes win."""
+def editable(*classes: type, without: Collection[str] = ()) -> Any:
+    """An instance of an editable twin with the fields and defaults of all classes; later classes win. without: fields
+    that are left out."""
     collected: dict[str, tuple[str, Any, Any]] = {}
     for cls in classes:
         hints = _hints(cls)
         for item in fields(cls):
+            if item.name in without:
+                continue
             default = item.default if item.default is not MISSING else None
             if item.default_factory is not MISSING:
                 default = item.default_factory()
@@ -57,7 +61,8 @@ def _plain(hint: Any) -> Any:
     if origin is Literal:
         return str
     if origin is tuple:
-        return list[get_args(hint)[0]]  # type: ignore[misc]  # a run-time type
+        first = get_args(hint)[0]
+        return list[Any if get_origin(first) is tuple else first]  # type: ignore[misc]  # a run-time type
     if origin in (Union, UnionType):
         args = [_plain(arg) for arg in get_args(hint) if arg is not NoneType]
         if len(args) > 1 or is_dataclass(args[0]):

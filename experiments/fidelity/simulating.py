@@ -88,8 +88,8 @@ def described(config: RunConfig) -> str:
         value = getattr(config.device, name, raw[group].get(name))
         words.append(f"{key}={value}")
     words.append(f"seed={config.seed}")
-    drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling)[1:])
+    drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))
     words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]
-    if "filtering" in raw["cost"] and filters(config.sampling.params()):
+    if "filtering" in raw["cost"] and filters(config.sampling):
         words.append(f"cost.filtering={raw['cost']['filtering']}")
     return " ".join(words)

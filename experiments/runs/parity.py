@@ -225,7 +225,7 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
 
 def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:
     rows = {row.request_id: row for row in trace.rows}
-    vocab_size, sampling = build.vocab_size(config), config.sampling.params()
+    vocab_size, sampling = build.vocab_size(config), config.sampling
 
     def make(request_id: str, arrival_ns: int) -> Request:
         if request_id not in rows:

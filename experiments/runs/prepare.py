@@ -215,7 +215,7 @@ def _described(engine: Any) -> dict[str, Any]:
 
 
 def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
-    sampling = config.sampling.params()
+    sampling = config.sampling
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))

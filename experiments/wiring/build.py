@@ -10,7 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
-from experiments.configuration.settings import SamplingConfig, SimConfig
+from experiments.configuration.settings import SimConfig
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, policy_failure
 from experiments.wiring.traces import build_source as build_source
@@ -26,6 +26,7 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.limits import Limits
+from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
@@ -195,7 +196,7 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
             f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
             "chunk cannot exceed the budget: lower it, or set 0 (off)"
         )
-    num_seqs = config.sampling.params().num_seqs
+    num_seqs = config.sampling.num_seqs
     least = min(("max_num_seqs", "max_num_batched_tokens"), key=lambda name: getattr(bounds, name))
     if num_seqs > getattr(bounds, least):
         raise ConfigError(
@@ -257,7 +258,7 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
     ]
-    drawn, greedy = config.sampling, SamplingConfig()
+    drawn, greedy = config.sampling, SamplingParams()
     idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
     notes += [
         f"sampling.{name} has no effect with sampling.{idle}"

@@ -107,7 +107,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     if isinstance(cost, LinearConfig) and cost.path is not None:
         return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
-        is_priced = not isinstance(cost, LinearConfig | ConstantConfig) or is_plain(config.sampling.params())
+        is_priced = not isinstance(cost, LinearConfig | ConstantConfig) or is_plain(config.sampling)
         return [] if is_priced else [f"sampling is no part of the prices of cost={config.cost_name}"]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
@@ -125,7 +125,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     if is_cpu or not cost.cuda_graphs:
         why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
         notes += _changed(cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
-    if not filters(config.sampling.params()):
+    if not filters(config.sampling):
         notes += _changed(cost, ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
         notes += _changed(cost, ("logits",), "device.tensor_parallel_size=1")
@@ -162,7 +162,7 @@ def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineCo
         options,
         tensor_parallel_size=config.tensor_parallel_size,
         kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window),
-        sampling=config.sampling.params(),
+        sampling=config.sampling,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.configuration.config import SamplingConfig
+from experiments.configuration.compose import compose_config
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import RequestError
 
@@ -89,5 +89,6 @@ def test_a_backend_is_told_what_is_needed_and_no_more(values, filtered, penalise
 
 def test_the_sampling_group_of_a_run_has_the_same_keys_and_defaults():
     of_texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "length_penalty"}
-    assert set(SamplingConfig.__slots__) - {"name"} == set(SamplingParams.__slots__) - of_texts
-    assert SamplingConfig().params() == GREEDY
+    config = compose_config([])
+    assert set(config.raw["sampling"]) - {"name"} == set(SamplingParams.__slots__) - of_texts
+    assert config.sampling == GREEDY

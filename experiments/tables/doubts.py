@@ -130,14 +130,9 @@ class _Points:
                 codes[:, index] = column.dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
             else:
                 codes[:, index] = column.fill_null(-1).to_numpy(zero_copy_only=False)
-        order = np.lexsort(codes.T[::-1])
-        codes, time_ns = codes[order], rows["time_ns"].to_numpy()[order]
-        first = np.r_[True, (codes[1:] != codes[:-1]).any(axis=1)]
-        starts = np.flatnonzero(first)
-        self.sizes = codes[first]
-        self.of_row = np.empty(len(order), dtype=np.int64)  # of each row the point that it is
-        self.of_row[order] = np.cumsum(first) - 1
-        self.time_ns = np.add.reduceat(time_ns, starts) / np.diff(np.r_[starts, len(time_ns)])
+        self.sizes, point = np.unique(codes, axis=0, return_inverse=True)
+        self.of_row = point.reshape(-1)  # of each row the point that it is
+        self.time_ns = np.bincount(self.of_row, rows["time_ns"].to_numpy()) / np.bincount(self.of_row)
 
     def along(self, axis: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """(an order in which points that differ in this size alone stand together, that size growing; for each place

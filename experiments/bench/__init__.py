@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 
 from experiments.runs.environment import describe_machine, describe_versions
@@ -43,12 +41,3 @@ def machine_line() -> str:
     machine, versions = describe_machine(), describe_versions()
     date = time.strftime("%Y-%m-%d")
     return f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {date}"
-
-
-@contextmanager
-def with_engine() -> Iterator[None]:
-    """Within, the packages of the real engine are imported. Raises ConfigError for one that is not here."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"this benchmark needs the package {error.name!r}: pip install '.[real]'") from None

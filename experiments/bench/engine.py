@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.bench import offline, with_engine
+from experiments.bench import offline
 from experiments.console import Parser
 from experiments.tables.devices import model_spec
+from experiments.wiring.build_engine import real_packages
 from testbed.checks import choose, require_whole
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY
@@ -183,7 +184,7 @@ def main(arguments: list[str]) -> int:
     for part in parts:
         choose("--parts", part, ("decode", "prefill", "offline"))
     require_whole("--repeats", options.repeats, 1)
-    with with_engine():
+    with real_packages("this benchmark"):
         import torch
 
         from real.device import describe_device, resolve_device

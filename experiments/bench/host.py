@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.bench import with_engine
 from experiments.bench.offline import AllAtOnce
 from experiments.console import Parser
+from experiments.wiring.build_engine import real_packages
 from testbed.checks import require_whole
 from testbed.core.outcome import Spans
 from testbed.core.request import GREEDY, Request, SamplingParams
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--filter", default="", help="only batches in whose name this is found")
     options = parser.parse_args(arguments)
     require_whole("--steps", options.steps, 1)
-    with with_engine():
+    with real_packages("this benchmark"):
         import torch
     torch.set_num_threads(1)
     print(f"host: µs a step, median of {options.steps}; schedule: commit, records and plan\n")

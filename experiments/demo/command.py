@@ -19,7 +19,8 @@ from experiments.calibration.calibrate import Extent, Fitted, fit_and_save, prof
 from experiments.configuration.compose import compose_config
 from experiments.console import Parser
 from experiments.runs.run import FailedError, execute
-from testbed.errors import RunFolderError, TestbedError
+from experiments.wiring.build_engine import real_packages
+from testbed.errors import RunFolderError
 
 # tokens of a step: whole prompts first, against chunks beside the decodes
 SCHEDULERS: dict[str, int | None] = {"prefill_first": None, "decode_first": 512}
@@ -189,10 +190,8 @@ def _scaled_by(reals: dict[str, list[Run]]) -> str:
 
 
 def _make_model(folder: Path) -> Path:
-    try:
+    with real_packages("the real half"):
         from real.checkpoint import make_checkpoint
-    except ModuleNotFoundError as error:
-        raise TestbedError(f"the real half needs {error.name!r}: pip install '.[real]' in the repository") from None
     return make_checkpoint(folder, compose_config(["model=tiny"]).model, seed=0)
 
 

@@ -89,7 +89,7 @@ def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
 
     Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
     """
-    with _real_packages():
+    with real_packages("backend=real"):
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
     num_ranks = config.tensor_parallel_size
@@ -111,19 +111,20 @@ def computes_beside(config: RunConfig) -> bool:
 def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
     """The same in processes of their own, `backend.num_replicas` of them, and what they say of themselves."""
     assert isinstance(config.backend, RealConfig)
-    with _real_packages():
+    with real_packages("backend=real"):
         from real.parallel.replica import ReplicaSetup, start_replicas
     setup = ReplicaSetup(config.model, config.backend, config.tensor_parallel_size, _options_of_engine(config))
     return start_replicas(setup, config.backend.num_replicas)
 
 
 @contextmanager
-def _real_packages() -> Iterator[None]:
+def real_packages(who: str) -> Iterator[None]:
+    """Within, `who` imports packages of the real engine. Raises ConfigError for one that is not here."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"backend=real needs the package {error.name!r}: pip install '.[real]' in the repository (or `make demo`)"
+            f"{who} needs the package {error.name!r}: pip install '.[real]' in the repository (or `make demo`)"
         ) from None
 
 

@@ -22,7 +22,7 @@ from xxhash import xxh64
 
 from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
 from experiments.runs.environment import describe_versions, source_hash
-from experiments.wiring.foreign import ROOMS
+from experiments.wiring.foreign import is_foreign, named_classes
 
 _LARGE_BYTES = 2**28  # of a file in a folder (weights): above, size and time of change stand for its content
 
@@ -69,7 +69,7 @@ def identity_of(config: RunConfig) -> Identity:
     """Reads what the configuration names; each file once for as long as it does not change."""
     decides = {key: value for key, value in config.raw.items() if key not in JUDGING}
     classes: dict[str, str] = {}
-    for target in _targets(decides):
+    for _, target in named_classes(decides):
         classes |= _class_files(target)
     files = {name: _of_path(Path(name)) for name in sorted(set(_names_of_files(decides)))}
     return Identity(_of_tree(decides), files, classes, source_hash(), describe_versions()["llm-serving-testbed"])
@@ -133,18 +133,6 @@ def _of_content(path: Path, size: int, mtime_ns: int) -> str:
 # --- the user's classes ---
 
 
-def _targets(tree: Any) -> Iterator[str]:
-    """Every `_target_` that is not this package's own."""
-    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _targets(value)
-    if isinstance(tree, dict) and isinstance(target := tree.get("_target_"), str) and _is_foreign(target):
-        yield target
-
-
-def _is_foreign(name: str) -> bool:
-    return name.partition(".")[0] not in ROOMS
-
-
 def _class_files(target: str) -> dict[str, str]:
     """{module: hash} of the module that has the class, and of those beside it that it imports, directly or not: the
     user's own, below its folder, and no installed package there."""
@@ -182,7 +170,7 @@ def _modules(dotted: str) -> Iterator[tuple[str, Path]]:
 
 def _spec(name: str) -> ModuleSpec | None:
     try:
-        return find_spec(name) if name and _is_foreign(name) else None
+        return find_spec(name) if name and is_foreign(name) else None
     except (ImportError, ValueError):
         return None
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from operator import index
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from experiments.configuration.config import CLASSES, RunConfig
-from experiments.configuration.policies import GROUPS, missing_name
+from experiments.configuration.config import RunConfig
+from experiments.configuration.policies import missing_name
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
 from testbed.foreign_text import shown
@@ -47,26 +48,35 @@ class CheckedOracle:
         )
 
 
+def is_foreign(name: str) -> bool:
+    """Whether a dotted name is of no room of this repository."""
+    return name.partition(".")[0] not in ROOMS
+
+
+def named_classes(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, class) of every `_target_` in a configuration that this repository does not have."""
+    if isinstance(tree, dict) and isinstance(target := tree.get("_target_"), str) and is_foreign(target):
+        yield key, target
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        yield from named_classes(value, f"{key}.{name}".lstrip("."))
+    for value in tree if isinstance(tree, list) else ():
+        yield from named_classes(value, key)
+
+
 def own_classes(config: RunConfig) -> list[str]:
-    """`key={_target_: module.Class}` of every class in the configuration that this repository does not have."""
-    places = {key: config.raw[key.split(".")[0]].get(key.split(".")[1]) for key in GROUPS}
-    places |= {group: config.raw[group] for group in CLASSES}
-    targets = {
-        key: value["_target_"] for key, value in places.items() if isinstance(value, dict) and "_target_" in value
-    }
-    return [f"{key}={target}" for key, target in targets.items() if str(target).split(".")[0] not in ROOMS]
+    """`key=module.Class` of each."""
+    return [f"{key}={target}" for key, target in named_classes(config.raw)]
 
 
 def check_importable(config: RunConfig) -> None:
     """Raises PolicyError for a user's class that is not to be had, before anything is done for its sake."""
-    for named in own_classes(config):
-        target = named.partition("=")[2]
+    for key, target in named_classes(config.raw):
         try:
             resolve_name(target)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise PolicyError(
-                f"{named} cannot be imported ({missing_name(target) or what}); mend it, or name another class"
+                f"{key}={target} cannot be imported ({missing_name(target) or what}); mend it, or name another class"
             ) from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +50,7 @@ def check_trace(config: RunConfig) -> None:
     else:
         named = [_file(settings)]
         if settings.name in ("agentic", "lengths"):
-            _arrivals(config.raw["trace"])
+            freeze(ArrivalConfig, "trace", config.raw["trace"])
     if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
         load_tokenizer(settings.tokenizer)  # by a name of Hugging Face's: whether it is here it alone can say
     named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
@@ -185,16 +185,10 @@ def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) ->
         return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
     if settings.name == "servegen":
         return {"seed": seed}
-    if isinstance(settings, AgenticTraceConfig):
-        return {"arrivals": _arrivals(values), "seed": seed, "closed_loop": settings.closed_loop}
-    if settings.name == "lengths":
-        return {"arrivals": _arrivals(values), "seed": seed}
-    return {}
-
-
-def _arrivals(values: dict[str, Any]) -> ArrivalConfig:
-    names = [item.name for item in fields(ArrivalConfig)]
-    return freeze(ArrivalConfig, "trace", {name: values[name] for name in names if name in values})
+    if settings.name not in ("agentic", "lengths"):
+        return {}
+    closed = {"closed_loop": settings.closed_loop} if isinstance(settings, AgenticTraceConfig) else {}
+    return {"arrivals": freeze(ArrivalConfig, "trace", values), "seed": seed, **closed}
 
 
 @lru_cache(maxsize=1)

@@ -165,16 +165,21 @@ def _parser() -> OverridesParser:
 @cache
 def parsed(override: str) -> Override:
     """Raises ConfigError if it is none."""
-    try:
-        item = _parser().parse_override(readable(override))
-        if item.key_or_group:
-            return item
-    except HydraException:
-        pass
+    item = _read(readable(override))
+    if item is not None and item.key_or_group:
+        return item
     raise ConfigError(
         f"cannot read the override {override!r}: expected key=value; a value that is a text with a comma, a bracket or "
         "a quote has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
     )
+
+
+def _read(override: str) -> Override | None:
+    """None: Hydra's grammar has no such override."""
+    try:
+        return _parser().parse_override(override)
+    except HydraException:
+        return None
 
 
 def readable(override: str) -> str:
@@ -182,20 +187,13 @@ def readable(override: str) -> str:
     key, _, value = override.partition("=")
     if not value or value[0] in "[{'\"" or "," in value:
         return override
-    try:
-        _parser().parse_override(override)
-        return override
-    except HydraException:
-        return f"{key}={literal(value)}"
+    return f"{key}={literal(value)}" if _read(override) is None else override
 
 
 def is_text(override: str, text: str) -> bool:
     """Whether the grammar reads this very text as the override's value."""
-    try:
-        item = _parser().parse_override(override)
-        return not item.is_sweep_override() and item.value() == text
-    except HydraException:
-        return False
+    item = _read(override)
+    return item is not None and not item.is_sweep_override() and item.value() == text
 
 
 def literal(value: Any, key: str = "a value") -> str:

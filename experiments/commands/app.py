@@ -21,8 +21,9 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.configuration.compose import checked, compose_config, compose_from, in_one_line, with_swept
+from experiments.configuration.compose import compose_config, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
+from experiments.configuration.on_device import check_device
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     check,
@@ -229,7 +230,8 @@ def _config_of(node: DictConfig) -> RunConfig:
     raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     config = RunConfig.from_container({str(key): value for key, value in raw.items()})
-    return checked(_given("task"), config)
+    check_device(_given("task"), config)
+    return config
 
 
 def _given(kind: str) -> list[str]:

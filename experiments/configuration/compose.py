@@ -32,11 +32,7 @@ from testbed.specs.device import DeviceSpec
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """The configuration that `testbed run <overrides>` would have. own: whole groups that are a class of the user's.
     Raises ConfigError in one line."""
-    return checked(overrides, RunConfig.from_container({**compose_raw(overrides), **own}))
-
-
-def checked(overrides: Sequence[str], config: RunConfig) -> RunConfig:
-    """The configuration that the overrides made, if it is not refused for what they ask for."""
+    config = RunConfig.from_container({**compose_raw(overrides), **own})
     check_device(overrides, config)
     return config
 

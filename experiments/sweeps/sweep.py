@@ -24,8 +24,9 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from experiments.configuration.compose import checked, compose_raw
+from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.on_device import check_device
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.runs.identity import identity_of
@@ -158,7 +159,8 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
         folder = sweep.subfolder(overrides, number) if sweep.names_folders else None
         command = shlex.join(["testbed", "run", *searched, *overrides])
         try:
-            config = checked(overrides, RunConfig.from_container(raw))
+            config = RunConfig.from_container(raw)
+            check_device(overrides, config)
             check_importable(config)
             check_trace(config)
             if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend")])) not in makeable:

@@ -2,6 +2,7 @@
 
 Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
 Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
+is_narrow: for a phone, the panels one below the other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PAGE = 84  # letters of a title that fit a page's width
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
-def latency_cdf(runs: Runs) -> AxesArray:
+def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     """Distribution functions of TTFT, TPOT and E2E, one curve a run; with censored requests Kaplan-Meier's.
 
     A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
@@ -45,10 +46,12 @@ def latency_cdf(runs: Runs) -> AxesArray:
     """
     runs = runs_of(runs)
     with style.styled():
-        figure, (panels,) = style.grid(1, 3, 2.3 + style.legend_height(list(runs)), sharey=True)
+        height_in = style.height(2.3, 3, list(runs), is_narrow=is_narrow)
+        figure, (panels,) = style.grid(1, 3, height_in, is_narrow=is_narrow, sharey=True)
         for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
             _cdf_panel(axes, {label: _latency_values(run, name) for label, run in runs.items()}, title)
-        panels[0].set_ylabel("share of requests")
+        for axes in panels if is_narrow else panels[:1]:
+            axes.set_ylabel("share of requests")
         handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
         style.legend_below(figure, handles, list(runs))
     return cast(AxesArray, panels)
@@ -81,7 +84,7 @@ def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], 
     axes.set_xlabel(f"{title} ({unit})")
 
 
-def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
+def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: bool = False) -> AxesArray:
     """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
 
     Runs of one load (equal `trace.*` settings but the seed, and what `report.replicates` names) are replicates: a point
@@ -95,7 +98,8 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]]) -> AxesArray:
     loads = load_keys(every, stated_replicates(every))
     panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
     with style.styled():
-        figure, (panels,) = style.grid(1, 2, 2.5 + style.legend_height(list(arms)))
+        height_in = style.height(2.5, 2, list(arms), is_narrow=is_narrow)
+        figure, (panels,) = style.grid(1, 2, height_in, is_narrow=is_narrow)
         for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
             points = {label: _load_points(runs, name, loads) for label, runs in arms.items()}
             known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
@@ -137,7 +141,7 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
     axes.plot(lost, [0.97] * len(lost), transform=edge, marker="^", linestyle="none", color=look["color"])
 
 
-def timeline(runs: Runs) -> AxesArray:
+def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     """KV usage and queue over time, one column a run, few of them; ticks on top of the queue are steps that preempted.
 
     Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
@@ -145,17 +149,22 @@ def timeline(runs: Runs) -> AxesArray:
     """
     runs = runs_of(runs, MAX_RUNS)
     with style.styled():
-        figure, both = style.grid(2, max(len(runs), 1), 3.5, sharex=True, sharey="row")
+        num = max(len(runs), 1)
+        height_in = 3.2 * num + 0.6 if is_narrow else 3.5
+        figure, both = style.grid(2, num, height_in, is_narrow=is_narrow, sharex=True, sharey="row")
         upper, lower = both
-        width = _PAGE // max(len(runs), 1)
+        width = _PAGE // (2 if is_narrow else num)
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(fill(label, width))
-            lower[column].set_xlabel(fill("time since the start of the run (s)", width))
             if engines := engines_of(run):
                 _timeline_column(upper[column], lower[column], run, engines)
+        for column in range(num):
+            if is_narrow or column == 0:
+                upper[column].set_ylabel("KV blocks in use (%)")
+                lower[column].set_ylabel("requests")
+            if not is_narrow or column == num - 1:
+                lower[column].set_xlabel(fill("time since the start of the run (s)", width))
         upper[0].set_ylim(0, 105)
-        upper[0].set_ylabel("KV blocks in use (%)")
-        lower[0].set_ylabel("requests")
         lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
@@ -214,18 +223,15 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
     """Relative change to the baseline, in percent, of shares their difference in points; one panel a metric, one bar an
     arm, with intervals. A change to or from 0, which has no percentage, is written out. A panel is at least _LEAST
     wide; one with an arm far off goes by the ratio's logarithm, so that half as much and twice as much are as long, and
-    says so. is_narrow: for a phone, the panels one below the other and the arms' names above the bars. Axes
-    `[num_metrics]`.
+    says so. is_narrow: with the arms' names above the bars. Axes `[num_metrics]`.
     """
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
         num = max(len(labels), 1)
+        height_in = 1.5 + 0.24 * max(len(arms), 2)
         if is_narrow:
             height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
-            figure, column = style.grid(num, 1, height_in, width_in=style.PHONE_IN, sharey=True)
-            panels = column[:, 0]
-        else:
-            figure, (panels,) = style.grid(1, num, 1.5 + 0.24 * max(len(arms), 2), sharey=True)
+        figure, (panels,) = style.grid(1, num, height_in, is_narrow=is_narrow, sharey=True)
         for axes, label in zip(panels, labels, strict=False):
             of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
             _bar_panel(axes, of_metric, 0.4 if is_narrow else 0.62)
@@ -239,7 +245,7 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]
         style.legend_below(figure, [Patch(**_BARS[kind]) for kind in shown], shown)
-    return panels
+    return cast(AxesArray, panels)
 
 
 _FAR = 250.0  # percent
@@ -333,14 +339,15 @@ def _signed(percent: float) -> str:
     return f"{'+' if percent > 0 else '−'}{size}"
 
 
-def sim_versus_real(matched: Mapping[str, pd.DataFrame]) -> AxesArray:
+def sim_versus_real(matched: Mapping[str, pd.DataFrame], *, is_narrow: bool = False) -> AxesArray:
     """Each request's simulated latency over its real one (above) and their ratio (below), per latency.
 
     `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the line the
     simulator is exact; the dashed lines are +-10 %. Axes `[2, 3]`.
     """
     with style.styled():
-        figure, both = style.grid(2, 3, 4.0 + style.legend_height(list(matched)), height_ratios=[2.0, 1.0])
+        height_in = style.height(4.0, 3, list(matched), is_narrow=is_narrow)
+        figure, both = style.grid(2, 3, height_in, is_narrow=is_narrow, height_ratios=[2.0, 1.0])
         upper, lower = both
         for column, (name, title) in enumerate(LATENCIES.items()):
             pairs = [pair_of(frame, name) for frame in matched.values()]

@@ -72,17 +72,36 @@ def styled() -> Any:
 
 
 def grid(
-    num_rows: int, num_columns: int, height_in: float, *, width_in: float = WIDTH_IN, **options: Any
-) -> tuple[Figure, AxesArray]:
-    """A figure of a page's width with axes `[num_rows, num_columns]`. Call inside `styled()`."""
-    size: dict[str, Any] = {"figsize": (width_in, height_in), "layout": "constrained"}
+    num_rows: int, num_columns: int, height_in: float, *, is_narrow: bool = False,
+    height_ratios: Sequence[float] | None = None, **options: Any,
+) -> tuple[Figure, AxesArray]:  # fmt: skip
+    """A figure with axes `[num_rows, num_columns]`, of a page's width; is_narrow: of a phone's, each column below the
+    one before it. Call inside `styled()`."""
+    size: dict[str, Any] = {"figsize": (PHONE_IN if is_narrow else WIDTH_IN, height_in), "layout": "constrained"}
     if mpl.is_interactive():
         from matplotlib import pyplot  # slow to import, and there already
 
         figure = pyplot.figure(**size)
     else:
         figure = Figure(**size)
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **options)
+    if not is_narrow:
+        axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=height_ratios, **options)
+        return figure, axes
+    ratios = None if height_ratios is None else [*height_ratios] * num_columns
+    column = figure.subplots(num_rows * num_columns, 1, squeeze=False, height_ratios=ratios, **options)
+    axes = column.reshape(num_columns, num_rows).T
+    if options.get("sharey") == "row":
+        for first, *others in axes:
+            for one in others:
+                one.sharey(first)
+    return figure, axes
+
+
+def height(panels_in: float, num_columns: int, labels: Sequence[str], *, is_narrow: bool) -> float:
+    """Inches of a figure whose axes take `panels_in` on a page, and of these labels below them."""
+    if is_narrow:
+        return 0.8 * panels_in * num_columns + legend_height(labels, PHONE_IN)
+    return panels_in + legend_height(labels)
 
 
 def only_axes(ax: Axes | None, height_in: float) -> Axes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -28,7 +29,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     rankings = _rankings(report, noise) if len(engines) == 1 else {}
     rows = [row for group in sections.compared for row in group.rows]
     caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
-    figure = plots.sim_versus_real(matched)
+    draw = partial(plots.sim_versus_real, matched)
     start = sections.out.parent
     return {
         "not_measured": not_measured,
@@ -42,7 +43,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
             tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()}),
             *(tables.ranking_table(ranking, load) for load, ranking in rankings.items()),
         ],
-        "plots": [sections.plot(figure, "sim_versus_real", "Each request, simulated and real", caption)],
+        "plots": [sections.plot(draw, "sim_versus_real", "Each request, simulated and real", caption)],
         "setup": tables.setup_table("Setup of the real runs", [run for pair in report.pairs for run in pair.reals]),
         "pairs": [(pair.label, *(relative(run.path, start) for run in pair.runs)) for pair in report.pairs],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from analysis.comparison.effects import Compared
 from analysis.load import Run, relative
 from analysis.measures.metrics import SLO
 from analysis.plots import style
+from analysis.plots.style import AxesArray
 
 DEFAULT_MARGIN = 0.02
 _MAX_SVG_BYTES = 400_000
@@ -48,7 +49,7 @@ class Plot(NamedTuple):
     caption: str
     data_uri: str
     file: str  # the PNG, relative to the report
-    narrow_uri: str | None = None  # the same for a phone; None: it is moved sideways there
+    narrow_uri: str  # the same for a phone
 
 
 @dataclass
@@ -59,12 +60,12 @@ class Sections:
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what could not be compared
 
-    def plot(self, figure: Any, name: str, title: str, caption: str, *, narrow: Any = None) -> Plot:
-        """narrow: the same figure for a phone, if there is one."""
+    def plot(self, draw: Callable[..., AxesArray], name: str, title: str, caption: str) -> Plot:
+        """draw: gives the figure; with `is_narrow` set, the one for a phone."""
         stem = self.out.with_name(f"{self.out.stem}_files") / name
-        png, svg = style.save(figure, stem)
-        small = None if narrow is None else _embedded(*style.save(narrow, stem.with_name(f"{name}_narrow")))
-        return Plot(title, caption, _embedded(png, svg), relative(png, self.out.parent), small)
+        png, svg = style.save(draw(), stem)
+        narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
+        return Plot(title, caption, _embedded(png, svg), relative(png, self.out.parent), _embedded(*narrow))
 
 
 def _embedded(png: Path, svg: Path) -> str:

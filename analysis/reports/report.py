@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,7 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
         "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
     )
     title = f"Change against the baseline{f' at {load}' if load else ''}"
-    narrow = plots.ablation_bars(bars, is_narrow=True)
-    return sections.plot(plots.ablation_bars(bars), f"ablation_{index}", title, caption, narrow=narrow)
+    return sections.plot(partial(plots.ablation_bars, bars), f"ablation_{index}", title, caption)
 
 
 def _run_plots(
@@ -263,8 +263,8 @@ def _run_plots(
     where = f"{f' at {load}' if load else ''}, {which}"
     note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
     caption = f"Share of requests within a latency, queueing included.{note}"
-    figure = plots.latency_cdf(typical)
-    drawn = [sections.plot(figure, "latency_cdf", f"Latency distributions{where}", caption)]
+    draw = partial(plots.latency_cdf, typical)
+    drawn = [sections.plot(draw, "latency_cdf", f"Latency distributions{where}", caption)]
     runs = [run for arm in report.arms for run in arm.runs]
     if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
         every = {
@@ -272,14 +272,14 @@ def _run_plots(
             for arm in ordered
         }
         caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
-        figure = plots.throughput_latency(every)
-        drawn.append(sections.plot(figure, "throughput_latency", "Latency against throughput", caption))
+        draw = partial(plots.throughput_latency, every)
+        drawn.append(sections.plot(draw, "throughput_latency", "Latency against throughput", caption))
     shown = _timeline_choice(typical)
     caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
     if any(num_replicas(run) > 1 for run in shown.values()):
         caption += " Of several replicas: the mean of their shares, and the sums of their queues."
-    figure = plots.timeline(shown)
-    return [*drawn, sections.plot(figure, "timeline", f"KV usage and queue over time{where}", caption)]
+    draw = partial(plots.timeline, shown)
+    return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
 
 
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -99,6 +100,30 @@ def test_on_a_phone_each_panel_has_all_names_and_the_same_bars(tmp_path):
         assert [text.get_text() for text in narrow.texts] == [arms[0], "x" * 28 + "…" + "y" * 28]
         ends = [text.get_window_extent() for text in narrow.texts]
         assert all(narrow.bbox.x0 <= one.x0 and one.x1 <= narrow.figure.bbox.x1 for one in ends)
+
+
+@pytest.mark.parametrize("kind", ["latency_cdf", "throughput_latency", "timeline", "sim_versus_real"])
+def test_on_a_phone_the_panels_stand_below_each_other_and_show_the_same(runs, kind, tmp_path):
+    shown = {name: runs[name] for name in ("decode_first", "cut")}
+    if kind == "throughput_latency":
+        shown = {name: [run] for name, run in shown.items()}
+    elif kind == "sim_versus_real":
+        shown = {"decode_first": fidelity.match_requests(runs["decode_first"], runs["real"])}
+    draw = getattr(plots, kind)
+    page, phone = draw(shown), draw(shown, is_narrow=True)
+    saved(phone, tmp_path, kind)
+    assert phone.shape == page.shape
+    assert style.figure_of(phone).get_figwidth() == style.figure_of(page).get_figwidth() / 2
+    in_order = list(np.atleast_2d(phone).T.flat)
+    for upper, lower in pairwise(in_order):
+        assert upper.bbox.y0 > lower.bbox.y1
+        assert upper.bbox.x0 < lower.bbox.x1
+    for wide, narrow in zip(page.flat, phone.flat, strict=True):
+        assert narrow.get_ylabel(), "said beside each"
+        assert [line.get_xydata().tolist() for line in narrow.lines] == [
+            line.get_xydata().tolist() for line in wide.lines
+        ]
+        assert narrow.get_ylim() == pytest.approx(wide.get_ylim())
 
 
 def bars_of(*ratios: float):

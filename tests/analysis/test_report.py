@@ -81,19 +81,16 @@ def test_the_page_is_self_contained(page):
     assert not any(link.startswith(("http", "/", "file")) for link in parsed.links)
 
 
-def test_the_first_figure_fits_a_phone(page):
-    narrow = page.with_name("report_files") / "ablation_0_narrow.svg"
-    (wide_pt, narrow_pt) = (
-        float(re.search(r'width="([\d.]+)pt"', path.read_text()).group(1))
-        for path in (narrow.with_name("ablation_0.svg"), narrow)
-    )
-    assert (wide_pt, narrow_pt) == (7.2 * 72, 3.6 * 72)
-    embedded = base64.b64encode(narrow.read_bytes()).decode()
-    source = f'<source media="(max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">'
-    before, after = page.read_text().split(source)
-    assert before.endswith('<figure class="fits"><picture>')
-    assert before.count("<figure") == 1, "it is the first"
-    assert after.count("<figure") == 3
+def test_every_figure_fits_a_phone(page):
+    folder = page.with_name("report_files")
+    figures = re.findall(r"<figure><picture>(.*?)</picture>", page.read_text())
+    assert len(figures) == 4
+    for figure, stem in zip(figures, ("ablation_0", "latency_cdf", "timeline", "sim_versus_real"), strict=True):
+        wide, narrow = folder / f"{stem}.svg", folder / f"{stem}_narrow.svg"
+        widths = [float(re.search(r'width="([\d.]+)pt"', path.read_text()).group(1)) for path in (wide, narrow)]
+        assert widths == [7.2 * 72, 3.6 * 72]
+        embedded = base64.b64encode(narrow.read_bytes()).decode()
+        assert f'<source media="(max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">' in figure
 
 
 def test_links_lead_to_the_run_folders(page):
@@ -137,8 +134,8 @@ def test_figures_of_one_replicate_show_the_one_in_the_middle(page, sweep):
 
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
-    stems = {"latency_cdf", "timeline", "ablation_0", "ablation_0_narrow", "sim_versus_real"}
-    assert files == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}
+    assert files == {f"{stem}{size}.{kind}" for stem in stems for size in ("", "_narrow") for kind in ("png", "svg")}
     for target in re.findall(r"!\[.*?\]\((.*?)\)", page.with_suffix(".md").read_text()):
         assert (page.parent / target).exists()
 

@@ -15,7 +15,7 @@ POINTS = f"{SPACE}points"  # of percent
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` rounded to `digits` significant digits, without an exponent, thousands set off by a thin space."""
+    """`value` rounded to `digits` significant digits, without an exponent, thousands set off by a comma."""
     if not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -23,7 +23,7 @@ def significant(value: float, digits: int = 3) -> str:
     places = digits - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, places)
     places = digits - 1 - math.floor(math.log10(abs(rounded)))  # 9.996 became 10.0
-    text = f"{abs(rounded):,.{max(places, 0)}f}".replace(",", "\u202f")
+    text = f"{abs(rounded):,.{max(places, 0)}f}"
     return (MINUS if rounded < 0 else "") + text
 
 
@@ -32,7 +32,7 @@ def seconds(value: float | None) -> str:
     if value is None:
         return NOT_REACHED
     size = abs(value)
-    factor, unit = (1.0, "s") if size >= 10 else (1e3, "ms") if size >= 1e-3 or size == 0 else (1e6, "µs")
+    factor, unit = (1.0, "s") if size >= 1 else (1e3, "ms") if size >= 1e-3 or size == 0 else (1e6, "µs")
     return f"{significant(value * factor)}{SPACE}{unit}"
 
 
@@ -41,12 +41,12 @@ def number(value: float | None, unit: str = "") -> str:
     if value is None:
         return NOTHING
     whole = float(value).is_integer() and abs(value) < 1e15
-    text = f"{abs(int(value)):,}".replace(",", "\u202f") if whole else significant(abs(value))
+    text = f"{abs(int(value)):,}" if whole else significant(abs(value))
     return (MINUS if value < 0 else "") + text + (f"{SPACE}{unit}" if unit else "")
 
 
 def count(num: float, noun: str) -> str:
-    """ "1 request", "1 234 requests"."""
+    """ "1 request", "1,234 requests"."""
     return f"{number(num)} {noun}{'s' * (num != 1)}"
 
 

@@ -44,7 +44,7 @@ class Page(HTMLParser):
             self.loads += [attributes[name] for name in ("src", "href", "srcset", "data") if name in attributes]
 
     def handle_data(self, data):
-        self.text += data.replace("\u00a0", " ").replace("\u202f", " ")
+        self.text += data.replace("\u00a0", " ")
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,14 @@ FEW = {"num_requests": 10}
     [
         (None, "not reached"),
         (0.0, "0 ms"),
-        (1.23456, "1 230 ms"),
+        (1.23456, "1.23 s"),
         (12.345, "12.3 s"),
         (0.00123, "1.23 ms"),
         (4e-5, "40.0 µs"),
     ],
 )
 def test_durations_are_written_with_three_digits_and_a_unit(value, text):
-    assert fmt.seconds(value).replace("\u00a0", " ").replace("\u202f", " ") == text
+    assert fmt.seconds(value).replace("\u00a0", " ") == text
 
 
 def test_changes_are_signed_and_never_a_negative_zero():
@@ -44,7 +44,7 @@ def test_changes_are_signed_and_never_a_negative_zero():
     assert plain == ["0 %", "0 %", "+3.1 %", "−23 %", "+250 %", "–"]
     assert fmt.significant(9.996) == "10.0"
     assert fmt.significant(-0.0) == "0"
-    assert fmt.number(-1234.0) == "−1\u202f234"
+    assert fmt.number(-1234.0) == "−1,234"
     assert fmt.number(None) == "–"
     assert [fmt.mean_count(x) for x in (0.000476, 0.0, 0.25, 3.14159, None)] == ["0", "0", "0.25", "3.14", "–"]
 
@@ -54,14 +54,14 @@ def test_changes_are_signed_and_never_a_negative_zero():
     [
         (5.35, 1.52, 15.0, "×6.3 [×2.5, ×16]"),
         (-0.9, -0.93, -0.88, "÷10 [÷14, ÷8.3]"),
-        (10.0, -0.05, 2e9, "×11 [÷1.05, ×10 000 or more]"),
+        (10.0, -0.05, 2e9, "×11 [÷1.05, ×10,000 or more]"),
         (-0.23, -0.28, 8.0, "−23 % [−28, +800]"),
     ],
 )
 def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     estimate = Estimate(*(math.log1p(end) for end in (change, low, high)), 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], 1.0, estimate, "inside the noise")
-    said = interval_text(row).replace("\u00a0", " ").replace("\u202f", " ")
+    said = interval_text(row).replace("\u00a0", " ")
     assert said == text
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
 

@@ -42,7 +42,7 @@ def ran(folder: Path, **settings: Any) -> None:
 
 def report(folder: Path, **options: Any) -> str:
     page = report_from_folders([folder], folder / "report.html", **options)
-    text = page.with_suffix(".md").read_text().replace("\\", "").replace("\u202f", " ").replace("\u00a0", " ")
+    text = page.with_suffix(".md").read_text().replace("\\", "").replace("\u00a0", " ")
     assert (folder / "report.html").read_text().count("Before you read on") == text.count("Before you read on")
     return text
 

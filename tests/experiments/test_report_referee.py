@@ -229,7 +229,7 @@ def test_a_share_is_all_only_where_it_is() -> None:
 
 def test_changes_are_factors_from_ten_times_on_and_no_longer_than_a_reader_needs() -> None:
     told = [fmt.change(value).replace(fmt.SPACE, " ") for value in (899.0, 900.0, -89.6, -95.0, 6.3e11, -99.9999999)]
-    assert told == ["+899 %", "×10", "−90 %", "÷20", "×10\u202f000 or more", "÷10\u202f000 or more"]
+    assert told == ["+899 %", "×10", "−90 %", "÷20", "×10,000 or more", "÷10,000 or more"]
 
 
 def test_what_changed_between_runs_beside_their_settings_is_named(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from analysis.load import Run, num_replicas
 
 CAUSES = {
     "kv_blocks": "KV blocks", "token_budget": "the token budget of a step", "max_num_seqs": "max_num_seqs",
-    "partial_prefills": "the limit on partial prefills", "preemption": "steps that preempted, and so admit nobody",
-    "swapped_first": "those swapped out, who come first", "admission": "the admission policy",
+    "partial_prefills": "the limit on partial prefills", "preemption": "steps that preempted, and so admit nothing",
+    "swapped_first": "swapped-out sequences, which come first", "admission": "the admission policy",
     "batch": "the batch that ran, to its last member", "step_in_flight": "the step in flight when it came",
     "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
     "unsaid": "a reason that no step names",
@@ -151,7 +151,7 @@ def _preemption(one: Preempted) -> str:
 def _whose(one: Preempted) -> str:
     """For what it was preempted."""
     if one.for_request_id is None:
-        return REASONS.get(one.why, "somebody whom its log does not name")
+        return REASONS.get(one.why, "a request that its log does not name")
     return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"
 
 

@@ -84,7 +84,7 @@ def _by_cause(waits: pd.DataFrame, num_requests: int) -> list[str]:
 def _preempted(preemptions: pd.DataFrame) -> list[str]:
     if not len(preemptions):
         return []
-    reason = preemptions["why"].map(REASONS | {"unknown": "somebody whom the log does not name"})
+    reason = preemptions["why"].map(REASONS | {"unknown": "a request that the log does not name"})
     named = preemptions["for_request_id"].fillna(reason)
     whose = named.where(named != preemptions["request_id"], "itself")
     counts = preemptions["request_id"].value_counts(sort=False).sort_values(ascending=False, kind="stable")

@@ -31,24 +31,24 @@ REQUEST_COLUMNS: dict[str, str] = {
     "session_id": "string",  # null outside sessions
     "turn": "int32",  # null outside sessions
     "tenant": "string",  # null: none was named
-    "priority": "int32",  # as the trace says; the smaller, the more urgent
-    "replica": "int32",  # the replica that served it; 0 where there is only one
+    "priority": "int32",  # from the trace; smaller is more urgent
+    "replica": "int32",  # the replica that served it; 0 if there is only one
     "num_prompt_tokens": "int32",  # cached ones included
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
-    "num_token_steps": "int32",  # steps that emitted them: fewer where sequences of a group emit together
+    "num_token_steps": "int32",  # steps that emitted them: fewer if sequences of a group emit together
     "num_cached_tokens": "int32",  # prefix tokens found in the cache at the first admission
     "num_preemptions": "int32",  # by recompute and by swap, until its last token; members of a group count once
-    "num_recomputed_tokens": "int64",  # computed again after a preemption; what the cache gave back does not count
+    "num_recomputed_tokens": "int64",  # computed again after a preemption; tokens found in the cache do not count
     "finish_reason": "string",  # stop, length, abort, ignored; null: unfinished when the run ended (censored)
-    "finish_message": "string",  # why it was ignored or aborted; null: nothing to say
+    "finish_message": "string",  # why it was ignored or aborted; null: no message
     "arrival_ns": "int64",  # intended arrival
     "queued_ns": "int64",  # the step boundary that first saw it
     "first_scheduled_ns": "int64",  # the plan that admitted it first; null: never
     "first_token_ns": "int64",  # the commit that emitted its first token; null: none
-    "finish_ns": "int64",  # when it left the engine, of whatever reason; null: unfinished when the run ended
+    "finish_ns": "int64",  # when it left the engine, for any reason; null: unfinished when the run ended
     "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
     "first_sent_ns": "int64",  # its client has the first token (backend.frontend_ns_per_token); null: at the commit
-    "last_sent_ns": "int64",  # its client has the newest token; of an abort both may be later: it had gone away
+    "last_sent_ns": "int64",  # its client has the newest token; after an abort both may be later: it had gone
     "ttft_s": "double",  # first token at the client - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted, at the client; null for n < 2
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
@@ -57,8 +57,8 @@ REQUEST_COLUMNS: dict[str, str] = {
 AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # runs from before there were these columns lack them
 
 STEP_COLUMNS: dict[str, str] = {
-    "replica": "int32",  # whose step it is; 0 where there is only one. Several are mixed, each in its own order
-    "step": "int64",  # counted by each replica for itself
+    "replica": "int32",  # the replica of the step; 0 if there is only one. Rows of several are mixed, each in its order
+    "step": "int64",  # counted by each replica separately
     "start_ns": "int64",  # the instant given to plan, or the end of the step that was in flight then
     "end_ns": "int64",  # the instant given to commit
     "num_decodes": "int32",  # decode rows: one token each of a sequence whose prompt is computed
@@ -69,16 +69,16 @@ STEP_COLUMNS: dict[str, str] = {
     "num_emitted": "int32",  # tokens that came out
     "num_running": "int32",  # after the plan
     "num_waiting": "int32",  # after the plan, those preempted by recompute included
-    "num_swapped": "int32",  # after the plan, groups that are out on the CPU
+    "num_swapped": "int32",  # after the plan, groups swapped out to the CPU
     "free_gpu_blocks": "int32",  # after the plan, before its commit; cached and evictable ones count as free
     "free_cpu_blocks": "int32",  # after the plan
-    "num_admitted": "int32",  # sequences taken from the waiting queue, also those that come back
+    "num_admitted": "int32",  # sequences taken from the waiting queue, preempted ones included
     "num_cached_tokens": "int32",  # prefix tokens found for the sequences admitted in this step
     "num_preempted": "int32",  # requests preempted by recompute
     "num_swapped_out": "int32",  # requests preempted by swap
     "num_swapped_in": "int32",  # requests that came back from the CPU
-    "num_ignored": "int32",  # requests ended because they can never fit
-    "blocked_by": "string",  # what kept the head of the queue out; null: nothing did
+    "num_ignored": "int32",  # requests rejected because they can never fit
+    "blocked_by": "string",  # why the head of the queue was not admitted; null: nothing kept it out
     "schedule_ns": "int64",  # the core's own decision; the parts may overlap, and what they leave of a step is idle
     "prepare_ns": "int64",  # inputs of the batch, launches, what the host adds to each step
     "swap_ns": "int64",  # block transfers and copies

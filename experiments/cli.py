@@ -277,3 +277,7 @@ COMMANDS: dict[str, Callable[[list[str]], int] | str] = {
     "bench": "experiments.bench",
     "demo": "experiments.demo.command",
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ send tokens, they are at the client, but for ITL, which is the engine's):
                         request (`itl_max_s`)
     E2E                 finish, or the last token where that comes later, - arrival
     queueing            first scheduled - arrival
-    normalised latency  E2E / output tokens (Orca, vLLM)
+    normalised latency  E2E / steps that emitted a token of it (Orca and vLLM: E2E / output tokens)
 A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
 an ignored one (it can never fit) has no latency and is counted. TPOT of an unfinished request is that of its tokens so
 far (`num_partial` says how many). Attainment is over the requests *sent*. Rates are of what happens within the time
@@ -63,7 +63,7 @@ def request_metrics(requests: Any) -> pd.DataFrame:
     """One row a request: every latency of this module's definitions in seconds, NaN where it has none.
 
     Columns: request_id, finish_reason ("unfinished" for null), ttft_s, tpot_s, tpot_incl_first_s, itl_max_s, e2e_s,
-    queueing_s, normalised_latency_s (s per output token). The tokens of a group
+    queueing_s, normalised_latency_s (s per emitting step). The tokens of a group
     that come in one step count as one. E2E is of completed requests only (stop, length).
     """
     import pandas as pd

@@ -42,7 +42,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         epilog="Parts of it: `testbed calibrate profile`, `testbed calibrate fit`." if command == "all" else None,
     )
     if command == "fit":
-        parser.add_argument("profile", type=Path, help="a profile's .parquet (docs/cost-models.md)")
+        parser.add_argument("profile", type=Path, help="a profile's .parquet (docs/calibration.md)")
         parser.add_argument("--out", type=Path, help="where to write the fit (.json), for cost.path")
         parser.add_argument("--folds", type=int, default=5, help="of the cross-validation (5)")
     else:

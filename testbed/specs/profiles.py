@@ -3,7 +3,7 @@
 A profile is one Parquet file with one row a measured step (COLUMNS): the integers of its BatchShape, its spans, how
 long it took from plan to commit, and which repeat of its shape it is. The file's metadata has, under the key
 `testbed.profile`, a JSON object with the fields of ProfileManifest: what was measured, on what, and how.
-docs/cost-models.md documents both. Knows no cost model and no engine.
+docs/calibration.md documents both. Knows no cost model and no engine.
 """
 
 from __future__ import annotations
@@ -248,14 +248,14 @@ def read_profile(path: str | Path) -> Profile:
 
     file = Path(path)
     if not file.is_file():
-        raise ProfileError(f"no profile at {path}; docs/cost-models.md says how one is made")
+        raise ProfileError(f"no profile at {path}; docs/calibration.md says how one is made")
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
     document = (table.schema.metadata or {}).get(METADATA_KEY.encode())
     if document is None:
-        raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/cost-models.md says more")
+        raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/calibration.md says more")
     try:
         raw = parsed(json.loads, document)
     except ValueError as error:

@@ -78,7 +78,7 @@ def test_the_preemption_that_is_shown_happens_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command, rows = (block for block in shown("life-of-a-request.md") if "two.jsonl" in block or "request_id" in block)
+    rows, command = (block for block in shown("life-of-a-request.md") if "two.jsonl" in block or "request_id" in block)
     (tmp_path / "two.jsonl").write_text(rows)
     assert say(capsys, *command.split()[1:]).status == 0
     steps = decisions_of(tmp_path / "run")

@@ -170,11 +170,7 @@ class ServedFolder(Recorder):
 
     def finish(self) -> None:
         """vLLM shuts down: the folder is closed."""
-        if self._lost is None:
-            try:
-                self._finish()
-            except OSError as error:
-                self._lose(error)
+        self._tell(self._finish)
 
     def _finish(self) -> None:
         self._recorder.close()

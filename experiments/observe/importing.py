@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from analysis.load import Run
 from experiments.configuration.compose import compose_config, to_overrides
@@ -37,61 +38,67 @@ from testbed.traces.serialize import write_jsonl
 CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 
 
-class Replayed(NamedTuple):
-    """What is known of a log that a run of ours left: its configuration and trace, who sent the requests, how."""
-
-    config: RunConfig
-    trace: Trace
-    sender: Sender
-    replay: dict[str, Any]
-    is_cut: bool
-
-
 def import_log(
-    file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = "",
-    replayed: Replayed | None = None,
-) -> list[str]:  # fmt: skip
-    """Makes the folder of a log, and says of it a few lines. Raises TestbedError in one line; then nothing was
+    file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = ""
+) -> list[str]:
+    """Makes the folder of somebody's log, and says of it a few lines. Raises TestbedError in one line; then nothing was
     written."""
     folder = folder.absolute()
-    if replayed is None:
-        refuse_overwrite(folder, overwrite, key="--out", allow="--overwrite")
-    log = read_log(file, None if replayed is None else replayed.sender)
+    refuse_overwrite(folder, overwrite, key="--out", allow="--overwrite")
+    log = _read(file)
+    trace, device = trace_of(log, file.name), device or device_of(log.header)
+    with TemporaryDirectory() as trial:  # what cannot be is refused before there is a folder
+        _config(log, Path(trial), device)
+        _try(log, file)
+    folder.mkdir(parents=True, exist_ok=True)
+    config, unpriced = _config(log, folder, device)
+    return _make_folder(log, file, folder, config, trace, unpriced, command)
+
+
+def import_own(
+    file: Path, folder: Path, config: RunConfig, trace: Trace, sender: Sender, how: dict[str, Any], *,
+    is_cut: bool, command: str,
+) -> None:  # fmt: skip
+    """Makes the folder of a log that a run of ours left: its configuration and trace are known, who sent the requests,
+    and how. is_cut: whether it did not get to its end."""
+    log = _read(file, sender)
+    log.is_cut = is_cut
+    known = {  # what is not known of a log of somebody's; its identity is that of what was asked for
+        "replay": how, "identity": identity_of(config).describe(), "machine": describe_machine(),
+        "started_in": os.getcwd(),
+    }  # fmt: skip
+    unpriced = why_unpriced(log.header, config)
+    _make_folder(log, file, folder, _by_rules_of(log, config), trace, unpriced, command, known)
+
+
+def _read(file: Path, sender: Sender | None = None) -> ObservedLog:
+    log = read_log(file, sender)
     if not log.steps:
         raise RunFolderError(f"{file} has no step that was finished: nothing to import")
-    log.is_cut = replayed is not None and replayed.is_cut
-    trace = trace_of(log, file.name) if replayed is None else replayed.trace
-    if replayed is None:
-        device = device or device_of(log.header)
-        with TemporaryDirectory() as trial:  # what cannot be is refused before there is a folder
-            _config(log, Path(trial), device)
-            _try(log, file)
-        folder.mkdir(parents=True, exist_ok=True)
-        config, unpriced = _config(log, folder, device)
-    else:
-        config, unpriced = _by_rules_of(log, replayed.config), why_unpriced(log.header, replayed.config)
+    return log
+
+
+def _make_folder(
+    log: ObservedLog, file: Path, folder: Path, config: RunConfig, trace: Trace, unpriced: str, command: str,
+    known: dict[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """Writes everything; what there is to say of it. known: what else the manifest has."""
     claim(folder, config)
     for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
         (folder / name).unlink(missing_ok=True)
     write_jsonl(trace, folder / TRACE_FILE)
     recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it
-    try:
+    with closing(recorder):
         measured = replay(log, recorder)
-    finally:
-        recorder.close()
     lines = _write_case(log, folder, file)
     no_profile = unpriced or _why_no_profile(log)
     if no_profile:
         lines.append(f"no profile   {no_profile}")
     else:
-        probe_ns = None if replayed is None else (replayed.replay["probe"] or {}).get("probe_ns")
-        lines.append(_write_profile(log, folder, config, measured, command, probe_ns))
+        probe = known["replay"]["probe"] if known else None
+        lines.append(_write_profile(log, folder, config, measured, command, (probe or {}).get("probe_ns")))
     manifest = _manifest(log, config, trace, recorder, command, unpriced) | {"no_profile": no_profile or None}
-    if replayed is not None:
-        manifest |= {  # what is not known of a log of somebody's; its identity is that of what was asked for
-            "replay": replayed.replay, "identity": identity_of(replayed.config).describe(),
-            "machine": describe_machine(), "started_in": os.getcwd(),
-        }  # fmt: skip
+    manifest |= known or {}
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "summary.json", Run(folder, config.raw, manifest).summarise())
     if not log.is_cut:

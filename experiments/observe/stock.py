@@ -12,7 +12,7 @@ from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
 from experiments.conform.replay import composition_of
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.importing import Replayed, import_log
+from experiments.observe.importing import import_own
 from experiments.observe.log import Sender
 from experiments.runs.run_folder import describe_failure, set_aside
 from experiments.wiring.build_engine import build_vllm_backend
@@ -55,9 +55,8 @@ def replay_stock(
     failure = failures[0] or failures[1]
     how = config.backend
     replay = {"pace": how.pace, "speed": how.speed, "probe": clock.describe(), "notes": []}
-    replayed = Replayed(config, trace, sender, replay, is_cut=failure is not None)
     try:
-        import_log(log, folder, command=command, replayed=replayed)
+        import_own(log, folder, config, trace, sender, replay, is_cut=failure is not None, command=command)
     except (OSError, TestbedError) as error:
         if isinstance(failure, KeyboardInterrupt):
             raise failure from error

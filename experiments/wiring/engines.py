@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,20 +69,12 @@ def num_engines(config: RunConfig) -> int:
 
 def refuse_fleet(config: RunConfig) -> None:
     """Raises ConfigError for settings of a simulation that a replayed tape has its own answer to."""
-    standard = SimConfig()
-    for name in (
-        "num_replicas",
-        "swap_overlap",
-        "schedule_ns",
-        "schedule_ns_per_seq",
-        "schedule_ns_per_1k_tokens",
-        "frontend_ns",
-        "frontend_ns_per_token",
-    ):
-        if getattr(config.backend, name) != getattr(standard, name):
+    for item in fields(SimConfig):
+        value = getattr(config.backend, item.name)
+        if value != item.default and item.name != "router":  # of one engine nobody asks it
             raise ConfigError(
-                f"backend.{name} is {getattr(config.backend, name)}, but cost=recorded replays what one real engine "
-                f"did; leave it at {getattr(standard, name)}, or choose another cost model"
+                f"backend.{item.name} is {value}, but cost=recorded replays what one real engine did; leave it at "
+                f"{item.default}, or choose another cost model"
             )
 
 

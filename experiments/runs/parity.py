@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from analysis.reading.files import read_said
 from experiments.configuration.config import RunConfig
@@ -78,18 +78,12 @@ class _TapeEndedError(TestbedError):
     """The tape of an interrupted run has ended: what would have come after it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedInputs:
-    """What `cost=recorded` takes from a real run's folder. checker: the device, and a recorder of the same loop."""
+class RecordedInputs(NamedTuple):
+    """What `cost=recorded` takes from a real run's folder. checker: drives the loop, and is a recorder of it."""
 
     checker: _Checker
     inbox: TapeInbox
     pools: build.Pools
-
-    def drive(self, loop: Loop) -> None:
-        """Runs the loop in the simulator. Raises where it decides otherwise, and where the tape of a cut run ends."""
-        drive(loop, self.checker)
-        self.checker.finish()
 
 
 def num_tapes(folder: Path) -> int:
@@ -137,7 +131,7 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
     is_cut = False
     failure: TestbedError | None = None
     try:
-        inputs.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
+        checker.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
     except _DivergedError as diverged:
         divergence = diverged.divergence
     except _TapeEndedError:
@@ -168,6 +162,15 @@ class _Checker(Recorder):
         self._device = device
         self._is_whole = is_whole
 
+    def drive(self, loop: Loop) -> None:
+        """Runs the loop in the simulator. Raises where it decides otherwise or ends before the tape does, and where the
+        tape of a run that was interrupted ends."""
+        drive(loop, self)
+        if self.num_steps != len(self._tape.steps):
+            recorded = self._tape.steps[self.num_steps]
+            raise _DivergedError(self.num_steps, recorded.decision, None, "the replay ended before the tape")
+        self._refuse_cut()
+
     def execute(self, command: Execute, now_ns: int) -> Resume:
         plan = command.plan
         if plan is None:
@@ -194,13 +197,6 @@ class _Checker(Recorder):
             if ours != theirs:
                 raise _DivergedError(step.plan.step, recorded.decision, decided, reason)
         self.num_steps += 1
-
-    def finish(self) -> None:
-        """After the replay: nothing of the tape may be left. Raises if so, and for a run that was interrupted."""
-        if self.num_steps != len(self._tape.steps):
-            recorded = self._tape.steps[self.num_steps]
-            raise _DivergedError(self.num_steps, recorded.decision, None, "the replay ended before the tape")
-        self._refuse_cut()
 
     @property
     def has_ended(self) -> bool:

@@ -138,7 +138,7 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
             )
         inputs = recorded_inputs(folder, config, whole(trace))
         return Prepared(
-            inputs.pools, lambda loops, _: inputs.drive(loops[0]), [inputs.inbox], description, inputs.checker,
+            inputs.pools, lambda loops, _: inputs.checker.drive(loops[0]), [inputs.inbox], description, inputs.checker,
         )  # fmt: skip
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)

@@ -216,7 +216,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
     from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
 
     fill_with_noise(backend.cache.gpu.whole)
-    bounds = build.limits(config)
+    bounds = config.limits
     room = Room(
         config.cache.block_size, backend.num_gpu_blocks, backend.num_cpu_blocks,
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
@@ -273,9 +273,7 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
     if not extent.num_requests:
         return []
     pools, own = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks), config.scheduler
-    longest = max(
-        16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, build.limits(config).max_model_len // 2)
-    )
+    longest = max(16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, config.limits.max_model_len // 2))
 
     def served_steps(composition: str, budget: int | None, trace: Trace) -> list[tuple[BatchShape, Spans, int]]:
         """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""

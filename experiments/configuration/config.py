@@ -36,10 +36,11 @@ from real.vllm.config import VllmConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
 from testbed.checks import choose, require_whole
+from testbed.core.limits import Limits
 from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
-from testbed.policies.config import SchedulerConfig
+from testbed.policies.config import SchedulerConfig, resolve_limits
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config, recommended
 from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
@@ -215,6 +216,16 @@ class RunConfig:
     def recorded_run(self) -> str | None:
         """The folder of the real run that `cost=recorded` replays; None for other cost models."""
         return self.cost.run if isinstance(self.cost, RecordedConfig) else None
+
+    @property
+    def limits(self) -> Limits:
+        """Of each step, and of a request's length."""
+        return resolve_limits(self.scheduler, self.model.max_length)
+
+    @property
+    def watermark(self) -> float:
+        """The share of blocks that admissions leave free: what the cache was told, else the scheduler's."""
+        return self.scheduler.watermark if self.cache.watermark is None else self.cache.watermark
 
     @property
     def sliding_window(self) -> int | None:

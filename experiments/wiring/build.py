@@ -25,12 +25,11 @@ from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.limits import Limits
 from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
-from testbed.policies.config import SchedulerConfig, resolve_limits
+from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Recompute, Swap
 from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
@@ -44,10 +43,6 @@ from testbed.traces.schema import Trace, TraceRequest, TraceSource
 class Pools:
     num_gpu_blocks: int
     num_cpu_blocks: int
-
-
-def limits(config: RunConfig) -> Limits:
-    return resolve_limits(config.scheduler, config.model.max_length)
 
 
 def num_cpu_blocks(config: RunConfig) -> int:
@@ -66,7 +61,7 @@ def simulated_pools(config: RunConfig) -> Pools:
     """As many blocks as the device's memory holds, by the formula that the real engine uses."""
     num_gpu = config.cache.num_gpu_blocks
     if num_gpu is None:
-        bounds = limits(config)
+        bounds = config.limits
         check_ranks(config.model, config.tensor_parallel_size)
         num_gpu = num_kv_blocks(
             memory_bytes=config.device.memory_bytes,
@@ -84,7 +79,7 @@ def simulated_pools(config: RunConfig) -> Pools:
 def _largest_captured(config: RunConfig) -> int:
     """Tokens of the largest step that an engine captures: what the cost model says of graphs, else what it does when
     nothing is said. 0: none."""
-    said, bounds = config.cost if isinstance(config.cost, RooflineConfig) else RealConfig(), limits(config)
+    said, bounds = config.cost if isinstance(config.cost, RooflineConfig) else RealConfig(), config.limits
     if config.device.kind != "cuda" or not said.cuda_graphs:
         return 0
     num_decodes = min(said.max_captured_size, bounds.max_num_seqs)
@@ -137,7 +132,7 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
         block_size=cache.block_size,
         num_gpu_blocks=pools.num_gpu_blocks,
         num_cpu_blocks=pools.num_cpu_blocks,
-        watermark=scheduler.watermark if cache.watermark is None else cache.watermark,
+        watermark=config.watermark,
         rules=scheduler.kv_rules,
         eviction=made.eviction,
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
@@ -147,7 +142,7 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     )
     is_ours = type(made.oracle).__module__.startswith("testbed.")
     oracle = made.oracle if is_ours else CheckedOracle(made.oracle)
-    context = PolicyContext(blocks, limits(config), oracle, build_estimator(config), config.seed)
+    context = PolicyContext(blocks, config.limits, oracle, build_estimator(config), config.seed)
     try:
         for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
             bind(policy, context)
@@ -189,7 +184,7 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
             "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
             "cache.swap_space_gib, or choose scheduler.preemption=recompute"
         )
-    bounds = limits(config)
+    bounds = config.limits
     threshold, budget = bounds.long_prefill_token_threshold, bounds.max_num_batched_tokens
     if threshold > budget and isinstance(composition, Unified):
         raise ConfigError(
@@ -208,14 +203,13 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
 def check_policies(config: RunConfig, pools: Pools) -> None:
     """Refuses settings that contradict each other. Raises ConfigError with the reason."""
     cache, scheduler = config.cache, config.scheduler
-    share = scheduler.watermark if cache.watermark is None else cache.watermark
-    watermark = scheduler.kv_rules.watermark_blocks(share, pools.num_gpu_blocks)
+    watermark = scheduler.kv_rules.watermark_blocks(config.watermark, pools.num_gpu_blocks)
     if watermark >= pools.num_gpu_blocks:
         raise ConfigError(
-            f"a watermark of {share} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt could ever "
-            "be admitted; lower cache.watermark or raise cache.num_gpu_blocks"
+            f"a watermark of {config.watermark} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt "
+            "could ever be admitted; lower cache.watermark or raise cache.num_gpu_blocks"
         )
-    budget = limits(config).max_num_batched_tokens
+    budget = config.limits.max_num_batched_tokens
     if scheduler.kv_rules.chunks_fill_blocks and cache.prefix_caching and budget < cache.block_size:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_hits, check_in_vllm, check_pace, check_plans_ahead
 from experiments.configuration.policies import make_policy
-from experiments.wiring.build import can_swap, limits, num_cpu_blocks
+from experiments.wiring.build import can_swap, num_cpu_blocks
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from testbed.errors import ConfigError, TraceError
@@ -39,7 +39,7 @@ def check_prompts(config: RunConfig, trace: Trace) -> None:
     length, which our core admits for one token; under its own scheduler also longer ones, which our core ends as
     ignored. Raises TraceError before vLLM starts."""
     assert isinstance(config.backend, VllmConfig)
-    most, is_ours = limits(config).max_model_len, config.backend.decides == "testbed"
+    most, is_ours = config.limits.max_model_len, config.backend.decides == "testbed"
     for row in trace.rows:
         num_tokens = row.num_prompt_tokens
         if num_tokens == most or (num_tokens > most and not is_ours):
@@ -57,7 +57,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
     check_pace(config)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     check_hits(config, composition)
-    check_in_vllm(config, limits(config).max_model_len, is_ours=observe is None)
+    check_in_vllm(config, config.limits.max_model_len, is_ours=observe is None)
     if config.model.path is None:
         raise ConfigError("backend=vllm needs model.path=<a folder with config.json and weights>: vLLM loads it itself")
     if config.cache.num_cpu_blocks:
@@ -145,7 +145,7 @@ def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str
 
 def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
     """What any engine of this machine is made with: the bounds of its steps, its memory for KV, and the seed."""
-    bounds = limits(config)
+    bounds = config.limits
     return {
         "block_size": config.cache.block_size,
         "max_num_batched_tokens": bounds.max_num_batched_tokens,

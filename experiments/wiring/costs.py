@@ -26,7 +26,6 @@ from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.policies.config import resolve_limits
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import ARCHITECTURES
@@ -149,7 +148,7 @@ def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: s
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
     """Of graphs that end at the scheduler's limits, as the engine's do."""
-    bounds = resolve_limits(config.scheduler, config.model.max_length)
+    bounds = config.limits
     num_tokens = bounds.max_num_batched_tokens
     options = replace(
         options,

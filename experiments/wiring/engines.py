@@ -16,7 +16,6 @@ from xxhash import xxh64_hexdigest
 from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import make_policy
 from experiments.configuration.settings import RecordConfig, SimConfig
-from experiments.wiring import build
 from experiments.wiring.foreign import PolicyError, own_classes
 from real.config import RealConfig
 from testbed.core.commands import Recorder, StepView
@@ -186,7 +185,7 @@ class BatchLimits(Recorder):
 def batch_limits(config: RunConfig) -> list[BatchLimits]:
     """One where the composition is a class of the user's."""
     named = [name for name in own_classes(config) if name.startswith("scheduler.composition=")]
-    return [BatchLimits(build.limits(config), name) for name in named]
+    return [BatchLimits(config.limits, name) for name in named]
 
 
 def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> list[list[StatusLine]]:

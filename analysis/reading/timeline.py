@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.reading.request_columns import RequestColumns, Requests
-from analysis.reading.rows import BoolArray, IntArray, Rows, is_known, whole
+from analysis.reading.rows import IntArray, Rows, is_known, whole
 
 WINDOW = 1 << 17  # requests whose instants are in memory at once
 
@@ -54,8 +54,11 @@ def step_runs(steps: Rows, names: Sequence[str], engines: Sequence[int] | None) 
     for arrays in (steps if engines is None else steps.by_time()).batches(read):
         columns = {name: whole(array) for name, array in zip(read, arrays, strict=True)}
         with_nulls |= frozenset(name for name, array in zip(read, arrays, strict=True) if array.null_count)
-        for engine, rows in _by_engine(columns, engines):
-            part = {name: columns[name] if rows is None else columns[name][rows] for name in wanted}
+        for engine in (0,) if engines is None else engines:
+            rows = slice(None) if engines is None else columns["replica"] == engine
+            part = {name: columns[name][rows] for name in wanted}
+            if not part["start_ns"].size:
+                continue
             if engine in held:
                 part = {name: np.concatenate((held[engine][name], column)) for name, column in part.items()}
             held[engine] = {name: column[-1:].copy() for name, column in part.items()}
@@ -65,19 +68,6 @@ def step_runs(steps: Rows, names: Sequence[str], engines: Sequence[int] | None) 
                 yield engine, StepRun(before, following, False, with_nulls)
     for engine, part in held.items():
         yield engine, StepRun(part, part["end_ns"], True, with_nulls)
-
-
-def _by_engine(columns: dict[str, IntArray], engines: Sequence[int] | None) -> Iterator[tuple[int, BoolArray | None]]:
-    """(engine, which rows are its; None: all)."""
-    num_rows = columns["start_ns"].size
-    if engines is None:
-        if num_rows:
-            yield 0, None
-        return
-    for engine in engines:
-        rows = columns["replica"] == engine
-        if rows.any():
-            yield engine, rows
 
 
 def replicas_of(steps: Rows) -> list[int]:

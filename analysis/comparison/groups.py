@@ -9,7 +9,7 @@ baseline, margin (`report.*`) and SLO (`slo.*`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,15 @@ def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str
     )
 
 
-def refuse_unused(compared: Sequence[Run], folders: Mapping[str, Sequence[Run]]) -> None:
-    """Raises RunFolderError for a folder that was named, and of which no run is compared with anything."""
-    known = {run.path.resolve() for run in compared}
-    for folder, runs in folders.items():
-        if not any(run.path.resolve() in known for run in runs):
+def refuse_unused(compared: Sequence[Run], runs: Sequence[Run], folders: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises RunFolderError for a folder that was named, and of whose `runs` none is compared with anything."""
+    known = {run.path for run in compared}
+    for folder in folders:
+        inside = [run for run in runs if run.path.resolve().is_relative_to(Path(folder).resolve())]
+        if not any(run.path in known for run in inside):
             raise RunFolderError(
-                f"{folder} is another experiment than the other folders ({differing(compared, runs)}), and nothing in "
-                f"it can be compared with them; report it by itself: testbed report {folder}"
+                f"{folder} is another experiment than the other folders ({differing(compared, inside)}), and nothing "
+                f"in it can be compared with them; report it by itself: testbed report {folder}"
             )
 
 

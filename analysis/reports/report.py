@@ -41,7 +41,8 @@ from analysis.comparison.groups import (
     stated,
     stated_slo,
 )
-from analysis.load import Run, align, load_sweep, num_replicas, relative
+from analysis.load import Run, Sweep, num_replicas, relative
+from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
 from analysis.measures.summary import summary_value
 from analysis.plots import study_plots as plots
@@ -111,11 +112,9 @@ def report_from_folders(
     with a real one is no arm where others are. Of several experiments the largest is reported. What is left out
     (incomplete runs, the other experiments) is named.
     """
-    if not folders:
-        raise RunFolderError("no run folder given")
-    sweeps = [load_sweep(folder) for folder in folders]
-    runs = list({run.path.resolve(): run for sweep in sweeps for run in sweep.runs}.values())
-    align(runs)
+    sweep = load_all(folders)
+    assert isinstance(sweep, Sweep), folders
+    runs = sweep.runs
     pairs = join_repeats(infer_pairs(runs))
     sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
     paired = {pair.sim.path for pair in pairs}
@@ -123,7 +122,7 @@ def report_from_folders(
     chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)
     others = [other for other in others if not {run.path for run in other} <= paired]
     compared = [*chosen, *(run for pair in pairs for run in pair.runs)]
-    refuse_unused(compared, {str(folder): sweep.runs for folder, sweep in zip(folders, sweeps, strict=True)})
+    refuse_unused(compared, runs, folders)
     counted = {run.path for run in (*sims, *compared)}
     others += [alone] if (alone := [run for run in runs if run.path not in counted]) else []
     arms = infer_arms(chosen)
@@ -138,7 +137,7 @@ def report_from_folders(
         margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
         replicated=stated(chosen, "replicates") or (),
         command=command,
-        incomplete=[entry for sweep in sweeps for entry in sweep.incomplete],
+        incomplete=sweep.incomplete,
     )
     return write_report(report, out)
 

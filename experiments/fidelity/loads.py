@@ -6,7 +6,6 @@ did not end well are left out of trace and records.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from analysis.load import Run, load_run, num_replicas
-from analysis.reading.files import read_json
+from analysis.load import Run, num_replicas
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
-from experiments.fidelity.measured import MEASURED, MeasuredRun, trace_of, write_folder
+from experiments.fidelity.measured import MeasuredRun, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
-from experiments.runs.run_folder import as_yaml, check_priced, write_json
-from experiments.wiring.traces import build_trace, describe_trace
+from experiments.runs.run_folder import check_priced
+from experiments.wiring.traces import build_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
 from testbed.traces.arrange import arrange
@@ -91,11 +89,10 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
                 choice(group, None, run.name, list(overrides))
         config = composed((*_RECORDED, *settings), overrides)
         trace = trace_of(run)
-        target = folder / run.name / "measured"
-        write_folder(run, trace, config.raw, target)
+        written = write_measured(run, trace, config.raw, folder / run.name / "measured")
         same = next((other.name for other in loads if _is_repeat(other.trace, trace)), run.name)
         loads.append(Load(
-            run.name, run.source, trace, load_run(target), tuple(settings), None, f"file {same}", "as measured",
+            run.name, run.source, trace, written, tuple(settings), None, f"file {same}", "as measured",
             run.notes,
         ))  # fmt: skip
     return loads
@@ -144,10 +141,10 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     there = None if is_simulated else device_of_run(str(run.manifest.get("device")))
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
-    target = folder / name / "measured"
-    _write(run, kept, trace, target)
+    steps = pq.read_table(run.path / "steps.parquet")
+    written = write_folder(folder / name / "measured", kept, steps, run.config, run.manifest, trace)
     return Load(
-        name, f"backend={run.manifest.get('backend')}", trace, load_run(target), tuple(settings),
+        name, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
         {**saved, "trace": kept_trace},
         f"{run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run), tuple(notes),
     )  # fmt: skip
@@ -188,14 +185,3 @@ def _output(row: TraceRequest, num_tokens: int) -> Part:
     return Span(
         part.key if isinstance(part, Span) else content_key("measured", row.request_id, "output"), 0, num_tokens
     )
-
-
-def _write(run: Run, kept: pa.Table, trace: Trace, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(kept, folder / "requests.parquet")
-    shutil.copyfile(run.path / "steps.parquet", folder / "steps.parquet")
-    (folder / "config.yaml").write_text(as_yaml(run.config))
-    manifest = read_json(run.path / "manifest.json")
-    manifest["trace"] = describe_trace(trace)
-    write_json(folder / "manifest.json", manifest)
-    (folder / "done").write_text(MEASURED)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from analysis.load import Run, load_run
 from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
@@ -108,22 +109,30 @@ def trace_of(run: MeasuredRun) -> Trace:
     return arrange(run.name, rows, run.notes)
 
 
-def write_folder(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> None:
+def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> Run:
     """The measured run as a run folder, without steps. config: as the simulation of it has it."""
-    folder.mkdir(parents=True, exist_ok=True)
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
-    pq.write_table(pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS)), folder / "requests.parquet")
-    pq.write_table(schema_of(STEP_COLUMNS).empty_table(), folder / "steps.parquet")
-    (folder / "config.yaml").write_text(as_yaml(config))
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
-        "trace": describe_trace(trace),
         "model": config["model"].get("name"), "scheduler": config["scheduler"].get("name"),
         "device": config["device"].get("name"), "num_gpu_blocks": config["cache"].get("num_gpu_blocks"),
         "num_unsent": 0, "replay": None,
     }  # fmt: skip
-    write_json(folder / "manifest.json", manifest)
+    requests = pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS))
+    return write_folder(folder, requests, schema_of(STEP_COLUMNS).empty_table(), config, manifest, trace)
+
+
+def write_folder(
+    folder: Path, requests: pa.Table, steps: pa.Table, config: dict[str, Any], manifest: dict[str, Any], trace: Trace
+) -> Run:
+    """A run folder of what was measured, which says so. trace: in the place of that of the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(requests, folder / "requests.parquet")
+    pq.write_table(steps, folder / "steps.parquet")
+    (folder / "config.yaml").write_text(as_yaml(config))
+    write_json(folder / "manifest.json", manifest | {"trace": describe_trace(trace)})
     (folder / "done").write_text(MEASURED)
+    return load_run(folder)
 
 
 def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:

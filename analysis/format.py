@@ -124,6 +124,8 @@ def component(settings: Mapping[str, Any]) -> str:
     return str(said).rsplit(".", 1)[-1] + (f"({', '.join(arguments)})" if arguments else "")
 
 
-def listing(words: list[str]) -> str:
-    """a, b and c."""
+def listing(words: list[str], most: int | None = None) -> str:
+    """ "a, b and c"; of more than `most` those that come first: "a, b and 3 more"."""
+    if most is not None and len(words) > most:
+        words = [*words[:most], f"{len(words) - most} more"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

@@ -83,6 +83,7 @@ INSIDE = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
+_NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
 _MAX_TENANTS = 8  # that are told
 
 
@@ -102,10 +103,9 @@ TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "qu
 
 def metric_of(path: str) -> Metric:
     """The metric at a dotted path of a summary; one that has no name of its own is called by its path."""
-    known = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
     name, _, which = path.rpartition(".")
-    if path in known or name not in TIMES:
-        return known.get(path, Metric(path, path, 0, fmt.number))
+    if path in _NAMED or name not in TIMES:
+        return _NAMED.get(path, Metric(path, path, 0, fmt.number))
     return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
 
 

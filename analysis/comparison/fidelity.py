@@ -8,7 +8,7 @@ tokens and context) on both sides, median against median. A cell that only one r
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,11 +131,12 @@ def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
     """Metric -> how far equal runs are apart (`spread`), at most over the groups; without repeats nothing. A group:
     equal real runs (same trace, same policy), in any order."""
     noise: dict[str, float] = {}
-    for runs, path in product(groups, FIDELITY_METRICS):
+    for runs in groups:
         same_trace(runs)
-        values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
-        if len(values) > 1:
-            noise[path] = max(noise.get(path, 0.0), spread(values))
+        for path in FIDELITY_METRICS:
+            values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
+            if len(values) > 1:
+                noise[path] = max(noise.get(path, 0.0), spread(values))
     return noise
 
 
@@ -205,7 +206,7 @@ def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str,
 # --- step by step ---
 
 REGIONS = ("decode", "prefill", "mixed")
-_COLUMNS = ("region", "decodes", "prefill", "context")
+_SHAPE = ["region", "decodes", "prefill", "context"]
 _STRETCHES, _STEPS_EACH = 20, 25  # of a run, to see whether a step takes as long in all of it
 
 
@@ -229,14 +230,14 @@ def step_errors(sim: Run, real: Run) -> StepErrors | None:
     cells = [_cells(run) for run in (sim, real)]
     if any(frame.empty for frame in cells):
         return None
-    medians = cells[0].groupby(list(_COLUMNS))["time_s"].median().rename("sim_s")
-    real_medians = cells[1].groupby(list(_COLUMNS))["time_s"].median().rename("real_s")
-    joined = cells[1].join(medians, on=list(_COLUMNS), how="inner").join(real_medians, on=list(_COLUMNS))
+    medians = cells[0].groupby(_SHAPE)["time_s"].median().rename("sim_s")
+    real_medians = cells[1].groupby(_SHAPE)["time_s"].median().rename("real_s")
+    joined = cells[1].join(medians, on=_SHAPE, how="inner").join(real_medians, on=_SHAPE)
     joined["error"] = (joined["sim_s"] - joined["real_s"]) / joined["real_s"]
     only_decodes = joined[joined["region"] == "decode"]
     return StepErrors(
         _by(joined, "region", REGIONS), _by(only_decodes, "decodes", sorted(only_decodes["decodes"].unique())),
-        len(joined), len(cells[1]), _paces(joined.sort_index()), _paces(cells[0].join(medians, on=list(_COLUMNS))),
+        len(joined), len(cells[1]), _paces(joined.sort_index()), _paces(cells[0].join(medians, on=_SHAPE)),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ Each takes a `Run` or its folder, and raises RunFolderError in one line.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -27,8 +27,7 @@ REQUEST_FACTS = (  # all of requests.parquet but the tokens' instants
     "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns", "queued_ns",
     "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s",
 )  # fmt: skip
-PREEMPTED = ("request_id", "replica", "step", "at_ns", "mode", "why", "for_request_id", "lost_tokens", "back_ns",
-             "recomputed_tokens", "caught_up_ns", "cost_ns")  # fmt: skip
+PREEMPTED = [field.name for field in fields(Preempted) if field.name != "left"]
 _ROWS = 1 << 16  # as Python's objects at a time
 Source = Run | str | os.PathLike[str]
 
@@ -63,7 +62,7 @@ class Told:
     def preemptions(self) -> pd.DataFrame:
         rows = [[getattr(one, name) for name in PREEMPTED] for one in self._preempted]
         whole = dict.fromkeys(("back_ns", "caught_up_ns"), "Int64")
-        return pd.DataFrame(rows, columns=list(PREEMPTED)).astype(whole).sort_values("at_ns", ignore_index=True)
+        return pd.DataFrame(rows, columns=PREEMPTED).astype(whole).sort_values("at_ns", ignore_index=True)
 
     def _engines(self, request_id: str | None) -> dict[int, Engine]:
         lives: dict[int, list[Life]] = {}

@@ -205,9 +205,7 @@ def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
     for key, level in mine[0].levels.items() if len(mine) > 1 else ():
         if [arm.name for arm in arms if arm.levels.get(key) == level] == names:
             return f"all with {level_names({key: level})}"
-    return fmt.listing(
-        names if len(names) <= _MAX_KEYS else [*names[: _MAX_KEYS - 1], f"{len(names) - _MAX_KEYS + 1} more"]
-    )
+    return fmt.listing(names, _MAX_KEYS)
 
 
 def _span(values: Sequence[object]) -> str:
@@ -283,8 +281,7 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
         names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
         these = [one for one in names if one in among]
         if len(these) < len(names):
-            more = [f"{len(these) - _MAX_KEYS} more"] if len(these) > _MAX_KEYS else []
-            parts.append(fmt.listing([*these[:_MAX_KEYS], *more]))
+            parts.append(fmt.listing(these, _MAX_KEYS))
     if len({name for name, _ in chosen}) == len(arms) > 1:
         parts.insert(0, "every arm")
     told = f" ({'; '.join(parts)})" if parts else ""

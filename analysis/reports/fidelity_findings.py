@@ -127,11 +127,10 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
             f"{metric_of(str(row['metric'])).label} ({_instead(row)})"
             for row in told[~told["same_winner"].astype(bool)].to_dict("records")
         ]
-        named = missed[:_MAX_MISSED] + ([f"{len(missed) - _MAX_MISSED} more"] if len(missed) > _MAX_MISSED else [])
         yield (
             f"{where} the simulator picks the real engine's best policy in {len(told) - len(missed)} of the "
             f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
-            + (f"; not in {fmt.listing(named)}." if missed else ".")
+            + (f"; not in {fmt.listing(missed, _MAX_MISSED)}." if missed else ".")
         )
 
 

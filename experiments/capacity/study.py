@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from analysis.measures.capacity import Load, max_failed, pooled
 from analysis.reading.files import read_json
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.points import point_name, read_point, run_point
-from experiments.capacity.search import Ask, Bracket, Search, search
+from experiments.capacity.search import Ask, Bracket, search
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import write_json
@@ -97,12 +97,13 @@ def find_capacity(
     arms, seeds = parse(overrides)
     identity = _claim(target, arms, seeds)
     finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
-    study = _Study(target, arms, seeds, finest, whole)
+    searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
     with tqdm(desc=f"capacity of {len(arms)}", unit="point", leave=False, disable=None) as bar:
-        study.run(jobs, bar)
+        _run(searches, jobs, bar)
     write_json(target / IDENTITY, identity | {"tolerance": finest})
-    found = tuple(study.found(arm) for arm in arms)
-    return Capacity(found, study.frame(), target, max(finest.values()), seeds)
+    found = tuple(one.found() for one in searches)
+    points = pd.DataFrame([row for one in searches for row in one.rows()])
+    return Capacity(found, points, target, max(finest.values()), seeds)
 
 
 def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
@@ -176,82 +177,81 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-class _Study:
-    def __init__(
-        self, folder: Path, arms: Sequence[Arm], seeds: Sequence[int], tolerance: dict[str, float], is_whole: bool
-    ) -> None:
-        self._folder, self._arms, self._seeds, self._is_whole = folder / POINTS, arms, seeds, is_whole
-        self._tolerance = tolerance
-        self._tried: dict[str, dict[float, list[Load]]] = {arm.name: {} for arm in arms}
-        self._brackets: dict[str, Bracket] = {}
-        self._notes: dict[str, dict[str, None]] = {arm.name: {} for arm in arms}
+def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
+    """All of them to their ends."""
+    in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine is measured alone
+    try:
+        with (
+            TemporaryDirectory(prefix="testbed-capacity-") as scratch,
+            Parallel(n_jobs=in_parallel, return_as="generator_unordered") as parallel,
+        ):
+            while asking := [one for one in searches if one.ask is not None]:
+                for _ in parallel(point for one in asking for point in one.missing(scratch)):
+                    bar.update()
+                for one in asking:
+                    one.go_on()
+    except BrokenProcessPool:
+        raise TestbedError(
+            "a simulation's process was killed, perhaps for want of memory; the points that were done are kept: "
+            "repeat the command with the same --out, and fewer --jobs"
+        ) from None
 
-    def run(self, jobs: int, bar: Any) -> None:
-        searches: dict[str, Search] = {}
-        asked: dict[str, Ask] = {}
-        for arm in self._arms:
-            searches[arm.name] = search(arm.start, self._tolerance[arm.name], looks_beside=arm.is_simulated)
-            asked[arm.name] = next(searches[arm.name])
-        in_parallel = jobs if all(arm.is_simulated for arm in self._arms) else 1  # an engine is measured alone
-        try:
-            with (
-                TemporaryDirectory(prefix="testbed-capacity-") as scratch,
-                Parallel(n_jobs=in_parallel, return_as="generator_unordered") as parallel,
-            ):
-                while asked:
-                    for _ in parallel(self._missing(asked, scratch)):
-                        bar.update()
-                    for arm in [arm for arm in self._arms if arm.name in asked]:
-                        self._answer(arm, searches[arm.name], asked)
-        except BrokenProcessPool:
-            raise TestbedError(
-                "a simulation's process was killed, perhaps for want of memory; the points that were done are kept: "
-                "repeat the command with the same --out, and fewer --jobs"
-            ) from None
 
-    def _missing(self, asked: dict[str, Ask], scratch: str) -> Iterable[Any]:
-        """The points that the folder does not hold."""
-        for arm in self._arms:
-            for seed, num in zip(self._seeds, arm.num_requests, strict=True) if arm.name in asked else ():
-                raw, file, most = self._point(arm, asked[arm.name], seed)
-                if read_point(file, most) is None:
-                    yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
+class _Search:
+    """One policy's search: the rate that it asks for (None: it has ended), and what came of those before."""
 
-    def _point(self, arm: Arm, ask: Ask, seed: int) -> tuple[dict[str, Any], Path, int | None]:
-        raw = arm.at(ask.value, seed)
-        most = None if ask.is_whole or self._is_whole else max_failed(sum(arm.num_requests), arm.share)
-        return raw, self._folder / f"{point_name(raw)}.json", most
+    def __init__(self, arm: Arm, seeds: Sequence[int], tolerance: float, folder: Path, *, is_whole: bool) -> None:
+        self.arm, self._seeds, self._folder, self._is_whole = arm, seeds, folder, is_whole
+        self._rates = search(arm.start, tolerance, looks_beside=arm.is_simulated)
+        self.ask: Ask | None = next(self._rates)
+        self._bracket = Bracket(None, None)  # until it has ended
+        self._tried: dict[float, list[Load]] = {}  # of each rate a load a seed
+        self._notes: dict[str, None] = {}
 
-    def _answer(self, arm: Arm, searching: Search, asked: dict[str, Ask]) -> None:
-        """Tells the search what came of the rate that it asked for, and asks it for the next."""
-        ask = asked.pop(arm.name)
-        loads = []
+    def _points(self) -> Iterator[tuple[dict[str, Any], Path, int | None]]:
+        """Of each seed at the rate asked for: the configuration, its file, and how many requests may fail."""
+        assert self.ask is not None
+        arm, is_whole = self.arm, self.ask.is_whole or self._is_whole
+        most = None if is_whole else max_failed(sum(arm.num_requests), arm.share)
         for seed in self._seeds:
-            _, file, most = self._point(arm, ask, seed)
+            raw = arm.at(self.ask.value, seed)
+            yield raw, self._folder / f"{point_name(raw)}.json", most
+
+    def missing(self, scratch: str) -> Iterator[Any]:
+        """Those that the folder does not hold, to be run."""
+        arm = self.arm
+        for (raw, file, most), num in zip(self._points(), arm.num_requests, strict=True):
+            if read_point(file, most) is None:
+                yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
+
+    def go_on(self) -> None:
+        """Tells the search what came of the rate that it asked for, and asks it for the next."""
+        assert self.ask is not None
+        loads = []
+        for _, file, most in self._points():
             load = read_point(file, most)
             assert load is not None, file
             loads.append(load)
-            self._notes[arm.name] |= dict.fromkeys(read_json(file)["notes"])
-        kept = pooled(loads).keeps(arm.share)
+            self._notes |= dict.fromkeys(read_json(file)["notes"])
+        kept = pooled(loads).keeps(self.arm.share)
         if kept is None:  # the traces have another number of requests at this rate: it was stopped too early
-            asked[arm.name] = Ask(ask.value, True)
+            self.ask = Ask(self.ask.value, True)
             return
-        self._tried[arm.name][ask.value] = loads
+        self._tried[self.ask.value] = loads
         try:
-            asked[arm.name] = searching.send(kept)
+            self.ask = self._rates.send(kept)
         except StopIteration as ended:
-            self._brackets[arm.name] = ended.value
+            self.ask, self._bracket = None, ended.value
 
-    def found(self, arm: Arm) -> Found:
-        tried = [(value, pooled(loads)) for value, loads in sorted(self._tried[arm.name].items())]
-        return Found(arm, self._brackets[arm.name], tuple(tried), tuple(self._notes[arm.name]))
+    def found(self) -> Found:
+        tried = [(value, pooled(loads)) for value, loads in sorted(self._tried.items())]
+        return Found(self.arm, self._bracket, tuple(tried), tuple(self._notes))
 
-    def frame(self) -> pd.DataFrame:
-        rows = []
-        for arm in self._arms:
-            for value, loads in sorted(self._tried[arm.name].items()):
-                kept = pooled(loads).keeps(arm.share)
-                for seed, load in zip(self._seeds, loads, strict=True):
-                    point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}
-                    rows.append(point | {arm.rate_key: value, "kept": kept} | load.as_row())
-        return pd.DataFrame(rows)
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Of the table of points."""
+        arm = self.arm
+        for value, loads in sorted(self._tried.items()):
+            kept = pooled(loads).keeps(arm.share)
+            for seed, load in zip(self._seeds, loads, strict=True):
+                point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}
+                yield point | {arm.rate_key: value, "kept": kept} | load.as_row()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, Protocol
 
+from real.config import RealConfig
+from real.vllm.config import VllmConfig
 from testbed.core.outcome import Spans
 from testbed.errors import ConfigError
 
@@ -155,14 +157,7 @@ def scaled(spans: Spans, rate: float) -> Spans:
     return Spans(*(int(getattr(spans, name) * rate) for name in Spans.FIELDS))
 
 
-class Paced(Protocol):
-    """Configuration that says how time passes."""
-
-    @property
-    def pace(self) -> str: ...
-
-
-def make_clock(config: Paced, engine: object = None) -> RealTimeClock:
+def make_clock(config: RealConfig | VllmConfig, engine: object = None) -> RealTimeClock:
     """engine: what the time of a probe is that of. Raises ConfigError if it has none."""
     if config.pace == "probe_scaled":
         probe = getattr(engine, "probe", None)
@@ -171,7 +166,7 @@ def make_clock(config: Paced, engine: object = None) -> RealTimeClock:
                 "backend.pace=probe_scaled needs one engine in this process, on a CPU, without ranks, and of vLLM one "
                 "that plans no step ahead; choose another backend.pace"
             )
-        return ProbeScaledClock(probe, getattr(config, "probe_ns", None))
+        return ProbeScaledClock(probe, config.probe_ns)
     clocks: dict[str, type[RealTimeClock]] = {
         "real_time": RealTimeClock, "as_fast_as_possible": SkippingClock, "cpu_time": CpuTimeClock
     }  # fmt: skip

@@ -27,15 +27,9 @@ class Computed(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class RunningWork(Protocol):
-    """A plan that was launched."""
-
-    def wait(self) -> Computed: ...
-
-
 class Work(NamedTuple):
-    """A RunningWork. wait: may be called once, and in the order of the plans. is_done: whether that would not block,
-    where the engine can say it."""
+    """A plan that was launched. wait: may be called once, and in the order of the plans. is_done: whether that would
+    not block, where the engine can say it."""
 
     wait: Callable[[], Computed]
     is_done: Callable[[], bool] = lambda: False
@@ -44,7 +38,7 @@ class Work(NamedTuple):
 class RunningBackend(Protocol):
     """What the driver asks of an engine; RealBackend is one."""
 
-    def start(self, plan: BatchPlan) -> RunningWork: ...
+    def start(self, plan: BatchPlan) -> Work: ...
 
 
 class StepLog(Protocol):
@@ -180,7 +174,7 @@ class Drive(Generic[Result]):
 class _Launched(NamedTuple):
     """A step in flight: when it was planned, how long that took, how long its launch; the rate of the clock."""
 
-    work: RunningWork
+    work: Work
     plan_ns: int
     schedule_ns: int
     launch_ns: int

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from real.driver import Computed, RunningBackend, RunningWork, Work
+from real.driver import Computed, RunningBackend, Work
 from testbed.core.plan import BatchPlan
 from testbed.records.schema import STEP_TRACE_FILE
 
@@ -51,7 +51,7 @@ class StepTrace:
         self._profile: profile | None = None  # until it is written
         self._is_over = False
 
-    def start(self, plan: BatchPlan) -> RunningWork:
+    def start(self, plan: BatchPlan) -> Work:
         if self._is_over or plan.step < self._first:
             return self._backend.start(plan)
         if self._profile is None:
@@ -59,7 +59,7 @@ class StepTrace:
         with named_range(f"step {plan.step}"):
             return Work(partial(self._wait, self._backend.start(plan), plan.step))
 
-    def _wait(self, work: RunningWork, step: int) -> Computed:
+    def _wait(self, work: Work, step: int) -> Computed:
         with named_range(f"wait for step {step}"):
             computed = work.wait()
         if step >= self._last:

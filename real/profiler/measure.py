@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from real.clocks import Clock
-from real.driver import Computed, RunningBackend, RunningWork, Work
+from real.driver import Computed, RunningBackend, Work
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
 from testbed.core.commands import Abort, Arrive, Event, Recorder, StepView
@@ -214,7 +214,7 @@ class _Stage(Recorder):
 
     # --- backend ---
 
-    def start(self, plan: BatchPlan) -> RunningWork:
+    def start(self, plan: BatchPlan) -> Work:
         if self._is_skipped:
             self._num_to_compute -= plan.shape.num_prefill_tokens
             return NOT_COMPUTED

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from real.clocks import RealTimeClock
-from real.driver import Computed, Drive, RunningBackend, RunningWork, Work
+from real.driver import Computed, Drive, RunningBackend, Work
 from real.text.collector import Collector, Progress
 from real.text.outputs import TextRequest
 from real.text.status import CacheHits
@@ -80,7 +80,7 @@ class StoppingBackend:
         self._backend = backend
         self._collector = collector
 
-    def start(self, plan: BatchPlan) -> RunningWork:
+    def start(self, plan: BatchPlan) -> Work:
         work = self._backend.start(plan)
         self._collector.planned(plan)
         return Work(lambda: self._marked(work.wait())) if self._collector.has_stops else work

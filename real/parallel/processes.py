@@ -76,13 +76,6 @@ class Channel:
         return bytes(message)
 
 
-def channel_pair(timeout_s: float) -> tuple[Channel, socket.socket]:
-    """The driver's end, and the one that a new process is given. timeout_s: of the driver's sending."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(timeout_s)
-    return Channel(ours), theirs
-
-
 class Failure(NamedTuple):
     """What ended a rank or a replica, as it said itself. kind: the class of its exception; empty: it said nothing."""
 
@@ -118,10 +111,9 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for setup in setups:
-                channel, theirs = channel_pair(timeout_s)
+                process, channel = spawn(timeout_s)
+                self._processes.append(process)
                 self._channels.append(channel)
-                with theirs:
-                    self._processes.append(spawn(theirs))
                 channel.send(pickle.dumps(setup))
             self._watcher.start()
         except BaseException:
@@ -259,17 +251,23 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def spawn(theirs: socket.socket, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """The process of a rank or of a replica. It finds modules where this one does; environment: what it has besides."""
+def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
+    """The process of a rank or of a replica, and the driver's end of the connection with it.
+
+    It finds modules where this one does; environment: what it has besides. timeout_s: of the driver's sending.
+    """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with _blocked_signals():
-        return subprocess.Popen(
+    ours, theirs = socket.socketpair()
+    ours.settimeout(timeout_s)
+    with theirs, _blocked_signals():
+        process = subprocess.Popen(
             [sys.executable, "-P", "-m", "real.parallel.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
+    return process, Channel(ours)
 
 
 @contextmanager

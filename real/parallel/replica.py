@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from real.config import RealConfig
 from real.driver import Computed, Work
 from real.host_memory import PROCESS_BYTES, available_bytes
-from real.parallel.processes import Channel, Failure, channel_pair, describe_end, end_process, heard, spawn
+from real.parallel.processes import Channel, Failure, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
@@ -87,9 +87,8 @@ class ReplicaEngine:
     def __init__(self, setup: ReplicaSetup, number: int, visible: str | None) -> None:
         self._number = number
         self._timeout_s = setup.config.rank_timeout_s
-        self._channel, theirs = channel_pair(self._timeout_s)
-        with theirs:
-            self._process = spawn(theirs, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        self._process, self._channel = spawn(self._timeout_s, environment)
         self._channel.send(pickle.dumps(setup))
         self._heard_s = time.monotonic()  # when it was last heard of, or given something to do
 

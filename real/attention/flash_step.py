@@ -97,13 +97,11 @@ class FlashProvider:
     def __init__(self, name: str, spec: AttentionSpec, step: MakeStep) -> None:
         self.name = name
         self.spec = spec
+        self.slopes = spec.slopes_on_device()
         self.scoring: Scoring | None = None  # of our kernels, where they can run
-        self.slopes: Tensor | None = None
         self._step = step
         if triton_provider.why_not(spec) is None:
             self.scoring = scoring_of(spec)
-        if spec.alibi_slopes is not None:
-            self.slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
 
     @property
     def supports_graphs(self) -> bool:

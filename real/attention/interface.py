@@ -66,6 +66,11 @@ class AttentionSpec(NamedTuple):
         """What the KV memory holds."""
         return cache_format(self.kv_dtype, self.dtype)
 
+    def slopes_on_device(self) -> Tensor | None:
+        """float32 [num_heads]; None: no ALiBi."""
+        slopes = self.alibi_slopes
+        return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

@@ -66,10 +66,8 @@ class TorchAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self._slopes: Tensor | None = None  # [num_kv_heads, query heads of a KV head, 1]
-        if spec.alibi_slopes is not None:
-            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
-            self._slopes = slopes.view(spec.num_kv_heads, -1, 1)
+        slopes = spec.slopes_on_device()  # below [num_kv_heads, query heads of a KV head, 1]
+        self._slopes = None if slopes is None else slopes.view(spec.num_kv_heads, -1, 1)
 
     def prepare(self, metadata: AttentionMetadata) -> TorchStep:
         first_tokens = [0, *accumulate(metadata.query_lens)]

@@ -199,6 +199,4 @@ def scoring_of(spec: AttentionSpec) -> Scoring:
     """What the kernels need to know of a spec; puts the slopes onto the device."""
     from real.kernels.attend import Scoring
 
-    slopes = spec.alibi_slopes
-    on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=spec.device)
-    return Scoring(spec.scale, spec.sliding_window, on_device, spec.k_scale, spec.v_scale)
+    return Scoring(spec.scale, spec.sliding_window, spec.slopes_on_device(), spec.k_scale, spec.v_scale)

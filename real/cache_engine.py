@@ -47,9 +47,10 @@ class LayerCaches:
             if self._moved is not None:
                 self._moved[index].wait()
             yield layer
+        self._moved = None  # whoever took all of them has waited for all
 
     def will_be_moved(self, events: list[torch.cuda.Event]) -> None:
-        """events: by layer, each is recorded behind the layer's swaps. Valid until `wait`."""
+        """events: by layer, each is recorded behind the layer's swaps. Valid until all layers were taken, or `wait`."""
         self._moved = events
 
     def wait(self) -> None:

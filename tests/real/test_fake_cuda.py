@@ -29,7 +29,7 @@ from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
 from tests.real.fake_flash import FakeFlash, FakeFlash3, FakeVarlen
 from tests.real.fake_launches import fake_kernels
 from tests.real.fake_launches import on_gpu as launched
-from tests.real.fake_streams import FakeGraph
+from tests.real.fake_streams import FakeEvent, FakeGraph
 from tests.real.test_engine_under_core import REQUESTS, Requests, TickingClock
 from tests.real.test_profiler import alone
 from tests.testbed.core_kit import make_limits, make_scheduler
@@ -321,6 +321,23 @@ def test_all_blocks_that_a_step_swaps_are_a_launch_a_layer_for_each_way(gpu, mon
     engine.step(swap_out=out, swap_in=back)
     assert launched.count("move_kernel") == 2 * 2
     assert len(launched) == 2 * 2 + 2  # and the pairs of each way, once for all layers
+
+
+def test_the_swaps_of_a_step_are_waited_for_once(gpu, monkeypatch):
+    """Each layer's by the step that they belong to, launched kernel by kernel; by none after it."""
+    engine = on_gpu(gpu, max_captured_tokens=0)
+    waits: list[int] = []
+    wait = FakeEvent.wait
+
+    def counted(self: FakeEvent) -> None:
+        waits[-1] += 1
+        wait(self)
+
+    monkeypatch.setattr(FakeEvent, "wait", counted)
+    for moves in ({"swap_out": ((1, 1),)}, {}, {"swap_in": ((1, 1),)}):
+        waits.append(0)
+        engine.step(row(0, [1, 2, 3], [2]), **moves)
+    assert waits == [2, 0, 2], "of two layers"
 
 
 def test_an_engine_that_can_swap_has_done_so_once_before_it_serves(gpu, monkeypatch):

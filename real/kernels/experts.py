@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.formats import BITS, E4M3_BITS, PLAIN, capability, widen
+from real.kernels.formats import E4M3_BITS, PLAIN, capability, readable, widen
 
 if TYPE_CHECKING:
     from real.layers.fp8 import Matrix
@@ -191,10 +191,8 @@ def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...],
     """Weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
     weight, scales = matrix
     assert weight.stride(2) == 1, "the elements of a row lie side by side"
+    strides = weight.stride(0), weight.stride(1)
     if scales is None:
-        return (weight, None, None, None), (weight.stride(0), weight.stride(1), 0, 0), 0
-    strides = weight.stride(0), weight.stride(1), scales.values.stride(0), scales.values.stride(1)
-    found = capability(weight.device)
-    if found is not None and found >= (8, 9):
-        return (weight, *scales), strides, 1
-    return (weight.view(torch.uint8), *scales), strides, BITS[weight.dtype]
+        return (weight, None, None, None), (*strides, 0, 0), 0
+    weight, kind, _ = readable(weight, capability(weight.device))
+    return (weight, *scales), (*strides, scales.values.stride(0), scales.values.stride(1)), kind

@@ -34,19 +34,25 @@ class Stored(NamedTuple):
     v_factor: float
 
 
+def readable(stored: Tensor, capability: tuple[int, int] | None) -> tuple[Tensor, int, float]:
+    """What a GPU of that capability (None: the interpreter) reads in the place of a tensor; its format; what is read is
+    to be multiplied by the last."""
+    bits = BITS.get(stored.dtype)
+    if bits is None:
+        return stored, 0, 1.0
+    if capability is not None and (capability >= (8, 9) or stored.dtype == torch.float8_e5m2):
+        return stored, 1, 1.0
+    return stored.view(torch.uint8), bits, 256.0 if stored.dtype == torch.float8_e4m3fn else 1.0
+
+
 def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: float, v_scale: float) -> Stored:
     """The KV memory of a layer, [2, num_blocks, …], for reading on a GPU of that capability (None: the interpreter).
 
     The scales are those that FP8 was written with; other caches have none.
     """
-    bits = BITS.get(kv_cache.dtype)
-    if bits is None:
-        return Stored(kv_cache[0], kv_cache[1], 0, 1.0, 1.0)
-    if capability is not None and (capability >= (8, 9) or kv_cache.dtype == torch.float8_e5m2):
-        return Stored(kv_cache[0], kv_cache[1], 1, k_scale, v_scale)
-    raw = kv_cache.view(torch.uint8)
-    factor = 256.0 if kv_cache.dtype == torch.float8_e4m3fn else 1.0
-    return Stored(raw[0], raw[1], bits, k_scale * factor, v_scale * factor)
+    cache, kv_format, factor = readable(kv_cache, capability)
+    k_scale, v_scale = (k_scale, v_scale) if kv_format else (1.0, 1.0)
+    return Stored(cache[0], cache[1], kv_format, k_scale * factor, v_scale * factor)
 
 
 def for_writing(kv_cache: Tensor) -> tuple[Tensor, int]:

@@ -26,6 +26,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence as CoreSequence
 from testbed.core.serve import serve
 from testbed.errors import RequestError, TestbedError
+from testbed.foreign_text import shown
 from testbed.records.recorders import Recorders
 
 
@@ -128,7 +129,9 @@ class TextEngine:
         where, tokens, sampling = f"prompt {asked.index}", request.prompt_token_ids, request.sampling
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             bad = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise RequestError(f"{where} has token id {bad}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+            raise RequestError(
+                f"{where} has token id {shown(bad)}; the model's vocabulary has ids 0 to {vocab_size - 1}"
+            )
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
                 raise RequestError(

@@ -16,13 +16,14 @@ from typing import Any, TextIO
 from real.text.engine import deferred
 from real.text.llm import LLM
 from real.text.outputs import Piece, RequestOutput
+from real.text.prompts import KEYS
 from testbed.core.sampling import SamplingParams
 from testbed.errors import RequestError, TraceError
 from testbed.foreign_text import parsed, unknown
 from testbed.traces.readers.fields import refuse_half_characters
 
-PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", "cache_salt", "priority")
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+ROW_KEYS = ("id", *KEYS, *SAMPLING_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ def _json_row(place: str, line: str) -> Asked:
     if not isinstance(row, dict):
         raise RequestError(f"{place}: expected an object with prompt or prompt_token_ids")
     for key in row:
-        if key not in (*PROMPT_KEYS, *SAMPLING_KEYS):
-            raise RequestError(unknown(f"{place}: unknown key {key!r}", key, (*PROMPT_KEYS, *SAMPLING_KEYS)))
+        if key not in ROW_KEYS:
+            raise RequestError(unknown(f"{place}: unknown key {key!r}", key, ROW_KEYS))
     if not row.get("prompt") and not row.get("prompt_token_ids"):
         raise RequestError(f"{place}: the prompt is empty; give prompt or prompt_token_ids")
-    prompt = {key: row[key] for key in PROMPT_KEYS[1:] if key in row}
+    prompt = {key: row[key] for key in KEYS if key in row}
     return Asked(prompt, {key: row[key] for key in SAMPLING_KEYS if key in row}, place, row.get("id"))
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from real.text.tokenizer import Tokenizer
 from testbed.errors import RequestError
+from testbed.foreign_text import shown
 
 KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
 
@@ -38,14 +39,14 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
 def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
     more: dict[str, Any] = {}
     if isinstance(item, Mapping):
-        unknown = [key for key in item if key not in KEYS]
-        if unknown:
-            raise RequestError(f"{where} has the key {unknown[0]!r}; valid: {', '.join(KEYS)}")
+        strange = [key for key in item if key not in KEYS]
+        if strange:
+            raise RequestError(f"{where} has the key {shown(strange[0])}; valid: {', '.join(KEYS)}")
         more = {key: item[key] for key in ("cache_salt", "priority") if item.get(key) is not None}
         if not isinstance(more.get("cache_salt", ""), str):
-            raise RequestError(f"{where} has cache_salt {_short(more['cache_salt'])}; it must be a text")
+            raise RequestError(f"{where} has cache_salt {shown(more['cache_salt'])}; it must be a text")
         if not isinstance(priority := more.get("priority", 0), Integral):
-            raise RequestError(f"{where} has priority {_short(priority)}; it must be a whole number")
+            raise RequestError(f"{where} has priority {shown(priority)}; it must be a whole number")
         more["priority"] = int(priority)
         text, ids = item.get("prompt"), item.get("prompt_token_ids")
         if (text is None) == (ids is None):
@@ -56,7 +57,7 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
     if isinstance(item, str):
         return Prompt(item, _encode(item, where, tokenizer), **more)
     if not _is_token_ids(item) and not (isinstance(item, Sequence) and len(item) == 0):
-        raise RequestError(f"{where} is {_short(item)}; it must be a text, token ids, or a dict")
+        raise RequestError(f"{where} is {shown(item)}; it must be a text, token ids, or a dict")
     if len(item) == 0:
         raise RequestError(f"{where} is empty; give it at least one token")
     return Prompt(None, [int(token) for token in item], **more)
@@ -92,8 +93,3 @@ def _is_token_ids(item: Any) -> bool:
         and len(item) > 0
         and all(isinstance(token, Integral) and not isinstance(token, bool) for token in item)
     )
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -131,6 +131,8 @@ def test_closing_twice_is_fine_and_a_closed_llm_says_so(own: LLM) -> None:
         ([[1, -1]], None, "prompt 0 has token id -1"),
         ([[1] * 257], None, r"prompt 0 has 257 tokens, more than max_model_len \(256\)"),
         ([3.5], None, "prompt 0 is 3.5; it must be a text, token ids, or a dict"),
+        ([{"prompt": 10**5000}], None, "prompt 0 is a whole number of about 5,001 digits; it must be a text"),
+        ([[10**5000]], None, "prompt 0 has token id a whole number of about 5,001 digits"),
         (7, None, "prompts is a int"),
         ([[1, "a"]], None, "prompt 0 is"),
         ({"promt": "a"}, None, "prompt 0 has the key 'promt'; valid: prompt,"),

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from real.attention.interface import AttentionMetadata, AttentionSpec
-from real.attention.torch_provider import Decodes, TorchAttention, TorchStep
+from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention
+from real.attention.torch_provider import Decodes, TorchAttention
 from real.kernels.host import library, why_no_library
 from real.kernels.host_layers import turn_and_store
 
@@ -51,10 +51,9 @@ class CpuAttention(TorchAttention):
 
     name = "cpu"
 
-    def prepare(self, metadata: AttentionMetadata) -> TorchStep:
+    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         step = super().prepare(metadata)
-        step.turn_and_store = partial(turn_and_store, slot_mapping=metadata.slot_mapping)
-        return step
+        return step._replace(turn_and_store=partial(turn_and_store, slot_mapping=metadata.slot_mapping))
 
     def _decodes(self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int]) -> Decodes:
         if not decodes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from real.attention.flash_provider import load
-from real.attention.flash_step import FlashProvider, store_step, why_not_here
+from real.attention.flash_step import FlashProvider, why_not_here
 from real.attention.interface import AttentionMetadata, AttentionSpec
 
 HOPPER = 9  # major compute capability
@@ -49,22 +49,17 @@ def create(spec: AttentionSpec) -> FlashProvider:
 
 
 class Flash3Step:
-    """One step's attention in one paged call; see StepAttention for the shapes."""
+    """One step's attention in one paged call."""
 
     def __init__(self, provider: FlashProvider, metadata: AttentionMetadata) -> None:
         self._scale, self._metadata = provider.spec.scale, metadata
         window = provider.window(metadata)
         self._window = (-1, -1) if window is None else (window - 1, 0)
-        self._slots = provider.slots(metadata)
-        self.turn_and_store = None if self._slots is None else self._slots.turn_and_store
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         from flash_attn_interface import flash_attn_with_kvcache
 
         metadata = self._metadata
-        store_step(key, value, kv_cache, metadata, self._slots, is_stored=is_stored)
         output: Tensor = flash_attn_with_kvcache(
             query,  # [num_tokens, num_heads, head_dim]
             kv_cache[0],

@@ -11,6 +11,7 @@ kernels' altogether, where those can run. What any FlashAttention shares, FlashA
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from real.attention import triton_provider
 from real.attention.interface import (
+    Attend,
     AttentionMetadata,
     AttentionSpec,
     StepAttention,
     as_stored,
     store_kv,
 )
-from real.attention.triton_provider import KVSlots, PagedRows, Takes, TritonStep, scoring_of
+from real.attention.triton_provider import PagedRows, Takes, TritonStep, scoring_of, stored_by_kernels
 from real.staging import send_array
 
 if TYPE_CHECKING:
@@ -109,14 +111,12 @@ class FlashProvider:
         return self.scoring is not None
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        if self.scoring is not None and metadata.are_bounds and max(metadata.query_lens) > 1:
-            return TritonStep(self.spec, self.scoring, metadata)
-        return self._step(self, metadata)
-
-    def slots(self, metadata: AttentionMetadata) -> KVSlots | None:
-        """None: no kernel of ours stores."""
-        spec = self.spec
-        return None if self.scoring is None else KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
+        scoring = self.scoring
+        if scoring is None:
+            return StepAttention(self._step(self, metadata), partial(store_kv, slot_mapping=metadata.slot_mapping))
+        is_ours = metadata.are_bounds and max(metadata.query_lens) > 1
+        step = TritonStep(self.spec, scoring, metadata) if is_ours else self._step(self, metadata)
+        return stored_by_kernels(self.spec, metadata, step)
 
     def window(self, metadata: AttentionMetadata) -> int | None:
         """None: it cuts nothing off."""
@@ -124,33 +124,21 @@ class FlashProvider:
         return None if window is None or window >= max(metadata.context_lens) else window
 
 
-MakeStep = Callable[[FlashProvider, AttentionMetadata], StepAttention]
-
-
-def store_step(
-    key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, slots: KVSlots | None, *, is_stored: bool
-) -> None:
-    """Before a step of somebody else's attends; without slots by torch, in the model's format."""
-    if slots is None:
-        store_kv(key, value, kv_cache, metadata.slot_mapping)
-    elif not is_stored:
-        slots.store(key, value, kv_cache)
+MakeStep = Callable[[FlashProvider, AttentionMetadata], Attend]
 
 
 class FlashStep:
-    """One step's attention; see StepAttention for the shapes. decode: None leaves decodes to our kernels."""
+    """One step's attention. decode: None leaves decodes to our kernels."""
 
     def __init__(
         self, provider: FlashProvider, metadata: AttentionMetadata, *, varlen: Varlen, decode: Decode | None = None
     ) -> None:
         spec, scoring, window = provider.spec, provider.scoring, provider.window(metadata)
-        self._spec, self._metadata, self._varlen, self._decode = spec, metadata, varlen, decode
+        self._spec, self._varlen, self._decode = spec, varlen, decode
         self._options = Options(spec.scale, (-1, 0) if window is None else (window - 1, 0), provider.slopes)
         lens = list(zip(metadata.query_lens, metadata.context_lens, strict=True))
         self._fresh = _part(metadata, [row for row, (num, context) in enumerate(lens) if num > 1 and num == context])
         self._cached = self._decodes = self._paged = None
-        self._slots = provider.slots(metadata)
-        self.turn_and_store = None if self._slots is None else self._slots.turn_and_store
         if takes_pages(spec):
             self._cached = _part(metadata, [row for row, (num, context) in enumerate(lens) if 1 < num < context])
             if decode is not None:
@@ -159,10 +147,7 @@ class FlashStep:
         assert scoring is not None, "why_not asks for our kernels"
         self._paged = PagedRows(spec, scoring, metadata, Takes.DECODES if takes_pages(spec) else Takes.CACHED)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
-    ) -> Tensor:
-        store_step(key, value, kv_cache, self._metadata, self._slots, is_stored=is_stored)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         decode, varlen, options = self._decode, self._varlen, self._options
         if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # nothing to put together
             return decode(self._decodes, query, kv_cache, options)

@@ -123,25 +123,29 @@ class HeadNorm(NamedTuple):
 TurnAndStore = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, tuple[Tensor, Tensor], Tensor], None]
 
 
-class StepAttention(Protocol):
-    """Attention of one step, called once by every layer."""
+# (query, key, value, KV memory) -> output, once key and value are stored
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    @property
-    def turn_and_store(self) -> TurnAndStore | None:
-        """Does in one go what lies between a layer's projections and the call; None: keys and values are stored by the
-        call alone."""
-        ...
+
+class StepAttention(NamedTuple):
+    """Attention of one step, called once by every layer.
+
+    query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];
+    kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    attend: Attend
+    store: Callable[[Tensor, Tensor, Tensor], None]  # (key, value, KV memory): by slot
+    turn_and_store: TurnAndStore | None = None  # in one go what lies between a layer's projections and the call
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        """Stores key and value by slot, unless `turn_and_store` did; attends. The result is valid until
-        the next call.
-
-        query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];
-        kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim]; returns the shape of query.
-        """
-        ...
+        """Stores key and value, unless `turn_and_store` did; attends. The result has the shape of query, and is valid
+        until the next call."""
+        if not is_stored:
+            self.store(key, value, kv_cache)
+        return self.attend(query, key, value, kv_cache)
 
 
 class AttentionProvider(Protocol):

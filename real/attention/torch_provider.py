@@ -23,7 +23,7 @@ from torch.nn import functional
 from real.attention.interface import (
     AttentionMetadata,
     AttentionSpec,
-    TurnAndStore,
+    StepAttention,
     as_bytes,
     as_stored,
     dequantize,
@@ -69,14 +69,27 @@ class TorchAttention:
         slopes = spec.slopes_on_device()  # below [num_kv_heads, query heads of a KV head, 1]
         self._slopes = None if slopes is None else slopes.view(spec.num_kv_heads, -1, 1)
 
-    def prepare(self, metadata: AttentionMetadata) -> TorchStep:
+    def prepare(self, metadata: AttentionMetadata) -> StepAttention:
         first_tokens = [0, *accumulate(metadata.query_lens)]
         decodes = [row for row, num_queries in enumerate(metadata.query_lens) if num_queries == 1]
         tiles: list[PrefillTile] = []
         for row, num_queries in enumerate(metadata.query_lens):
             if num_queries > 1:
                 tiles += self._tiles(metadata, row, first_tokens[row])
-        return TorchStep(self, metadata.slot_mapping, self._decodes(metadata, decodes, first_tokens), tiles)
+        attend = partial(self._attend, self._decodes(metadata, decodes, first_tokens), tiles)
+        spec, slots = self.spec, metadata.slot_mapping
+        return StepAttention(attend, partial(store_kv, slot_mapping=slots, k_scale=spec.k_scale, v_scale=spec.v_scale))
+
+    def _attend(
+        self, decodes: Decodes, tiles: list[PrefillTile], query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor
+    ) -> Tensor:
+        if tiles:
+            key, value = as_stored(key, value, kv_cache.dtype, self.spec.k_scale, self.spec.v_scale)
+        output = torch.empty_like(query)
+        decodes(query, kv_cache, output)
+        for tile in tiles:
+            output[tile.first : tile.last] = self._prefill(tile, query, key, value, kv_cache)
+        return output
 
     def _decodes(self, metadata: AttentionMetadata, decodes: list[int], first_tokens: list[int]) -> Decodes:
         groups = [self._decode_group(metadata, rows, first_tokens) for rows in self._group(decodes, metadata)]
@@ -180,7 +193,7 @@ class TorchAttention:
         keys, values = (raw[i].index_select(0, blocks).view(kv_cache.dtype) for i in range(2))
         return dequantize(keys, spec.k_scale, spec.dtype), dequantize(values, spec.v_scale, spec.dtype)
 
-    def prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
+    def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         """One tile's rows of the output, [last - first, num_heads, head_dim]."""
         if tile.block_table is None:
             first = tile.last - tile.num_keys
@@ -222,28 +235,3 @@ class TorchAttention:
         if self._slopes is None:
             return mask
         return (self._slopes[..., None] * (positions - own)).masked_fill(~mask, float("-inf"))
-
-
-class TorchStep:
-    """One step's attention; see StepAttention for the shapes."""
-
-    turn_and_store: TurnAndStore | None = None
-
-    def __init__(
-        self, attention: TorchAttention, slot_mapping: Tensor, decodes: Decodes, tiles: list[PrefillTile]
-    ) -> None:
-        self._attention, self._slot_mapping, self._decodes, self._tiles = attention, slot_mapping, decodes, tiles
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
-    ) -> Tensor:
-        spec = self._attention.spec
-        if not is_stored:
-            store_kv(key, value, kv_cache, self._slot_mapping, spec.k_scale, spec.v_scale)
-        if self._tiles:
-            key, value = as_stored(key, value, kv_cache.dtype, spec.k_scale, spec.v_scale)
-        output = torch.empty_like(query)
-        self._decodes(query, kv_cache, output)
-        for tile in self._tiles:
-            output[tile.first : tile.last] = self._attention.prefill(tile, query, key, value, kv_cache)
-        return output

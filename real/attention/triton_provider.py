@@ -10,13 +10,13 @@ import os
 from enum import IntEnum
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from real import kernels
-from real.attention.interface import AttentionMetadata, AttentionSpec, StepAttention, TurnAndStore
+from real.attention.interface import Attend, AttentionMetadata, AttentionSpec, StepAttention
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring, Tiling
@@ -68,44 +68,27 @@ class TritonAttention:
         self.scoring = scoring_of(spec)
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        return TritonStep(self.spec, self.scoring, metadata)
+        return stored_by_kernels(self.spec, metadata, TritonStep(self.spec, self.scoring, metadata))
 
 
-class KVSlots(NamedTuple):
-    """Where a step's keys and values go, and the kernels that put them there: as AttentionMetadata and AttentionSpec
-    have it."""
+def stored_by_kernels(spec: AttentionSpec, metadata: AttentionMetadata, attend: Attend) -> StepAttention:
+    """A step whose keys and values our kernels put into their slots."""
+    from real.kernels.heads import turn_and_store
+    from real.kernels.store import store_kv
 
-    slot_mapping: Tensor
-    k_scale: float
-    v_scale: float
-
-    @property
-    def turn_and_store(self) -> TurnAndStore:
-        from real.kernels.heads import turn_and_store
-
-        return partial(turn_and_store, **self._asdict())
-
-    def store(self, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        from real.kernels.store import store_kv
-
-        store_kv(key, value, kv_cache, *self)
+    where: dict[str, Any] = {"slot_mapping": metadata.slot_mapping, "k_scale": spec.k_scale, "v_scale": spec.v_scale}
+    return StepAttention(attend, partial(store_kv, **where), partial(turn_and_store, **where))
 
 
 class TritonStep:
-    """One step's attention; see StepAttention for the shapes."""
+    """One step's attention by our kernels alone."""
 
     def __init__(self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata) -> None:
         self._rows = PagedRows(spec, scoring, metadata)
-        self._slots = KVSlots(metadata.slot_mapping, spec.k_scale, spec.v_scale)
-        self.turn_and_store = self._slots.turn_and_store
         self._may_have_padding = metadata.are_bounds and max(metadata.query_lens) > 1
         self._output: Tensor | None = None  # of all layers, one after the other
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
-    ) -> Tensor:
-        if not is_stored:
-            self._slots.store(key, value, kv_cache)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         if self._output is None:  # nobody writes the tokens that pad a step
             create = torch.zeros_like if self._may_have_padding else torch.empty_like
             self._output = create(query, memory_format=torch.contiguous_format)

@@ -1,7 +1,8 @@
 """What a sampler does beside finding the largest logit: temperature and noise, penalties, filters, log-probabilities.
 
 Counted in kernels and in bytes of each logit, as vLLM's sampler passes over them (0.14, `v1/sample`). What sorting
-costs, and selecting without a sort, was timed by others: docs/cost-models.md says by whom, and how far this is off.
+costs, and selecting without a sort, was timed by others: docs/results/2026-11-26-sampling-cost.md says by whom, and
+how far this is off.
 """
 
 from __future__ import annotations

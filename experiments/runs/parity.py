@@ -100,8 +100,8 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
     recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
     if recorded is not None and recorded != given:  # of a served run that was killed it is not known
         raise RunFolderError(
-            f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it with its own: "
-            f"trace=jsonl trace.path={folder / 'trace.jsonl'}"
+            f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it as it was: "
+            f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}"
         )
     num_steps = (manifest if num == 1 else (manifest.get("replicas") or {replica: {}})[replica]).get("num_steps", 0)
     if manifest["status"] == "complete" and len(tape.steps) < num_steps:
@@ -111,7 +111,14 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
         )
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
-    forced = RunConfig.from_container(read_config(folder)).forced  # by the real run: its tape has the rest
+    own = RunConfig.from_container(read_config(folder))
+    wanted = config.cache.num_gpu_blocks
+    if wanted not in (None, own.cache.num_gpu_blocks, pools.num_gpu_blocks):
+        raise RunFolderError(
+            f"cache.num_gpu_blocks is {wanted}, and {folder} ran with {pools.num_gpu_blocks}: leave it out, or choose "
+            "another cost model"
+        )
+    forced = own.forced  # by the real run: its tape has the rest
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
 
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from experiments.cli import main
+from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError, TestbedError
@@ -317,6 +318,14 @@ def test_another_trace_is_refused(whole: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "sim").exists()
     with pytest.raises(RunFolderError, match="ran another trace"):
         execute(replay_config(real_config("unified", seed=1), whole), tmp_path / "sim")
+
+
+def test_a_pool_of_another_size_is_refused(whole: Path, tmp_path: Path) -> None:
+    config = replay_config(real_config("unified"), whole)
+    config = RunConfig.from_container({**config.raw, "cache": {**config.raw["cache"], "num_gpu_blocks": 7}})
+    with pytest.raises(RunFolderError, match=r"cache.num_gpu_blocks is 7, and .* ran with \d+: leave it out"):
+        execute(config, tmp_path / "sim")
+    assert not (tmp_path / "sim").exists()
 
 
 def test_another_scheduler_is_stopped_where_it_decides_otherwise(whole: Path, tmp_path: Path) -> None:

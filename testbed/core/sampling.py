@@ -118,7 +118,7 @@ class SamplingParams:
             raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
         for token in self.stop_token_ids:
             if not _is_whole(token) or not 0 <= token <= INT32_MAX:
-                raise RequestError(f"sampling.stop_token_ids has {token!r}; token ids are whole, from 0 to 2^31 - 1")
+                raise RequestError(f"sampling.stop_token_ids has {token!r}; token ids are whole, from 0 to 2147483647")
         self._check_bias()
 
     def _normalise(self) -> None:
@@ -177,7 +177,7 @@ class SamplingParams:
         for token, value in self.logit_bias:
             if not _is_whole(token) or not 0 <= token <= INT32_MAX:
                 raise RequestError(
-                    f"sampling.logit_bias has the token {token!r}; token ids are whole, from 0 to 2^31 - 1"
+                    f"sampling.logit_bias has the token {token!r}; token ids are whole, from 0 to 2147483647"
                 )
             is_bias = isinstance(value, Real) and -100 <= value <= 100
             require(f"sampling.logit_bias of token {token}", value, is_bias, "from -100 to 100", RequestError)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
-from types import NoneType, UnionType
+from types import GenericAlias, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from testbed.checks import choose
@@ -62,7 +62,7 @@ def _plain(hint: Any) -> Any:
         return str
     if origin is tuple:
         first = get_args(hint)[0]
-        return list[Any if get_origin(first) is tuple else first]  # type: ignore[misc]  # a run-time type
+        return GenericAlias(list, (Any if get_origin(first) is tuple else first,))
     if origin in (Union, UnionType):
         args = [_plain(arg) for arg in get_args(hint) if arg is not NoneType]
         if len(args) > 1 or is_dataclass(args[0]):

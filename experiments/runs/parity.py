@@ -101,7 +101,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
     if recorded is not None and recorded != given:  # of a served run that was killed it is not known
         raise RunFolderError(
             f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it as it was: "
-            f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}"
+            f"{_as_it_was(folder)}"
         )
     num_steps = (manifest if num == 1 else (manifest.get("replicas") or {replica: {}})[replica]).get("num_steps", 0)
     if manifest["status"] == "complete" and len(tape.steps) < num_steps:
@@ -112,14 +112,25 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
     pools = build.Pools(manifest["num_gpu_blocks"], manifest["num_cpu_blocks"])
     checker = _Checker(tape, RecordedDevice(tape), is_whole=manifest["status"] == "complete")
     own = RunConfig.from_container(read_config(folder))
-    wanted = config.cache.num_gpu_blocks
-    if wanted not in (None, own.cache.num_gpu_blocks, pools.num_gpu_blocks):
-        raise RunFolderError(
-            f"cache.num_gpu_blocks is {wanted}, and {folder} ran with {pools.num_gpu_blocks}: leave it out, or choose "
-            "another cost model"
-        )
+    num_blocks = config.cache.num_gpu_blocks
+    if num_blocks == own.cache.num_gpu_blocks:
+        num_blocks = None
+    for key, wanted, had in (
+        ("model", config.model.name, own.model.name), ("device", config.device.name, own.device.name),
+        ("cache.num_gpu_blocks", num_blocks, pools.num_gpu_blocks),
+    ):  # fmt: skip
+        if wanted not in (None, had):
+            raise RunFolderError(
+                f"{key} is {wanted}, and {folder} ran with {had}: leave it out ({_as_it_was(folder)}), or choose "
+                "another cost model"
+            )
     forced = own.forced  # by the real run: its tape has the rest
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
+
+
+def _as_it_was(folder: Path) -> str:
+    """The command that replays a run."""
+    return f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}"
 
 
 def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:

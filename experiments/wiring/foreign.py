@@ -59,8 +59,8 @@ def named_classes(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, target
     for name, value in tree.items() if isinstance(tree, dict) else ():
         yield from named_classes(value, f"{key}.{name}".lstrip("."))
-    for value in tree if isinstance(tree, list) else ():
-        yield from named_classes(value, key)
+    for place, value in enumerate(tree if isinstance(tree, list) else ()):
+        yield from named_classes(value, f"{key}[{place}]")
 
 
 def own_classes(config: RunConfig) -> list[str]:

@@ -320,10 +320,20 @@ def test_another_trace_is_refused(whole: Path, tmp_path: Path) -> None:
         execute(replay_config(real_config("unified", seed=1), whole), tmp_path / "sim")
 
 
-def test_a_pool_of_another_size_is_refused(whole: Path, tmp_path: Path) -> None:
-    config = replay_config(real_config("unified"), whole)
-    config = RunConfig.from_container({**config.raw, "cache": {**config.raw["cache"], "num_gpu_blocks": 7}})
-    with pytest.raises(RunFolderError, match=r"cache.num_gpu_blocks is 7, and .* ran with \d+: leave it out"):
+@pytest.mark.parametrize(
+    ("group", "name", "value", "key"),
+    [
+        ("cache", "num_gpu_blocks", 7, "cache.num_gpu_blocks"),
+        ("model", "name", "other", "model"),
+        ("device", "name", "other", "device"),
+    ],
+)
+def test_what_is_no_setting_of_the_tape_is_refused(
+    whole: Path, tmp_path: Path, group: str, name: str, value: object, key: str
+) -> None:
+    raw = replay_config(real_config("unified"), whole).raw
+    config = RunConfig.from_container({**raw, group: {**raw[group], name: value}})
+    with pytest.raises(RunFolderError, match=rf"{key} is {value}, and .* ran with \w+: leave it out"):
         execute(config, tmp_path / "sim")
     assert not (tmp_path / "sim").exists()
 

@@ -150,11 +150,15 @@ def missing_name(target: str) -> str:
     return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
 
 
-def _misspelt(error: BaseException | None) -> str:
-    """Where a user's file is no Python; empty: that is not what is wrong."""
-    while error is not None and not isinstance(error, SyntaxError):
+def _import_failure(error: BaseException | None) -> str:
+    """Why a user's module cannot be imported: a syntax error or a missing module. Empty for any other failure."""
+    while error is not None:
+        if isinstance(error, SyntaxError):
+            return f"{error.filename}:{error.lineno}: {error.msg}; mend it there"
+        if isinstance(error, ModuleNotFoundError):
+            return f"there is no module {error.name!r}; install it, or correct the import"
         error = error.__cause__ or error.__context__
-    return "" if error is None else f"{error.filename}:{error.lineno}: {error.msg}; mend it there"
+    return ""
 
 
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
@@ -168,7 +172,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
         reason = " ".join(str(error.__cause__ or error).split()).partition(" Are you sure that module")[0]
-        reason = missing_name(str(node.get("_target_"))) or _misspelt(error) or reason
+        reason = missing_name(str(node.get("_target_"))) or _import_failure(error) or reason
         raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None
     except SystemExit as error:
         raise ConfigError(f"{key}: {node.get('_target_')!r} ends Python (SystemExit {error}); mend it") from None

@@ -31,7 +31,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
     if folder.is_file():
         raise RunFolderError(f"{folder} is a file; name the folder of a run, as {folder.parent}")
     if not file.is_file():
-        raise RunFolderError(f"no run at {folder}: config.yaml is missing")
+        raise RunFolderError(f"no run at {folder}: config.yaml is missing; name a folder that `testbed run` wrote")
     from analysis.reading.files import read_said  # not at the top: the package imports Arrow, which is slow
 
     raw = read_said(file)

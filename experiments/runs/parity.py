@@ -252,5 +252,5 @@ def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[st
 def _manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():
-        raise RunFolderError(f"no run at {folder}: manifest.json is missing")
+        raise RunFolderError(f"no run at {folder}: manifest.json is missing; name a folder that `testbed run` wrote")
     return read_said(file)

@@ -259,7 +259,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in ("top_p", "top_k", "min_p")
         if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
     ]
-    if isinstance(backend, SimConfig):
+    if not isinstance(backend, SimConfig):
+        if config.cost != RooflineConfig():
+            notes.append(
+                f"cost={config.cost_name} has no effect on measured times: only policies that ask for step times use it"
+            )
+    else:
         notes += unread_settings(config)
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
             notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")

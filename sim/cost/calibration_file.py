@@ -43,11 +43,14 @@ def load_calibration(path: str | Path) -> Calibration:
     """Raises ProfileError naming the file, the field, its value and what was expected."""
     file = Path(path)
     if not file.is_file():
-        raise ProfileError(f"cost.path: no file at {path}; `testbed calibrate fit <profile> --out <json>` writes one")
+        found = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
+        raise ProfileError(f"cost.path: {found}; `testbed calibrate fit <profile> --out <json>` writes one")
     try:
         document = parsed(json.loads, file.read_bytes())
     except ValueError as error:
-        raise ProfileError(f"cost.path: {path} is not JSON: {error}") from None
+        raise ProfileError(
+            f"cost.path: {path} is not JSON: {error}; `testbed calibrate fit <profile> --out <json>` writes one"
+        ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ProfileError(

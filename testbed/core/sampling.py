@@ -13,6 +13,7 @@ from typing import Any
 
 from testbed.checks import require
 from testbed.errors import RequestError
+from testbed.foreign_text import shown
 
 INT32_MAX = 2**31 - 1
 
@@ -118,7 +119,7 @@ class SamplingParams:
             raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
         for token in self.stop_token_ids:
             if not _is_whole(token) or not 0 <= token <= INT32_MAX:
-                raise RequestError(f"sampling.stop_token_ids has {token!r}; token ids are whole, from 0 to 2147483647")
+                raise RequestError(f"sampling.stop_token_ids has {shown(token)}; token ids are from 0 to {INT32_MAX}")
         self._check_bias()
 
     def _normalise(self) -> None:

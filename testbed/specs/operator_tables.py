@@ -148,7 +148,8 @@ def read_operator_tables(path: str | Path) -> OperatorTables:
 
     file = Path(path)
     if not file.is_file():
-        raise ProfileError(f"no operator tables at {path}; docs/tables.md says how they are made")
+        found = f"{path} is a folder, not a file" if file.is_dir() else f"no operator tables at {path}"
+        raise ProfileError(f"{found}; `testbed tables import` writes one (docs/tables.md)")
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

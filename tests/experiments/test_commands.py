@@ -210,6 +210,15 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             "scheduler.victim: cannot make 'nowhere.X': there is no module 'nowhere' in ",
         ),
         (
+            ("run", "scheduler.victim={_target_: inside.needy.X}"),
+            "scheduler.victim: cannot make 'inside.needy.X': there is no module 'not_installed'; install it, or",
+        ),
+        (("run", "cost=recorded", "cost.run=."), "no run at .: manifest.json is missing; name a folder that `testbed"),
+        (("run", "from=."), "no run at .: config.yaml is missing; name a folder that `testbed run` wrote"),
+        (("run", "cost=calibrated", "cost.path=."), "cost.path: . is a folder; name its calibration file; `testbed "),
+        (("run", "cost=calibrated", "cost.path=afile"), "cost.path: afile is not JSON: Invalid control"),
+        (("run", "cost=tables", "cost.path=."), ". is a folder, not a file; `testbed tables import` writes one"),
+        (
             ("run", "scheduler.victim={_target_: queue.X}"),
             "scheduler.victim: cannot make 'queue.X': 'queue' is a module that is there already (",
         ),
@@ -228,6 +237,8 @@ def test_a_mistake_is_called_what_it_is(
     (tmp_path / "bad_syntax.py").write_text("def x(:\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "there.html").touch()
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "needy.py").write_text("import not_installed\n")
     (tmp_path / "queue.py").write_text("class X: ...\n")
     error = say(capsys, *arguments).error()
     assert error.startswith(said)

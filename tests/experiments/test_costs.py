@@ -9,6 +9,8 @@ import pytest
 from analysis.plots.operators import format_operators, load_operators, operator_bars, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
+from experiments.configuration.compose import compose_config
+from experiments.wiring.build import unused_settings
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -189,6 +191,14 @@ def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "run", *options)[0] == 1
     assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
     assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
+
+
+def test_a_real_run_says_that_its_times_owe_nothing_to_the_cost_model():
+    plain, priced = (compose_config(["backend=real", "model=tiny", f"cost={name}"]) for name in ("roofline", "linear"))
+    assert unused_settings(plain) == []
+    assert unused_settings(priced) == [
+        "cost=linear has no effect on measured times: only policies that ask for step times use it"
+    ]
 
 
 def test_what_has_no_effect_is_said(tmp_path, capsys):

@@ -43,8 +43,8 @@ def load_calibration(path: str | Path) -> Calibration:
     """Raises ProfileError naming the file, the field, its value and what was expected."""
     file = Path(path)
     if not file.is_file():
-        found = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
-        raise ProfileError(f"cost.path: {found}; `testbed calibrate fit <profile> --out <json>` writes one")
+        wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
+        raise ProfileError(f"cost.path: {wrong}; `testbed calibrate fit <profile> --out <json>` writes one")
     try:
         document = parsed(json.loads, file.read_bytes())
     except ValueError as error:

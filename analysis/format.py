@@ -78,10 +78,11 @@ def change(percent: float) -> str:
         return NOTHING
     if _is_factor(percent):
         return _factor(percent)
-    rounded = round(percent, 1) if abs(percent) < 10 else round(percent)
+    digits = 1 if abs(percent) < 9.95 else 0
+    rounded = round(percent, digits)
     if rounded == 0:
         return f"0{SPACE}%"
-    text = f"{abs(rounded):.1f}" if abs(percent) < 10 else f"{abs(rounded):.0f}"
+    text = f"{abs(rounded):.{digits}f}"
     return f"{'+' if rounded > 0 else MINUS}{text}{SPACE}%"
 
 

@@ -38,10 +38,12 @@ def test_durations_are_written_with_three_digits_and_a_unit(value, text):
 
 
 def test_changes_are_signed_and_never_a_negative_zero():
-    plain = [fmt.change(x).replace("\u00a0", " ") for x in (-0.01, 0.04, 3.14159, -23.4, 250.0, float("inf"))]
+    plain = [
+        fmt.change(x).replace("\u00a0", " ") for x in (-0.01, 0.04, 3.14159, 9.94, -9.96, -23.4, 250.0, float("inf"))
+    ]
     assert fmt.change(-99.6) == "÷250"
     assert fmt.change(-100.0) == "−100\u00a0%"
-    assert plain == ["0 %", "0 %", "+3.1 %", "−23 %", "+250 %", "–"]
+    assert plain == ["0 %", "0 %", "+3.1 %", "+9.9 %", "−10 %", "−23 %", "+250 %", "–"]
     assert fmt.significant(9.996) == "10.0"
     assert fmt.significant(-0.0) == "0"
     assert fmt.number(-1234.0) == "−1,234"

@@ -35,10 +35,10 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     outrun = outrun_note(summary)
     notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun]), *routing_notes(summary)]
     notes += [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
-    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu"
+    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(
-            f"it ran on {manifest['device']}; a policy that asks what a step costs is told of device="
+            f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
             f"{config.device.name}: set device=cpu"
         )
     if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:

@@ -12,7 +12,7 @@ from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.configuration.settings import SimConfig
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
-from experiments.wiring.foreign import CheckedOracle, policy_failure
+from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace
 from experiments.wiring.traces import vocab_size as vocab_size
@@ -240,6 +240,12 @@ def _priced_as(config: RunConfig) -> RunConfig:
     return _priced_as(RunConfig.from_container(read_config(Path(config.recorded_run))))
 
 
+def asks_step_times(config: RunConfig) -> bool:
+    """Whether a policy asks the cost model what a step costs; a user's own class may."""
+    named = config.scheduler.preemption == "cheaper" or config.cache.eviction == "cost_aware"
+    return named or bool(own_classes(config))
+
+
 def unused_settings(config: RunConfig) -> list[str]:
     """Settings that were changed and that nothing reads: two arms that differ in one are the same."""
     backend, alone = config.backend, SimConfig()
@@ -260,10 +266,8 @@ def unused_settings(config: RunConfig) -> list[str]:
         if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
     ]
     if not isinstance(backend, SimConfig):
-        if config.cost != RooflineConfig():
-            notes.append(
-                f"cost={config.cost_name} has no effect on measured times: only policies that ask for step times use it"
-            )
+        if config.cost != RooflineConfig() and not asks_step_times(config):
+            notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
         notes += unread_settings(config)
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:

@@ -193,12 +193,15 @@ def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
 
 
-def test_a_real_run_says_that_its_times_owe_nothing_to_the_cost_model():
-    plain, priced = (compose_config(["backend=real", "model=tiny", f"cost={name}"]) for name in ("roofline", "linear"))
-    assert unused_settings(plain) == []
-    assert unused_settings(priced) == [
-        "cost=linear has no effect on measured times: only policies that ask for step times use it"
-    ]
+def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does():
+    def notes(*options):
+        return unused_settings(compose_config(["backend=real", "model=tiny", *options]))
+
+    assert notes() == []
+    assert notes("cost=linear") == ["cost=linear has no effect on measured times"]
+    own = "{_target_: mine.Admission}"
+    for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
+        assert notes("cost=linear", asking) == []
 
 
 def test_what_has_no_effect_is_said(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A run and a sweep in five lines: what it was, on what trace, how it went, and what one should know of it."""
+"""A run or a sweep in five lines: its configuration, its trace, its results, and what a reader should be warned of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from analysis.naming import labels_of, levels_of, naming_keys
 
 
 class Described(Protocol):
-    """What is told of a run."""
+    """The attributes of a run that are described here."""
 
     @property
     def path(self) -> Path: ...
@@ -30,7 +30,7 @@ class Described(Protocol):
     def is_complete(self) -> bool: ...
 
 
-_SHOWN = 5  # values of a swept key that are spelt out
+_SHOWN = 5  # values of a swept key that are listed
 _RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
 
 
@@ -99,7 +99,7 @@ def _swept(runs: Sequence[Described], swept: Sequence[str]) -> str:
 
 
 def _range(runs: Sequence[Described], swept: Sequence[str], number: str) -> str:
-    """From the run with the least to that with the most; one that did not reach it is the most."""
+    """The smallest and the largest value with their runs; a run that did not reach the number counts as largest."""
     labels = labels_of([(run.flat_config, run.path) for run in runs], swept)
     values = {label: summary_value(run.summary, number) for label, run in zip(labels, runs, strict=True)}
     ordered = sorted(values, key=lambda label: math.inf if values[label] is None else values[label] or 0.0)

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: three significant digits, a unit, never NaN, None or a negative zero."""
+"""Numbers as text for readers: three significant digits and a unit; never NaN, None or a negative zero."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 NOT_REACHED = "not reached"
 NOTHING = "–"
 MINUS = "−"
-FACTOR = 10_000  # more is as good as any
-SPACE = "\u00a0"  # no break between a number and its unit
-POINTS = f"{SPACE}points"  # of percent
+FACTOR = 10_000  # larger factors are shown as "10,000 or more"
+SPACE = "\u00a0"  # keeps a number and its unit on one line
+POINTS = f"{SPACE}points"  # percentage points
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` rounded to `digits` significant digits, without an exponent, thousands set off by a comma."""
+    """`value` rounded to `digits` significant digits, without an exponent and with commas between thousands."""
     if not math.isfinite(value):
         return NOTHING
     if value == 0:
         return "0"
     places = digits - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, places)
-    places = digits - 1 - math.floor(math.log10(abs(rounded)))  # 9.996 became 10.0
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))  # again, as 9.996 has become 10.0
     text = f"{abs(rounded):,.{max(places, 0)}f}"
     return (MINUS if rounded < 0 else "") + text
 
@@ -37,7 +37,7 @@ def seconds(value: float | None) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A number and its unit; the dash where it is unknown. Whole numbers are written out."""
+    """A number and its unit; a dash if it is unknown. Whole numbers are not rounded."""
     if value is None:
         return NOTHING
     whole = float(value).is_integer() and abs(value) < 1e15
@@ -46,19 +46,19 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def count(num: float, noun: str) -> str:
-    """ "1 request", "1,234 requests"."""
+    """A count with its noun, in the plural unless it is 1: "1 request", "1,234 requests"."""
     return f"{number(num)} {noun}{'s' * (num != 1)}"
 
 
 def mean_count(value: float | None) -> str:
-    """A mean of counts: below 1 with two decimals at most, since a thousandth of a request says nothing."""
+    """A mean of counts. Below 1 it has at most two decimals, since a thousandth of a request means nothing."""
     if value is None or abs(value) >= 1:
         return number(value)
     return f"{abs(value):.2f}".rstrip("0").rstrip(".")
 
 
 def share(value: float | None) -> str:
-    """A share of 1 in percent. "100 %" is all: what rounds to it, and is less, is "> 99.9 %"."""
+    """A share (1 is all) in percent. "100 %" means all: a smaller share that rounds to it is shown as "> 99.9 %"."""
     if value is None:
         return NOTHING
     text = significant(100.0 * value)
@@ -66,14 +66,14 @@ def share(value: float | None) -> str:
 
 
 def points(difference: float) -> str:
-    """A difference of shares of 1, in percentage points, always signed unless it is 0."""
+    """A difference of two shares, in percentage points, always with a sign unless it is 0."""
     text = significant(100.0 * difference, 3 if abs(difference) >= 0.1 else 2)
     return f"{'+' if difference > 0 else ''}{text}{POINTS}"
 
 
 def change(percent: float) -> str:
-    """A relative change in percent, always signed unless it rounds to 0; as a factor from ten times as much, or as
-    little, on, up to FACTOR: an interval of two replicates may end at millions."""
+    """A relative change in percent, always with a sign unless it rounds to 0. From ten times as much (or a tenth) on it
+    is a factor, of at most FACTOR: an interval from two replicates may reach millions."""
     if not math.isfinite(percent):
         return NOTHING
     if _is_factor(percent):
@@ -87,7 +87,7 @@ def change(percent: float) -> str:
 
 
 def changes(percents: Sequence[float]) -> list[str]:
-    """Changes that are read together, an estimate and its interval: all as factors where one of them is."""
+    """Changes that are read together (an estimate and its interval): all are factors if one of them is."""
     if any(map(_is_factor, percents)):
         return [_factor(percent) if math.isfinite(percent) else NOTHING for percent in percents]
     return [change(percent) for percent in percents]
@@ -106,7 +106,7 @@ def _factor(percent: float) -> str:
 
 
 def plain(value: Any) -> str:
-    """A configuration value: on and off for booleans, "default" for null, components as `component` says them."""
+    """A configuration value as text: on and off for booleans, "default" for null, `component`'s text for components."""
     if value is None:
         return "default"
     if isinstance(value, bool):
@@ -117,7 +117,7 @@ def plain(value: Any) -> str:
 
 
 def component(settings: Mapping[str, Any]) -> str:
-    """ "AtMost(n=16)", "window(start_s=0, stop_s=60)"; "" where no key says which component it is."""
+    """A component with its arguments: "AtMost(n=16)", "window(start_s=0, stop_s=60)"; "" if no key names one."""
     said = next((settings[key] for key in ("_target_", "name") if settings.get(key)), None)
     if said is None:
         return ""
@@ -126,7 +126,7 @@ def component(settings: Mapping[str, Any]) -> str:
 
 
 def listing(words: list[str], most: int | None = None) -> str:
-    """ "a, b and c"; of more than `most` those that come first: "a, b and 3 more"."""
+    """Words as a list, "a, b and c"; if there are more than `most`, only the first ones: "a, b and 3 more"."""
     if most is not None and len(words) > most:
         words = [*words[:most], f"{len(words) - most} more"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

@@ -1,6 +1,7 @@
-"""Run folders into frames: one run, or every run below folders. docs/analysis.md says what is in them.
+"""Loads run folders into frames: one run, or every run below some folders. docs/analysis.md lists their columns.
 
-Every mistake is a RunFolderError of one line. Partial runs load and say so; none is mixed in silently with whole ones.
+Every mistake is a RunFolderError of one line. A partial run can be loaded (`is_complete` is False), but a sweep never
+mixes partial runs with complete ones: it lists them separately.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, RUN_FILES, STEP_C
 if TYPE_CHECKING:
     import pandas as pd
 
-_POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # a folder's name, of a point of a sweep
+_POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # the folder name of a sweep point
 _REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run; `print` says the main things. The frames are read on first use, with the columns of
+    """One run; `print(run)` shows the main facts. The frames are read on first use and have the columns of
     `testbed.records.schema`."""
 
     path: Path
@@ -48,12 +49,12 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run ended by itself: its `done` marker is there and its manifest does not say partial."""
+        """Whether the run reached its end: the `done` marker exists and the manifest's status is not "partial"."""
         return (self.path / "done").exists() and self.manifest.get("status") != "partial"
 
     @property
     def fingerprint(self) -> str | None:
-        """The trace's fingerprint; two runs are on the same trace if and only if these are equal."""
+        """The trace's fingerprint: two runs have the same trace if and only if their fingerprints are equal."""
         trace = self.manifest.get("trace")
         return trace.get("fingerprint") if isinstance(trace, dict) else None
 
@@ -68,25 +69,25 @@ class Run:
 
     @cached_property
     def has_swapped(self) -> bool:
-        """Whether any step swapped a sequence out; reads that one column."""
+        """Whether any step swapped a sequence out; reads only that column."""
         batches = FileRows(self.path / "steps.parquet").batches(["num_swapped_out"])
         return any(whole(array).any() for (array,) in batches)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """`summary.json` where this version of `summarise` wrote it, else computed from the records."""
+        """The content of `summary.json` if this version of `summarise` wrote it, else computed from the records."""
         file = self.path / "summary.json"
         stored = read_json(file) if file.exists() else {}
         return stored if stored.get("summary_version") == SUMMARY_VERSION else self.summarise()
 
     @property
     def slo(self) -> SLO | None:
-        """What its configuration asks of a request; None: nothing."""
+        """The SLO in the run's configuration; None if it sets no limit."""
         names = [limit.name for limit in fields(SLO)]
         return SLO.parse({name: self.flat_config.get(f"slo.{name}") for name in names})
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
-        """The summary with attainment and goodput under `slo`, or under its own; computed once for each."""
+        """The summary with attainment and goodput under `slo` (None: the run's own SLO); computed once for each SLO."""
         if slo is None or slo == self.slo:
             return self.summary
         if slo not in self._under:
@@ -94,15 +95,15 @@ class Run:
         return self._under[slo]
 
     def summarise(self, slo: SLO | None = None) -> dict[str, Any]:
-        """The summary from the records, whatever summary.json says, under `slo` or its own. The files are gone through
-        in batches: neither a long run nor a sweep need fit in memory."""
+        """Computes the summary from the records, without reading summary.json, under `slo` or the run's own SLO. The
+        files are read in batches, so neither a long run nor a sweep needs to fit in memory."""
         requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
         return summarise(requests, steps, self.manifest, slo or self.slo, self.flat_config.get("report.warmup_s", 0.0))
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """The configuration with dotted keys, and what the keys are that older runs lack. What a model's authors
-        recommend changes nothing: `sampling` says what was taken of it."""
+        """The configuration with dotted keys; keys that older runs lack get the value that was in effect. The model's
+        recommended sampling is left out: it has no effect by itself, as `sampling` states what was used."""
         flat = {key: value for key, value in flatten(self.config).items() if not key.startswith("model.recommended.")}
         if "sampling" in self.config:
             flat.setdefault("sampling.name", "default")
@@ -114,7 +115,7 @@ class Run:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The summary's numbers in one row; see `Sweep.frame`."""
+        """The numbers of the summary in one row; see `Sweep.frame`."""
         return Sweep(self.path, (self,), ()).frame
 
     def __str__(self) -> str:
@@ -123,8 +124,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every run below some folders: the whole ones, and (path, reason) for those that are not; `print` says the main
-    things. path: the folder that holds them all."""
+    """Every run at or below some folders: the complete ones, and (path, reason) for each of the others. `print(sweep)`
+    shows the main facts. path: the folder that contains all of them."""
 
     path: Path
     runs: tuple[Run, ...] = field(repr=False)
@@ -132,12 +133,12 @@ class Sweep:
 
     @cached_property
     def swept(self) -> list[str]:
-        """The dotted config keys that differ between the runs."""
+        """The dotted configuration keys whose values differ between the runs."""
         return swept_keys(self.runs)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row a run: `run` (relative path), the config keys that differ, and the summary's numbers, dotted."""
+        """One row for each run: `run` (relative path), the swept keys, and the summary's numbers with dotted names."""
         import pandas as pd  # not at the top: it is slow to import
 
         rows = []
@@ -148,12 +149,12 @@ class Sweep:
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """The requests of all runs: `run` and the config keys that differ, then the columns of `Run.requests`."""
+        """The requests of all runs: `run` and the swept keys, then the columns of `Run.requests`."""
         return self._joined([run.requests for run in self.runs])
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """The steps of all runs: `run` and the config keys that differ, then the columns of `Run.steps`."""
+        """The steps of all runs: `run` and the swept keys, then the columns of `Run.steps`."""
         return self._joined([run.steps for run in self.runs])
 
     def __str__(self) -> str:
@@ -172,14 +173,14 @@ class Sweep:
 
 
 def num_replicas(run: Run) -> int:
-    """How many engines served the run's trace."""
+    """The number of replicas (engines) that served the run's trace."""
     return max(int(run.manifest.get("num_replicas") or 1), 1)
 
 
 def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Run | Sweep:
-    """A run's folder as a `Run`; any other folder, or several, as one `Sweep` of every run at or below them.
+    """Loads a run's folder as a `Run`; any other folder, or several folders, as one `Sweep` of all runs at or below.
 
-    RunFolderError for a folder that holds no complete run. One that is found twice counts once.
+    Raises RunFolderError for a folder without any complete run. A run that is found twice counts once.
     """
     if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
         folder = require_path("the run folder", paths)
@@ -195,14 +196,14 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
 
 
 def require_path(name: str, value: object) -> Path:
-    """The path that an argument from Python names. Raises ConfigError if it is none."""
+    """The argument `value`, called `name` in the error, as a Path. Raises ConfigError if it is not a path."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{name} is {shown(value)}; give a path, as a text or a pathlib.Path")
     return Path(value)
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in folder `path`; RunFolderError when it is none, lacks a file, or a file is not what it should be."""
+    """The run in folder `path`. Raises RunFolderError if it is not a run folder, lacks a file, or a file is damaged."""
     folder = require_path("the run folder", path)
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such run folder")
@@ -228,7 +229,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _cure(folder: Path, why: str = "the run did not get to its end") -> str:
-    """What to do about a run without its end. Who served cannot have it again, but its tape has all decisions."""
+    """What a user can do about a run that did not reach its end. Requests that a live vLLM served cannot be served
+    again, but the tape has all decisions."""
     if str(read_manifest(folder).get("command")).startswith("scheduler_cls="):
         return (
             f"the vLLM that it is of still serves, or ended before its requests did: `testbed parity {folder}` replays "
@@ -238,10 +240,10 @@ def _cure(folder: Path, why: str = "the run did not get to its end") -> str:
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
-    """Every run at or below `path`. RunFolderError when there is no complete one.
+    """Every run at or below `path`. Raises RunFolderError if none is complete.
 
-    In path order; the points of one sweep by their places in it, those of several commands that share one by name. (Of
-    points that do not say theirs: as they were begun.)
+    Runs are in path order. Within a folder, sweep points are ordered by their number in the sweep, and by command if
+    several commands have points of the same number. (Points without a number are ordered by their creation time.)
     """
     root = require_path("the run folder", path)
     if not root.is_dir():
@@ -268,18 +270,18 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
 
 
 def _failure(folder: Path) -> str:
-    """Why the run there did not get to its end, as its manifest has it; "" where it does not say."""
+    """The reason in the manifest for which the run did not reach its end; "" if there is none."""
     return str(read_manifest(folder).get("failure") or "")
 
 
 def _was_made_again(folder: Path) -> bool:
-    """Whether a point that did not get to its end, and was set aside, has been run since."""
+    """Whether this is an unfinished sweep point that was set aside and has been run to its end since."""
     name, _, number = folder.name.rpartition(".partial-")
     return bool(name) and number.isdigit() and (folder.parent / name / "done").exists()
 
 
 def same_trace(runs: Iterable[Run]) -> str:
-    """The one trace fingerprint of all `runs`. RunFolderError when they differ or one has none."""
+    """The trace fingerprint that all `runs` share. Raises RunFolderError if they differ or one has none."""
     known = list(runs)
     for run in known:
         if not run.fingerprint:
@@ -295,7 +297,7 @@ def same_trace(runs: Iterable[Run]) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with dotted keys; lists stay values, empty mappings vanish."""
+    """A nested mapping as a flat one with dotted keys; lists stay values, empty mappings are dropped."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -306,8 +308,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def align(runs: Sequence[Run]) -> None:
-    """Gives a component one key in every `flat_config` where some runs name it, and others spell out a class of one's
-    own, or its arguments: "watermark" and "AtMost(n=16)"."""
+    """Gives a component the same key in every `flat_config` if some runs have only its name ("watermark") and others
+    have nested keys for a class or its arguments: the nested keys become one text such as "AtMost(n=16)"."""
     keys = {key for run in runs for key in run.flat_config}
     parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
     for mixed in keys & parents:
@@ -320,9 +322,9 @@ def align(runs: Sequence[Run]) -> None:
 
 
 def swept_keys(runs: Sequence[Run]) -> list[str]:
-    """The dotted config keys whose values differ between runs, in the order of the files.
+    """The dotted configuration keys whose values differ between runs, in the order of the configuration files.
 
-    Hydra's own keys and values that name the run's folder do not count.
+    Hydra's own keys, and values that contain the run's folder, do not count.
     """
     keys = list(dict.fromkeys(key for run in runs for key in run.flat_config if not key.startswith("hydra.")))
     absent = object()
@@ -337,12 +339,12 @@ def swept_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def relative(path: Path, start: Path) -> str:
-    """`path` as seen from the folder `start`, with forward slashes."""
+    """`path` relative to the folder `start`, with forward slashes."""
     return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Every folder at or below `root` that looks like a run's, in path order."""
+    """Every folder at or below `root` that has a file of a run, in path order."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -374,6 +376,6 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
 
 
 def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
-    """These columns of a file of records, as far as it has them. Raises RunFolderError if it cannot be read."""
+    """Those of `columns` that the file of records has. Raises RunFolderError if it cannot be read."""
     with naming(file):
         return as_frame(pq.ParquetFile(file).read(columns=list(columns)))

@@ -1,4 +1,4 @@
-"""What a configuration is called among others: the fewest settings that tell them apart, and settings as words."""
+"""Names for configurations: the fewest settings that distinguish them from each other, and settings as words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from analysis.format import plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
-DECIDES = "backend.decides"  # of runs in vLLM: whose scheduler did, this testbed's or vLLM's own
+DECIDES = "backend.decides"  # of runs in vLLM: which scheduler decided, this testbed's or vLLM's own
 
 
 def is_seed(key: str) -> bool:
@@ -19,8 +19,8 @@ def is_seed(key: str) -> bool:
 
 
 def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
-    """The keys of `swept` of which each tells some configurations apart that those before it did not: components' names
-    first, then who decided, seeds after all that may decide."""
+    """Keys of `swept` that name the configurations: each one distinguishes some that the keys before it did not.
+    Component names come first, then `DECIDES`; seeds come after all keys that may change decisions."""
     kept: list[str] = []
     groups = 1
     for key in sorted(swept, key=naming_rank):
@@ -37,8 +37,8 @@ def naming_rank(key: str) -> tuple[bool, bool, int]:
 
 
 def labels_of(configs: Sequence[tuple[Mapping[str, Any], Path]], swept: Sequence[str]) -> list[str]:
-    """A label for each (configuration, folder): by the fewest of the swept keys that tell them apart, or by the
-    folder's name; with the folder where that is not enough."""
+    """A label for each (configuration, folder), made of the fewest swept keys that distinguish them; without such keys
+    it is the folder's name. Labels that are still equal get the folder's path added."""
     keys = naming_keys([config for config, _ in configs], swept)
     labels = [level_names({key: config.get(key) for key in keys}) or path.name for config, path in configs]
     shared = {label for label, count in Counter(labels).items() if count > 1}
@@ -46,14 +46,14 @@ def labels_of(configs: Sequence[tuple[Mapping[str, Any], Path]], swept: Sequence
 
 
 def levels_of(values: Iterable[Any]) -> list[Any]:
-    """The different values of a setting: numbers in their order, then others as they come first."""
+    """The distinct values of a setting: numbers in ascending order, then other values in order of first occurrence."""
     levels = list(dict.fromkeys(as_cell(value) for value in values))
     numeric = [level for level in levels if isinstance(level, int | float)]
     return sorted(numeric) + [level for level in levels if not isinstance(level, int | float)]
 
 
 def level_names(levels: Mapping[str, Any]) -> str:
-    """ "sarathi, watermark 0.01": the levels of these keys in words; "" of none."""
+    """The levels of these keys in words, such as "sarathi, watermark 0.01"; "" if there are no keys."""
     return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
 
 
@@ -77,5 +77,5 @@ def factor_name(key: str) -> str:
 
 
 def as_cell(value: Any) -> Any:
-    """A configuration value as a frame's cell: lists and mappings as JSON."""
+    """A configuration value as the cell of a frame: lists and mappings become JSON text."""
     return json.dumps(value) if isinstance(value, list | dict) else value

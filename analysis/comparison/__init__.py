@@ -1,6 +1,6 @@
-"""Several runs: which of them are arms of one study, and what may be said of their differences.
+"""Comparison of several runs: which of them are the arms (variants) of one study, and how these differ.
 
-`groups` and `arms` say what was varied and what replicates what; `compare` and `effects` are the differences with their
-intervals, `triggered` what never came into play, `wording` a difference in a few words. `fidelity` sets simulated
-against real runs. Sentences and pages are `analysis.reports`'.
+`groups` and `arms` find out what was varied and which runs are replicates. `compare` and `effects` compute differences
+with their intervals, `triggered` finds varied settings that had no effect, and `wording` writes a difference in a few
+words. `fidelity` compares simulated with real runs. Sentences and pages belong to `analysis.reports`.
 """

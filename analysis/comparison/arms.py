@@ -1,4 +1,5 @@
-"""Runs into arms: what was varied, what replicates what, and which real run belongs to which simulated one."""
+"""Groups runs into arms: what was varied, which runs are replicates, and which real run belongs to which simulated one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "sl
 
 @dataclass(frozen=True)
 class Arm:
-    """One policy: its factors' levels, and its runs over seeds (replicates) and loads. naming: keys its name says."""
+    """One policy (a variant of the comparison): the levels of its factors, and its runs over seeds (replicates) and
+    loads. naming: the keys from which its name is made."""
 
     name: str
     levels: Mapping[str, Any]
@@ -33,7 +35,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Pair:
-    """A simulated run and the real run of the same trace and policy. again: that real run, repeated."""
+    """A simulated run and the real run of the same trace and policy. again: repeats of the real run."""
 
     label: str
     sim: Run
@@ -50,7 +52,7 @@ class Pair:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items by their keys, both in the order in which they come."""
+    """The items by key; keys and items keep the order of first occurrence."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -58,14 +60,14 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def is_policy(key: str) -> bool:
-    """Whether a setting can make one arm another: seeds, the trace, what is recorded and permissions cannot."""
+    """Whether a setting distinguishes arms: seeds, the trace, SLO, report, recording and permissions do not."""
     return not is_seed(key) and key.split(".")[0] not in _NO_POLICY
 
 
 def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     """Arms by the swept policy keys, in the order of the runs.
 
-    An arm is named by the fewest keys that tell all arms apart, a component's name first.
+    An arm is named by the fewest keys that distinguish all arms, component names first.
     """
     swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=naming_rank)
     naming = naming_keys([run.flat_config for run in runs], swept)
@@ -78,7 +80,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
 
 def named(runs: Runs) -> dict[str, Run]:
-    """Label -> run: as given, or by the fewest swept keys that tell the runs apart, or by its folder's name."""
+    """Label -> run. Labels are as given, or made of the fewest swept keys that distinguish the runs, or folder names."""
     if isinstance(runs, Mapping):
         return dict(runs)
     members = [runs] if isinstance(runs, Run) else list(runs.runs if isinstance(runs, Sweep) else runs)
@@ -87,7 +89,8 @@ def named(runs: Runs) -> dict[str, Run]:
 
 
 def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
-    """The factors: levels that differ between arms, those that always change together as one, its naming key first."""
+    """The factors, as tuples of keys whose levels differ between arms. Keys that always change together are one factor,
+    with the key that names it first."""
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for arm in arms for key in arm.levels):
         values = [repr(arm.levels.get(key)) for arm in arms]
@@ -97,7 +100,8 @@ def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
 
 
 def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
-    """The arm called `name`, or the only one whose name holds it; the first for None. Else RunFolderError."""
+    """The arm with this name, or else the only one whose name contains it; the first arm for None. Raises
+    RunFolderError if there is none, or several."""
     if name is None:
         return arms[0]
     exact = [arm for arm in arms if arm.name == name]
@@ -112,10 +116,10 @@ def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
 
 
 def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Every real run with the simulated one of its trace and policy (the scheduler.* and cache.* settings that differ).
+    """Pairs every real run with the simulated run of its trace and policy (the swept scheduler.* and cache.* settings).
 
-    Settings of memory size follow from the device, and do not count. Where several simulated runs fit, the one whose
-    cost model fits most real runs is taken, so that all pairs share their prices where they can.
+    Memory sizes follow from the device and do not count. If several simulated runs fit, the one is taken whose cost
+    model fits most real runs, so that all pairs have the same cost model if possible.
     """
     sims = [run for run in runs if run.manifest.get("backend") == "sim"]
     reals = [run for run in runs if run.manifest.get("backend") in ("real", "vllm")]
@@ -130,7 +134,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     fits = {id(real): [sim for sim in sims if real.fingerprint and policy(sim) == policy(real)] for real in reals}
     common = Counter(prices(sim) for found in fits.values() for sim in found)
     pairs = [
-        (max(fits[id(real)], key=lambda sim: common[prices(sim)]), real)  # the first of those equally common
+        (max(fits[id(real)], key=lambda sim: common[prices(sim)]), real)  # the first one of several equally common
         for real in reals
         if fits[id(real)]
     ]
@@ -147,7 +151,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:
-    """The pairs; those with one label for several simulated runs (a repeat shares its own) are called by this too."""
+    """The pairs; if several simulated runs share a label, `by` is added to it. (Repeats of a real run keep one label.)"""
     by_label = grouped(pairs, lambda pair: pair.label)
     shared = {
         label
@@ -158,7 +162,7 @@ def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:
 
 
 def engine_of(run: Run) -> str:
-    """What ran it, in a word or two: sim, real, vllm, or vllm's own where its scheduler decided."""
+    """The engine of the run: sim, real, vllm, or "vllm's own" if vLLM's scheduler decided."""
     backend, decides = run.manifest.get("backend"), run.flat_config.get(DECIDES)
     return "vllm's own" if backend == "vllm" and decides == "vllm" else str(backend)
 
@@ -177,19 +181,19 @@ _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "s
 
 
 def stated_replicates(runs: Iterable[Run]) -> list[str]:
-    """The keys of the trace whose values somebody called replicates (`report.replicates`)."""
+    """The keys of the trace whose values the runs declare as replicates (`report.replicates`)."""
     return sorted({name for run in runs for name in run.flat_config.get("report.replicates") or ()})
 
 
 def load_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
-    """The swept settings of the trace, without its seed: what makes one load (one condition) another. replicated: those
-    whose values are replicates instead."""
+    """The swept settings of the trace that distinguish loads (conditions): all except seeds and the `replicated` keys,
+    whose values are replicates."""
     keys = [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
     return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 
 def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
-    """Those of them that `by_load` leaves out of its labels: such loads are of different traces."""
+    """The `load_keys` that `by_load` leaves out of its labels: loads that differ in them have different traces."""
     keys = load_keys(runs, replicated)
     told = naming_keys([run.flat_config for run in runs], keys)
     return [key for key in keys if key not in told]
@@ -203,9 +207,9 @@ def _load_value(run: Run, key: str) -> str:
 
 
 def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Arm]]:
-    """Load -> the arms with their runs at it, the lightest first; the label says the fewest settings that tell the
-    loads apart ("" for one), and how much came a second where they do not say that and it differs. replicated: keys
-    of the trace whose values are replicates and no loads."""
+    """Load -> the arms with their runs at that load, the lowest offered rate first. The label has the fewest settings
+    that distinguish the loads ("" for a single load), and the offered rate if it differs and no setting states it.
+    replicated: keys of the trace whose values are replicates, not loads."""
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
     groups = grouped(runs, lambda run: repr([run.flat_config.get(key) for key in keys]))
@@ -244,39 +248,39 @@ def _by_key(arm: Arm) -> dict[Key, Run]:
 
 
 def runs_on(arm: Arm, keys: Collection[Key]) -> list[Run]:
-    """The arm's runs of these replicates, with their repeats."""
+    """The arm's runs on the traces of these replicates, including repeats."""
     kept = {run.fingerprint for key, run in replicates(arm).items() if key in keys}
     return [run for run in arm.runs if run.fingerprint in kept]
 
 
 def decided_alike(run: Run) -> str:
-    """The same for simulated runs that took the same decisions; of a real run its own."""
+    """A key that is equal for simulated runs that took the same decisions; for a real run it is unique."""
     is_known = run.manifest.get("backend") == "sim" and run.manifest.get("digest")
     return str(run.manifest["digest"]) if is_known else str(run.path)
 
 
 def repeats(arm: Arm, run: Run) -> tuple[Run, ...]:
-    """The arm's runs that are one observation with `run`, whose mean counts: measured ones of one trace, in any order
-    (only the machine sets them apart); a simulated run alone."""
+    """The arm's runs that form one observation with `run`, of which the mean is taken: measured runs of one trace, in
+    any order (only the machine makes them differ). A simulated run has no repeats."""
     if run.fingerprint is None or not is_measured(run):
         return (run,)
     return tuple(one for one in arm.runs if is_measured(one) and one.fingerprint == run.fingerprint)
 
 
 def is_measured(run: Run) -> bool:
-    """Whether a real engine's clock gave the times, which vary from run to run."""
+    """Whether the times are from a real engine's clock, and so vary from run to run."""
     return run.manifest.get("backend") != "sim"
 
 
 def was_busy(run: Run) -> bool:
-    """Whether a real run waited for cores that others had, by its own note."""
+    """Whether a note in the manifest states that the run waited for cores used by other processes."""
     return any(note.startswith("BUSY MACHINE") for note in (run.manifest.get("replay") or {}).get("notes") or ())
 
 
 def replicates(arm: Arm) -> dict[Key, Run]:
-    """An arm's first run on each trace, by (trace fingerprint, seed, repetition), which stands for its `repeats`: of a
-    recorded trace a seed makes no other, and what varies on one trace (a random policy, a real machine) says nothing of
-    others. Nor does a trace on which the same was decided."""
+    """An arm's first run on each trace, by (trace fingerprint, seed, repetition); it represents its `repeats`. Runs on
+    one trace are not replicates: a seed does not change a recorded trace, and the variation on one trace (a random
+    policy, a real machine) says nothing about others. Traces with the same decisions count once, too."""
     found: dict[Key, Run] = {}
     traces: set[str | None] = set()
     digests: set[str] = set()
@@ -289,13 +293,13 @@ def replicates(arm: Arm) -> dict[Key, Run]:
 
 
 def counted(arm: Arm) -> list[Run]:
-    """The arm's runs that count: of each replicate its repeats."""
+    """The arm's runs that count: the repeats of every replicate."""
     return [one for run in replicates(arm).values() for one in repeats(arm, run)]
 
 
 def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
-    """(baseline's run, arm's run), each with its `repeats`, of each trace that both have, of one seed where they can.
-    RunFolderError where they share no trace."""
+    """(baseline's run, arm's run), each with its `repeats`, for each trace that both have; of the same seed if possible.
+    Raises RunFolderError if they share no trace."""
     ours, theirs = _by_key(arm), _by_key(baseline)
     found: list[Pairing] = []
     traces: set[str] = set()
@@ -315,8 +319,8 @@ def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
 
 
 def alike(arms: Sequence[Arm]) -> dict[str, str]:
-    """Arm -> the first that took the same decisions at every step, at the same prices: of most itself. Only settings of
-    the scheduler, the cache and the router set such arms apart."""
+    """Arm -> the first arm that took the same decisions at every step, with the same step times (often the arm itself).
+    Such arms differ only in settings of the scheduler, the cache and the router."""
     firsts: list[tuple[Arm, set[str]]] = []
     found = {}
     for arm in arms:
@@ -339,7 +343,7 @@ def _took_same(one: Arm, other: Arm) -> bool:
 
 
 def num_replicates(arms: Sequence[Arm]) -> int:
-    """The fewest that an arm shares with the first, the baseline; of one arm its own."""
+    """The smallest number of replicates that an arm shares with the first (the baseline); for one arm its own number."""
     if len(arms) < 2:
         return len(replicates(arms[0]))
     return min(len(paired_replicates(arms[0], arm)) for arm in arms[1:])

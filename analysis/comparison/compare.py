@@ -1,4 +1,4 @@
-"""Arms against the baseline: a comparison for each arm and metric, its interval, and what that allows one to say."""
+"""Compares arms with the baseline: for each arm and metric the change, its interval, and the verdict it supports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from analysis.reading.rows import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A headline number: where it is in a summary, what is better (+1 more, -1 less, 0 neither), how it is written."""
+    """A headline number: its path in a summary, whether more (+1), less (-1) or neither (0) is better, its format."""
 
     label: str
     path: str
@@ -43,7 +43,7 @@ class Metric:
 
     @property
     def is_share(self) -> bool:
-        """Whether a change of it is a difference, in points."""
+        """Whether its change is given as a difference, in percentage points."""
         return self.write is fmt.share
 
     def of(self, summary: Mapping[str, Any]) -> float | None:
@@ -51,7 +51,7 @@ class Metric:
 
 
 _MIN_FOR_EFFECT = 3  # replicates
-_MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile, for its bootstrap to mean something
+_MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile; with fewer its bootstrap is meaningless
 LATENCY = (
     Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
     Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
@@ -84,11 +84,11 @@ INSIDE = (
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
 _NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
-_MAX_TENANTS = 8  # that are told
+_MAX_TENANTS = 8  # with more, no tenant is reported
 
 
 def of_tenants(runs: Sequence[Run]) -> tuple[Metric, ...]:
-    """What is told of the tenants of all these runs: none if they are one, or many."""
+    """The metrics of the tenants that all these runs have; none if there is only one tenant, or too many."""
     known = [(run.summary.get("fairness") or {}).get("mean_ttft_s") or {} for run in runs]
     names = [name for name in known[0] if all(name in one for one in known)] if known else []
     if not 1 < len(names) <= _MAX_TENANTS:
@@ -102,7 +102,7 @@ TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "qu
 
 
 def metric_of(path: str) -> Metric:
-    """The metric at a dotted path of a summary; one that has no name of its own is called by its path."""
+    """The metric at a dotted path of a summary; a metric without a name of its own has its path as label."""
     name, _, which = path.rpartition(".")
     if path in _NAMED or name not in TIMES:
         return _NAMED.get(path, Metric(path, path, 0, fmt.number))
@@ -111,21 +111,21 @@ def metric_of(path: str) -> Metric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One arm and metric: the arm's mean over replicates and its change to the baseline (None: nothing to compare)."""
+    """One arm and metric: the arm's mean over replicates, and its change from the baseline (None: not comparable)."""
 
     arm: str
     metric: Metric
     value: float | None
-    estimate: Estimate | None  # of log-ratios; of differences of shares, and where a value is 0, which has no ratio
+    estimate: Estimate | None  # of log-ratios; for shares, and if a value is 0 (no ratio), of differences
     verdict: Verdict
     p_holm: float | None = None
-    effect: float | None = None  # d_z of the estimate's differences, from three replicates on
+    effect: float | None = None  # d_z of the paired differences; needs at least three replicates
     base: float | None = None  # the baseline's mean over the replicates that both have
-    noise: float | None = None  # of the engine, as `engine_noise`
+    noise: float | None = None  # of the engine, see `engine_noise`
 
     @property
     def log_ratio(self) -> float:
-        """Of the change, on average; infinite to and from 0."""
+        """The log-ratio of the mean change; infinite if the value changes to or from 0."""
         if self.estimate is None or not (change := self.estimate.value):
             return 0.0
         if self.estimate.scale == "log_ratio":
@@ -135,7 +135,7 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """The log-ratio, of a share the difference, positive for the better; 0 where neither is better."""
+        """The log-ratio (for a share the difference), positive if the change is better; 0 if neither is better."""
         if self.estimate is None or not self.metric.better:
             return 0.0
         return self.metric.better * (self.estimate.value if self.metric.is_share else self.log_ratio)
@@ -146,17 +146,17 @@ class Comparison:
 
     @property
     def claim(self) -> str:
-        """better or worse; empty: neither is claimed."""
+        """"better" or "worse"; empty if neither is claimed."""
         return "" if not self.is_claim else "better" if self.gain > 0 else "worse"
 
     @property
     def is_alike(self) -> bool:
-        """Whether it is the same in all replicates, so few that no interval can be made."""
+        """Whether the change is the same in all replicates, and these are too few for an interval."""
         return self.verdict == "unknown" and self.estimate is not None and self.estimate.method == ALIKE
 
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
-    """Mean over the arm's replicates, each its repeats' mean; None where any does not reach the metric."""
+    """Mean over the arm's replicates, each the mean of its repeats; None if any does not reach the metric."""
     return mean_of_all([_mean(repeats(arm, run), metric, slo) for run in replicates(arm).values()])
 
 
@@ -165,7 +165,7 @@ def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
 
 
 def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
-    """How far measured repeats of an arm on one trace are apart (`spread`), at most; None where none has a repeat."""
+    """The largest `spread` of measured repeats of an arm on one trace; None if there are no repeats."""
     groups = [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
     values = [[value for run in runs if (value := metric.of(run.summary_under(slo))) is not None] for runs in groups]
     return max((spread(group) for group in values if len(group) > 1), default=None)
@@ -174,12 +174,12 @@ def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) ->
 def compare(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
 ) -> list[Comparison]:
-    """Every arm but the baseline, every metric. `margin` is the relative change that counts as none.
+    """Compares every arm except the baseline, in every metric. `margin`: a relative change up to this counts as none.
 
-    With replicates: Student's interval on the mean log-ratio of paired replicates (the mean difference of shares, and
-    where a value is 0), p-values by Holm over the arms of a metric, of which those that are `alike` count once. With
-    one: moving blocks over its requests, for latencies only.
-    Measured repeats on one trace are one replicate, and no claim is made of a change within the `engine_noise`.
+    With several replicates: Student's interval on the mean log-ratio of paired replicates (on the mean difference for
+    shares, and if a value is 0). p-values are Holm's over the arms of a metric; arms that are `alike` count once. With
+    one replicate: moving blocks over its requests, for latencies only.
+    Measured repeats on one trace are one replicate, and a change within the `engine_noise` is never claimed.
     """
     found = []
     others = [arm for arm in arms if arm.name != baseline.name]
@@ -203,8 +203,8 @@ def _compared(arm: Arm, pairs: Sequence[Pairing], metric: Metric, slo: SLO | Non
 
 
 def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable]) -> list[Comparison]:
-    """With p-values by Holm over all rows, and verdicts. margin: relative to the baseline. compared: what each row
-    compares; rows that are one comparison count once."""
+    """The rows with Holm's p-values over all rows, and with verdicts. margin: relative to the baseline. compared: an
+    identity for each row's comparison; rows with equal identity and estimate count once."""
     tests = [(what, row.estimate) for what, row in zip(compared, rows, strict=True)]
     known = {test: test[1].p_value for test in tests if test[1] is not None and test[1].p_value is not None}
     adjusted = dict(zip(known, holm(list(known.values())), strict=True))
@@ -222,7 +222,7 @@ def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable
 
 
 def _is_of_engine(said: Verdict, row: Comparison, margin: float) -> bool:
-    """Whether a change is no larger than the noise of the engine, or equal values are so only within a larger one."""
+    """Whether the engine's noise covers the verdict: the change, or the margin of an equivalence, is within it."""
     least = {"higher": 0.0, "lower": 0.0, "equivalent": math.log1p(margin)}.get(said)
     if least is None or row.noise is None or row.estimate is None:
         return False
@@ -230,8 +230,8 @@ def _is_of_engine(said: Verdict, row: Comparison, margin: float) -> bool:
 
 
 def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """(baseline's, arm's) `[num_pairs]` each, means over repeats; None where one is missing or negative, and of
-    latencies where one run ignored requests that another served: those that are left are not the same."""
+    """(baseline's, arm's) values `[num_pairs]` each, means over repeats; None if one is missing or negative. Also None
+    for latencies if the runs of a pair ignored different numbers of requests, as those served are not the same then."""
     is_uneven = any(len({ignored(run) for runs in pair for run in runs}) > 1 for pair in pairs)
     if is_uneven and metric.path.split(".")[0] in TIMES:
         return None
@@ -243,13 +243,13 @@ def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> 
 
 
 def ignored(run: Run) -> int:
-    """Requests that could never fit, or that nothing would have admitted."""
+    """The number of requests that could never fit or be admitted."""
     return int(run.summary["finish_reasons"]["ignored"])
 
 
 def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metric) -> Estimate | None:
-    """Log-ratio of a latency's mean or quantile, of repeats their mean, with a moving-block interval over the shared
-    requests of one trace."""
+    """The log-ratio of a latency's mean or quantile (averaged over repeats), with a moving-block interval over the
+    requests of one trace that all runs have; None for other metrics, or with too few requests."""
     name, _, which = metric.path.partition(".")
     if name not in ("ttft_s", "tpot_s", "e2e_s"):
         return None

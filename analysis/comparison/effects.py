@@ -1,8 +1,8 @@
-"""Main effects of a factorial ablation: what one factor does, averaged over the levels of the others.
+"""Main effects of a factorial ablation: the effect of one factor, averaged over the levels of the others.
 
-Within each replicate, arms that differ in that one factor only are paired, and their log-ratios (of shares differences)
-averaged; the replicate stays the unit of the interval. Where the effect is larger in some cells than in others beyond
-the noise, the factors interact, and the average hides it: `Interaction`.
+Within each replicate, arms that differ only in that factor are paired, and their log-ratios (differences for shares)
+are averaged; the replicate stays the unit of the interval. If the effects in different cells differ by more than the
+noise, the factors interact, which the average hides: see `Interaction`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from testbed.errors import RunFolderError
 
 
 class Interaction(NamedTuple):
-    """An effect in each cell, whose `arm` is the levels of the other factors, with verdicts by Holm over the cells; and
-    by how much the most differs from the least, replicate by replicate; p-value and interval of that are corrected for
-    the number of pairs of cells."""
+    """The effect in each cell, with Holm's verdicts over the cells; a cell's `arm` is the levels of the other factors.
+    estimate: the difference between the largest and the smallest effect, paired by replicate. Its p-value and interval
+    are corrected for the number of pairs of cells."""
 
     cells: tuple[Comparison, ...]
     estimate: Estimate
@@ -47,8 +47,8 @@ def _size(cell: Comparison) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One factor's step from the baseline's level to another, in one metric. pairs: in each cell the arms at both
-    levels, those that are `alike` by the first of them. interaction: only one that is a claim."""
+    """The change of one factor from the baseline's level to another, in one metric. pairs: for each cell the arms at
+    both levels; arms that are `alike` appear as the first of them. interaction: None unless it is a claim."""
 
     factor: str
     base_level: Any
@@ -63,17 +63,17 @@ class Effect:
 
     @property
     def is_alike(self) -> bool:
-        """Whether the step changed no decision."""
+        """Whether the factor changed no decision in any cell."""
         return all(base == arm for base, arm in self.pairs)
 
     @property
     def ends(self) -> list[Comparison]:
-        """The cells in which it is least and most, where that depends on the other factors."""
+        """The cells with the smallest and the largest effect, if there is an interaction."""
         return [self.interaction.least, self.interaction.most] if self.interaction else []
 
     @property
     def is_uneven(self) -> bool:
-        """Whether cells differ in what is claimed, or in the sign of what is claimed of their average."""
+        """Whether the two `ends` have different claims, or different signs while the average is a claim."""
         is_turned = self.comparison.is_claim and len({end.gain > 0 for end in self.ends}) > 1
         return is_turned or len({end.claim for end in self.ends}) > 1
 
@@ -81,8 +81,8 @@ class Effect:
 def main_effects(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
 ) -> list[Effect]:
-    """Every factor of a design with at least two crossed factors, every level but the baseline's; else nothing: where
-    not every combination of levels ran, a factor's mean would mix in the others."""
+    """The effects of every factor and every level except the baseline's, for a design with at least two crossed factors.
+    Empty if not every combination of levels ran, as a factor's mean would then include effects of the others."""
     if not is_full_design(arms):
         return []
     steps, first = [*_steps(arms, baseline)], alike(arms)
@@ -105,8 +105,8 @@ def _level(arm: Arm, factor: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Step(NamedTuple):
-    """From the baseline's level of a factor to another. pairs: in each cell, a combination of levels of the others, the
-    arms at both."""
+    """The change of a factor from the baseline's level to another. pairs: the arms at both levels, for each cell (a
+    combination of levels of the other factors)."""
 
     factor: str
     others: Sequence[str]
@@ -144,7 +144,7 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """The metric at both levels `[num_cells, num_replicates]`; None where one is missing, or replicates differ."""
+    """The metric at both levels `[num_cells, num_replicates]`; None if one is missing, or numbers of replicates differ."""
     try:
         pairs = [paired_values(paired_replicates(base, arm), metric, slo) for base, arm in cells]
     except RunFolderError:
@@ -156,7 +156,7 @@ def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) ->
 
 
 def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison]) -> Interaction | None:
-    """Of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
+    """The interaction of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
     num_cells, num_replicates = rows.shape
     if num_cells < 2 or num_replicates < 2:
         return None
@@ -171,7 +171,7 @@ def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison]) ->
 
 
 def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
-    """With verdicts, by Holm over a metric's effects; interactions that are no claim are left out."""
+    """The effects with Holm's verdicts over a metric's effects; interactions that are no claim are dropped."""
     pairs = [effect.pairs for effect in effects]
     judged = judge([effect.comparison for effect in effects], margin, pairs)
     asked = [(i, effect.interaction) for i, effect in enumerate(effects) if effect.interaction is not None]
@@ -199,7 +199,7 @@ def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[E
 
 
 class Compared(NamedTuple):
-    """What is known at one load; the first arm is the baseline."""
+    """The comparisons at one load; the first arm is the baseline."""
 
     load: str
     arms: Sequence[Arm]
@@ -208,5 +208,5 @@ class Compared(NamedTuple):
 
     @property
     def with_factors(self) -> list[Comparison]:
-        """Of arms, and of the main effects of factors."""
+        """The comparisons of arms, and those of the factors' main effects."""
         return [*self.rows, *(effect.comparison for effect in self.effects)]

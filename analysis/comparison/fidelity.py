@@ -1,8 +1,9 @@
-"""How far the simulator is from the real engine: by request, metric and step, and in the ranking of policies.
+"""The errors of the simulator against the real engine: of requests, metrics and steps, and in the ranking of policies.
 
 Errors are signed and relative to the real run: (sim - real) / real. Only runs of one trace are matched. They do not
-take the same steps, so steps are compared by shape: those of one cell (region, and powers of two of decodes, prefill
-tokens and context) on both sides, median against median. A cell that only one run has is left out and counted.
+take the same steps, so steps are compared by shape. A cell is a region together with powers of two of decodes, prefill
+tokens and context; its median in the one run is compared with its median in the other. Steps of cells that only one run
+has are left out and counted.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
 from testbed.errors import RunFolderError
 
-LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # that each request has
-DISTRIBUTIONS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # of a run; ITL is of all gaps together
+LATENCY_METRICS = ("ttft_s", "tpot_s", "e2e_s")  # one value for each request
+DISTRIBUTIONS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")  # of a run; ITL pools the gaps of all requests
 STATISTICS = ("mean", "p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s")
-FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 where more is better, -1 where less is
+FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 if more is better, -1 if less is
     **{f"{metric}.{statistic}": -1 for metric in DISTRIBUTIONS for statistic in STATISTICS},
     **{f"throughput.{rate}": 1 for rate in RATES},
 }
 
 
 def match_requests(sim: Run, real: Run) -> pd.DataFrame:
-    """One row a request: request_id, and sim_ and real_ of ttft_s, tpot_s, e2e_s, num_output_tokens and the like.
+    """One row for each request: request_id, and with the prefixes sim_ and real_ the columns of `request_metrics`,
+    num_output_tokens, num_cached_tokens and num_preemptions.
 
-    RunFolderError when the traces differ, or the runs do not hold the same request ids.
+    Raises RunFolderError if the traces or the request ids of the two runs differ.
     """
     same_trace([sim, real])
     frames = []
@@ -55,27 +57,27 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
 
 
 def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
-    """(real, simulated) seconds of a latency, of the requests that have it in both runs."""
+    """(real, simulated) values of a latency in seconds, for the requests that have it, above 0, in both runs."""
     real, sim = numbers(matched, f"real_{name}"), numbers(matched, f"sim_{name}")
     good = (real > 0) & (sim > 0)
     return real[good], sim[good]
 
 
 def relative_error(sim: float | None, real: float | None) -> float | None:
-    """(sim - real) / real; None where either is unknown or the real value is 0."""
+    """(sim - real) / real; None if either is unknown or the real value is 0."""
     return None if sim is None or not real else (sim - real) / real
 
 
 def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
-    """One row a metric of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; None: not reached).
+    """One row for each of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative); NaN means not reached.
 
-    reals: one run, or one and its repeats, whose mean counts."""
+    reals: the real run and its repeats, of which the mean is taken."""
     same_trace([sim, *reals])
     return _errors(*[{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)])
 
 
 def _mean(runs: Sequence[Run], path: str) -> float | None:
-    """Of a metric over equal runs; None: one of them has none."""
+    """The mean of a metric over equal runs; None if a run has no value."""
     return mean_of_all([summary_value(run.summary, path) for run in runs])
 
 
@@ -88,7 +90,7 @@ def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -
 
 
 def worst_errors(tables: Iterable[pd.DataFrame]) -> dict[str, float]:
-    """Metric -> the largest absolute error that one of the `error_table`s has; of those that are reached."""
+    """Metric -> the largest absolute error in any of the `error_table`s; without metrics that are never reached."""
     worst: dict[str, float] = {}
     for table in tables:
         for path, error in table.set_index("metric")["error"].dropna().items():
@@ -97,7 +99,7 @@ def worst_errors(tables: Iterable[pd.DataFrame]) -> dict[str, float]:
 
 
 def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:
-    """As error_table, of the latencies of these requests only."""
+    """Like `error_table`, but only of latencies, and only of these requests."""
     same_trace([sim, real])
     return _errors(*[_part_values(run, request_ids) for run in (sim, real)])
 
@@ -111,9 +113,9 @@ def _part_values(run: Run, request_ids: Collection[str]) -> dict[str, float | No
 
 
 def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
-    """One row a latency over matched requests: num, median signed error, P90 and P99 of the absolute error.
+    """One row for each latency, over matched requests: num, median signed error, P90 and P99 of the absolute error.
 
-    `num_unmatched` are the requests that have the latency in one of the two runs only.
+    `num_unmatched` counts the requests that have the latency in only one of the two runs.
     """
     rows = []
     for name in LATENCY_METRICS:
@@ -128,8 +130,8 @@ def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
 
 
 def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
-    """Metric -> how far equal runs are apart (`spread`), at most over the groups; without repeats nothing. A group:
-    equal real runs (same trace, same policy), in any order."""
+    """Metric -> the largest `spread` of equal runs over the groups; no entry without repeats. groups: real runs of the
+    same trace and policy, in any order."""
     noise: dict[str, float] = {}
     for runs in groups:
         same_trace(runs)
@@ -146,15 +148,15 @@ def ranking_agreement(
     noise: Mapping[str, float] | None = None,
     margin: float = 0.02,
 ) -> pd.DataFrame:
-    """Does the simulator rank policies as the real engine does? One row a metric.
+    """Whether the simulator ranks policies as the real engine does; one row for each metric.
 
-    `pairs`: policy -> its sim run, its real run and the repeats of that (their mean counts), all on one trace.
+    `pairs`: policy -> its sim run, its real run and the repeats of that (of which the mean is taken), all on one trace.
     Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
-    real_winner ("": several are best, so that same_winner is False and there is no regret), same_winner, regret (by
-    what share of the best real value sim_winner's is worse; 0 if it is that), real_spread (largest real value over the
-    smallest, minus 1); num_told_apart: pairs of policies whose real values differ by more than the metric's `noise` and
-    by more than `margin`; num_same_order: those that sim orders alike; winner_is_clear: whether the best real value is
-    so far from every other.
+    real_winner ("": several are best, so that same_winner is False and there is no regret), same_winner, regret (how
+    much worse the real value of sim_winner is than the best, as a share of the best), real_spread (largest real value
+    over the smallest, minus 1), num_told_apart (pairs of policies whose real values differ by more than the metric's
+    `noise` and more than `margin`), num_same_order (those pairs that sim orders the same way), winner_is_clear (whether
+    the best real value differs that much from every other).
     """
     same_trace([run for pair in pairs.values() for run in pair])
     rows: list[dict[str, Any]] = []
@@ -186,14 +188,15 @@ def ranking_agreement(
 
 
 def _winner(names: Sequence[str], values: Sequence[float], sign: int) -> str:
-    """Who has the largest value, times `sign`; "" where several have."""
+    """The name with the best value (largest for sign +1, smallest for -1); "" if several have it."""
     most = max(sign * value for value in values)
     best = [name for name, value in zip(names, values, strict=True) if sign * value == most]
     return best[0] if len(best) == 1 else ""
 
 
 def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str, int]:
-    """Of the pairs of (sim, real) whose real values are more than `threshold` apart, how many sim orders alike."""
+    """The number of pairs whose real values differ by more than `threshold`, and how many of them sim orders the same
+    way. values: (sim, real) of each policy."""
     told_apart = same = 0
     for (sim_a, real_a), (sim_b, real_b) in combinations(values, 2):
         low, high = sorted((real_a, real_b))
@@ -207,15 +210,15 @@ def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str,
 
 REGIONS = ("decode", "prefill", "mixed")
 _SHAPE = ["region", "decodes", "prefill", "context"]
-_STRETCHES, _STEPS_EACH = 20, 25  # of a run, to see whether a step takes as long in all of it
+_STRETCHES, _STEPS_EACH = 20, 25  # stretches of a run, to check whether step times drift; steps of each, at least
 
 
 class StepErrors(NamedTuple):
-    """One row each group: group, num_steps, measured_s and sim_s (medians over those steps of their cells' medians),
-    error (median over steps of the signed error of their cell). num_compared, num_steps: of the measured steps. paces:
-    how many times as long as simulated a step of its shape took, the median of each of 20 stretches of the measured run
-    (float64 [20], in order; empty where they would be short). own_paces: the same of the simulated run against itself:
-    what comes of cells that are not one shape."""
+    """Tables with one row for each group: group, num_steps, measured_s and sim_s (medians over those steps of their
+    cells' medians), error (median over steps of their cell's signed error). num_compared, num_steps: counts of measured
+    steps. paces: measured step time over the simulated median of its cell, as the median of each of 20 stretches of the
+    measured run (float64 [20], in order; empty if the run is short). own_paces: the same for the simulated run, which
+    shows the variation that comes from different shapes within a cell."""
 
     by_region: pd.DataFrame
     by_decodes: pd.DataFrame
@@ -226,7 +229,7 @@ class StepErrors(NamedTuple):
 
 
 def step_errors(sim: Run, real: Run) -> StepErrors | None:
-    """None where either run has no steps."""
+    """The errors of the steps of `sim`; None if either run has no steps."""
     cells = [_cells(run) for run in (sim, real)]
     if any(frame.empty for frame in cells):
         return None
@@ -249,7 +252,7 @@ def _paces(steps: pd.DataFrame) -> FloatArray:
 
 
 def _cells(run: Run) -> pd.DataFrame:
-    """The steps that computed something: their time and cell."""
+    """The time and cell of each step that computed a token."""
     steps = run.steps
     time_s = (numbers(steps, "end_ns") - numbers(steps, "start_ns")) / 1e9
     decodes, prefill = numbers(steps, "num_decode_tokens"), numbers(steps, "num_prefill_tokens")
@@ -262,7 +265,7 @@ def _cells(run: Run) -> pd.DataFrame:
 
 
 def _power(values: FloatArray) -> FloatArray:
-    """The power of two that reaches each value; 0 for 0."""
+    """The smallest power of two that is at least the value, for each value; 0 for 0."""
     return np.where(values > 0, 2.0 ** np.ceil(np.log2(np.maximum(values, 1))), 0.0)
 
 

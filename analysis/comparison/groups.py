@@ -1,9 +1,9 @@
-"""Runs into experiments: of a folder that mixes several, the largest is the ablation and the others are named.
+"""Groups runs into experiments: if a folder mixes several, the largest one is reported and the others are named.
 
-An experiment is one model, device, cost model and backend under one trace, but for its load and seed. Where the very
-same policies ran on each of several platforms or traces, that is a crossed design and stays one experiment. In vLLM,
-this testbed's scheduler and vLLM's own are arms of one experiment. What its runs say of it themselves: question,
-baseline, margin (`report.*`) and SLO (`slo.*`).
+An experiment has one model, device, cost model and backend, and one trace except for its load and seed. If exactly the
+same policies ran on each of several platforms or traces, this is a crossed design and stays one experiment. In vLLM,
+this testbed's scheduler and vLLM's own are arms of one experiment. The runs may state the question, baseline and margin
+(`report.*`) and the SLO (`slo.*`) of their experiment.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
 LOAD_KEYS = ("trace.rate", "trace.rate_scale")
-MAX_KEYS = 4  # differing settings that are spelt out
+MAX_KEYS = 4  # differing settings that are listed
 Experiment = list[Run]
 
 
 def experiments(runs: Sequence[Run]) -> list[Experiment]:
-    """The runs by experiment, the one to report first: it compares something if any does, and has the most runs."""
+    """The runs by experiment. The first is the one to report: experiments with several arms, then those with more runs,
+    come first."""
     keys = swept_keys(runs)
     platform = [key for key in keys if _is_platform(key) and key.split(".")[-1] != "seed"]
     replicated = stated_replicates(runs)
@@ -54,7 +55,7 @@ def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> l
 
 
 def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:
-    """A sentence that names the runs of another experiment, and what sets them apart."""
+    """A sentence that names the runs of another experiment and states how they differ."""
     folder = os.path.commonpath([run.path.resolve() for run in other])
     num = "1 run" if len(other) == 1 else f"{len(other)} runs"
     where = relative(Path(folder), Path(start))
@@ -65,7 +66,7 @@ def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str
 
 
 def refuse_unused(compared: Sequence[Run], runs: Sequence[Run], folders: Iterable[str | os.PathLike[str]]) -> None:
-    """Raises RunFolderError for a folder that was named, and of whose `runs` none is compared with anything."""
+    """Raises RunFolderError if none of the `runs` in one of the given folders is in `compared`."""
     known = {run.path for run in compared}
     for folder in folders:
         inside = [run for run in runs if run.path.resolve().is_relative_to(Path(folder).resolve())]
@@ -77,8 +78,8 @@ def refuse_unused(compared: Sequence[Run], runs: Sequence[Run], folders: Iterabl
 
 
 def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
-    """What no run of `some` shares with any other: of model, device, cost, backend and the trace's settings, or else of
-    all settings where the traces are the same."""
+    """The settings in which no run of `some` equals one of `others`: model, device, cost, backend and the trace's; if
+    there are none of these and a trace is shared, all such settings."""
     apart = []
     for key in swept_keys([*some, *others]):
         sides = [{repr(run.flat_config.get(key)) for run in runs} for runs in (some, others)]
@@ -94,11 +95,11 @@ def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
     return f"other {', '.join(found[:MAX_KEYS])}{more}"
 
 
-# --- what runs say themselves ---
+# --- what the runs state ---
 
 
 def stated(runs: Sequence[Run], name: str) -> Any:
-    """`report.<name>` of those runs that state it; None: of none. RunFolderError where they state several."""
+    """The value of `report.<name>` in the runs that have it; None if none does. Raises RunFolderError if they differ."""
     found: dict[str, Any] = {}
     for run in runs:
         value = run.flat_config.get(f"report.{name}")
@@ -110,7 +111,7 @@ def stated(runs: Sequence[Run], name: str) -> Any:
 
 
 def check_warm_up(runs: Sequence[Run]) -> None:
-    """Raises RunFolderError where runs that are compared leave out starts of different lengths, or all of one."""
+    """Raises RunFolderError if compared runs have different warm-ups, or a warm-up leaves out all requests of one."""
     found = sorted({float(run.flat_config.get("report.warmup_s") or 0.0) for run in runs})
     again = "give every command of the sweep"
     if len(found) > 1:

@@ -1,4 +1,4 @@
-"""What was compared and never came into play: arms that decided alike, and why."""
+"""Differences between arms that had no effect: arms that took the same decisions, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from analysis.comparison.effects import is_full_design
 from analysis.load import Run
 
 _PREEMPTS = ("preemption", "victim")
-# (parts of a key, or a value of it, whether a run surely never used it, what never happened)
+# (parts of a key or of its value, whether a run certainly never used the setting, what never happened)
 _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (_PREEMPTS, lambda run: _preemptions(run) == 0, "nothing was preempted"),
     (("watermark",), lambda run: _never_blocked(run), "no step lacked KV blocks"),
@@ -21,7 +21,7 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
 )
-_MAX_GROUPS = 4  # that are named
+_MAX_GROUPS = 4  # groups that are named
 
 
 def _preemptions(run: Run) -> int:
@@ -42,7 +42,8 @@ def _hardly_waited(run: Run) -> bool:
 
 
 def never_triggered(arms: Sequence[Arm]) -> list[str]:
-    """Arms that decided as another at every step, and whether what they differ in was exercised at all."""
+    """Sentences on arms that took the same decisions at every step, and on whether the settings in which they differ
+    were ever used."""
     same = alike(arms)
     also = " Averages over the other factors hold this." if is_full_design(arms) else ""
     groups = grouped(arms, lambda arm: same[arm.name]).values()
@@ -52,15 +53,15 @@ def never_triggered(arms: Sequence[Arm]) -> list[str]:
 
 
 def same_arms(arms: Sequence[Arm]) -> str:
-    """`same_decisions` of arms that are `alike`."""
+    """The sentence of `same_decisions` for arms that are `alike`."""
     first, *others = arms
     keys = [key for factor in level_groups(arms) for key in factor]
     return same_decisions([arm.name for arm in others], first.name, arms, keys)
 
 
 def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: Sequence[str]) -> str:
-    """ "b took the same decisions as a at every step", and why, where of all the keys that set them apart it is known
-    that they were never used."""
+    """The sentence "b took the same decisions as a at every step". It gives the reasons if every key in which the arms
+    differ is known never to have been used."""
     runs = [run for arm in arms for run in replicates(arm).values()]
     why = {key: _never_used(key, {str(arm.levels.get(key)) for arm in arms}, runs) for key in keys}
     reasons = fmt.listing(list(dict.fromkeys(text for texts in why.values() for text in texts)))
@@ -69,7 +70,7 @@ def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: 
 
 
 def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:
-    """Why a setting made no difference, as far as that is known."""
+    """The known reasons for which a setting made no difference."""
     return [
         text
         for parts, unused, text in _UNUSED
@@ -78,12 +79,12 @@ def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:
 
 
 def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:
-    """The arms, where what sets them apart (`keys`) is what a preemption does; else none."""
+    """The arms, if one of the `keys` in which they differ decides about preemptions; else none."""
     return arms if any(part in key for key in keys for part in _PREEMPTS) else ()
 
 
 def num_preempted(arms: Sequence[Arm]) -> str:
-    """ "3 preemptions in 220 requests"; "" of no arms."""
+    """The preemptions of all arms, as "3 preemptions in 220 requests"; "" if there are no arms."""
     runs = {run.path: run for arm in arms for run in replicates(arm).values()}.values()
     num, sent = sum(map(_preemptions, runs)), sum(run.summary["num_requests"] for run in runs)
     return f"{fmt.number(num)} preemption{'' if num == 1 else 's'} in {fmt.number(sent)} requests" if arms else ""

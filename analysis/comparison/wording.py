@@ -1,6 +1,6 @@
-"""A comparison in a few words and numbers, for sentences, table cells and labels of bars.
+"""Writes a comparison in a few words and numbers, for sentences, table cells and labels of bars.
 
-Changes are in percent; those of shares, as SLO attainment, in percentage points.
+Changes are in percent; changes of shares, such as SLO attainment, are in percentage points.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from analysis.comparison.effects import Effect
 
 
 def change_text(comparison: Comparison) -> str:
-    """The change, "−23 %" or "−2.1 points", to and from 0 as "from 3.1 req/s to 0 req/s"; "" where there is none."""
+    """The change: "−23 %", "−2.1 points", or "from 3.1 req/s to 0 req/s" to and from 0; "" without an estimate."""
     estimate, write = comparison.estimate, comparison.metric.write
     if estimate is None:
         return ""
@@ -33,7 +33,7 @@ def difference_text(metric: Metric, difference: float) -> str:
 
 
 def bounds_text(comparison: Comparison) -> str:
-    """Its 95 % interval: "[−28, −18]" in percent or points, of another difference in its unit; "" without one."""
+    """The 95 % interval: "[−28, −18]" in percent or points, "by [low, high]" for other differences; "" without one."""
     estimate = comparison.estimate
     if estimate is None or not _has_bounds(comparison):
         return ""
@@ -51,18 +51,18 @@ def _has_bounds(comparison: Comparison) -> bool:
 
 
 def _written(comparison: Comparison) -> list[str]:
-    """A relative change and its interval, if one is told, in one notation: also where only the change is told."""
+    """A relative change, and its interval if it has one, in the same notation (percent or factors)."""
     assert comparison.estimate is not None
     return fmt.changes(comparison.estimate.percent()[: 3 if _has_bounds(comparison) else 1])
 
 
 def interval_text(comparison: Comparison) -> str:
-    """Both: "−23 % [−28, −18]"; "" for neither."""
+    """The change and its interval, "−23 % [−28, −18]"; "" without both."""
     return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
 
 
 def holm_text(comparison: Comparison) -> str:
-    """Why a change is inside the noise although its own interval misses 0; "" for others."""
+    """Holm's p-value if a change is inside the noise although its interval does not contain 0; else ""."""
     estimate, p_holm = comparison.estimate, comparison.p_holm
     is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
     is_told = comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None
@@ -80,18 +80,18 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
         return {1: "better", -1: "worse"}.get(good, comparison.verdict)
     unknown = "not comparable" if estimate is None else "no interval"
-    of = " of the baseline's" if comparison.metric.is_share else ""  # its change is in points
+    of = " of the baseline's" if comparison.metric.is_share else ""  # to distinguish it from points
     words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%{of})", "unknown": unknown}
     return words.get(comparison.verdict, comparison.verdict)
 
 
 def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:
-    """ "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
+    """An interaction: "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
     words = {"unknown": "without an interval"}
     texts = [f"{end.claim or words.get(end.verdict, end.verdict)} with {end.arm} ({told(end)})" for end in effect.ends]
     return f"{effect.comparison.metric.label} is {' and '.join(texts)}"
 
 
 def winner_text(winner: Any) -> str:
-    """Of a row of `fidelity.ranking_agreement`: sim_winner or real_winner in a table's cell."""
+    """The table cell for sim_winner or real_winner of a row of `fidelity.ranking_agreement`."""
     return winner or "several" if isinstance(winner, str) else fmt.NOTHING

@@ -1,6 +1,6 @@
-"""What one run comes to: metrics with the field's definitions, and what must hold of its records.
+"""The results of one run: metrics with the field's definitions, and checks of its records.
 
-`summary.summarise` is the whole of it, from these parts: `metrics` (latencies, rates), `occupancy` (over time),
-`survival` (quantiles of what is too much, or never ended), `replicas` (a fleet), `steadiness` (did it keep up) and
-`checks` (do the records agree). Knows no second run: comparing is `analysis.comparison`'s.
+`summary.summarise` computes all of it, from these modules: `metrics` (latencies, rates), `occupancy` (usage over time),
+`survival` (quantiles of values that are censored or too many for memory), `replicas` (a fleet), `steadiness` (whether
+the engine kept up) and `checks` (whether the records agree). Comparing runs is the task of `analysis.comparison`.
 """

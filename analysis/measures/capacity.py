@@ -1,9 +1,9 @@
-"""Whether an SLO is kept at a load: what is counted of a run, pooled over replicates, and the verdict on it.
+"""Whether an SLO is kept at a load: the counts of a run, pooled over replicates, and the verdict on them.
 
 Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
-if arrivals outrun the engine (`analysis.measures.steadiness`), or if fewer than half of the requests (of the sessions,
-where these come at a rate) are done when nearly all have come: nothing shows that the engine keeps up. Then latencies
-tell how long the trace is, and the load counts as failed whatever its attainment.
+if arrivals outrun the engine (`analysis.measures.steadiness`). It is also overloaded if fewer than half of the requests
+(or of the sessions, if sessions arrive at a rate) are done when nearly all have arrived, as nothing shows then that the
+engine keeps up. In an overload latencies depend on the length of the trace: the load fails whatever its attainment.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is counted of one run, or of several at one rate. over: requests beyond each limit, and unfinished ones.
+    """The counts of one run, or of several at one rate. over: requests that exceed each limit, and unfinished ones.
 
-    Of a run that was stopped early num_requests are those of its trace, num_failed and over those known until then.
+    If the run was stopped early, num_requests still counts all requests of its trace; num_failed and over are counts up
+    to the stop.
     """
 
     is_whole: bool
     num_requests: int
     num_failed: int
     over: dict[str, int]
-    waiting: Waiting = field(default_factory=Waiting)  # never scheduled yet; of several runs sums
+    waiting: Waiting = field(default_factory=Waiting)  # requests never scheduled yet; for several runs the sums
     duration_s: float = 0.0  # to the end of the last step
     num_completed: int = 0
-    num_customers: int = 0  # what comes at a rate: requests, or sessions with all their turns
-    num_done: int = 0  # of those, when all but the last twentieth had come
-    arriving_s: float = 0.0  # from the first of them to the last
-    stay_s: float | None = None  # in the mean, of those that ended
-    mean_s: Mapping[str, float | None] | None = None  # of each latency that the SLO limits, and of E2E
+    num_customers: int = 0  # what arrives at a rate: requests, or sessions with all their turns
+    num_done: int = 0  # customers that had ended when all but the last twentieth had arrived
+    arriving_s: float = 0.0  # from the first customer's arrival to the last one's
+    stay_s: float | None = None  # mean time from arrival to end, of the customers that ended
+    mean_s: Mapping[str, float | None] | None = None  # mean of each latency that the SLO limits, and of E2E
 
     @property
     def num_met(self) -> int:
@@ -49,12 +50,12 @@ class Load:
 
     @property
     def attainment(self) -> float:
-        """Of a run that was stopped: at most."""
+        """The share that kept the SLO; an upper bound if the run was stopped early."""
         return self.num_met / self.num_requests if self.num_requests else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's, at 95 %."""
+        """Wilson's 95 % interval of the attainment."""
         return wilson(self.num_met, self.num_requests) if self.num_requests else (0.0, 1.0)
 
     @property
@@ -63,7 +64,8 @@ class Load:
 
     @property
     def overload(self) -> str | None:
-        """What shows it: "queue" where that grows, "undone" where too few are done when nearly all have come."""
+        """The sign of an overload: "queue" if the queue grows, "undone" if too few are done when nearly all have
+        arrived; None if there is no sign."""
         if not self.waiting.num:
             return None
         if self.waiting.grew(self.num_requests):
@@ -71,20 +73,20 @@ class Load:
         return "undone" if self.num_done < self.num_customers / 2 else None
 
     def keeps(self, share: float) -> bool | None:
-        """The verdict, `share` being the attainment that is asked for; None: it was stopped before that was certain."""
+        """Whether the SLO is kept, with `share` as the required attainment; None: stopped before that was certain."""
         if self.attainment < share:
             return False
         return self.overload is None if self.is_whole else None
 
     def first_failed(self, share: float) -> str | None:
-        """The limit that most requests fail; or the `overload`, though `share` of them, which are asked for, keep the
-        SLO."""
+        """The limit that most requests exceed; or the `overload`, if the required `share` of requests keeps the SLO
+        nevertheless."""
         if self.attainment >= share or not any(self.over.values()):
             return self.overload
         return max(self.over, key=lambda name: self.over[name])
 
     def as_row(self) -> dict[str, Any]:
-        """Flat, with what follows from the counts."""
+        """A flat row: the counts and the values computed from them."""
         row = asdict(self)
         over, mean_s, waiting = row.pop("over"), row.pop("mean_s") or {}, row.pop("waiting")
         known = {"num_met": self.num_met, "attainment": self.attainment} if self.is_whole else {}
@@ -95,7 +97,7 @@ class Load:
 
 
 def max_failed(num_requests: int, share: float) -> int:
-    """The most requests that may fail where `share` of them must not."""
+    """The largest number of requests that may fail if the required attainment is `share`."""
     num = int(num_requests * (1 - share)) + 1
     while num > 0 and (num_requests - num) / num_requests < share:
         num -= 1
@@ -103,8 +105,8 @@ def max_failed(num_requests: int, share: float) -> int:
 
 
 def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool = False) -> Load:
-    """Of a whole run's request records, as `analysis.measures.metrics` takes them. by_session: what comes at a
-    rate is a session, with all its turns."""
+    """The counts of a complete run, from request records as `analysis.measures.metrics` takes them. by_session: the
+    rate is that of sessions, each with all its turns."""
     columns = RequestColumns.of(requests)
     completed = columns.is_completed
     values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
@@ -131,7 +133,7 @@ def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool =
 
 
 def _nearly_all(begin: FloatArray) -> float:
-    """When all but a twentieth have come; where these came at once, all: as `steadiness.Customers` has it."""
+    """The instant by which all but a twentieth have arrived, or all if those came at once (`steadiness.Customers`)."""
     if not len(begin):
         return 0.0
     nearly = float(np.quantile(begin, 0.95))
@@ -139,7 +141,7 @@ def _nearly_all(begin: FloatArray) -> float:
 
 
 def pooled(loads: Sequence[Load]) -> Load:
-    """Replicates as one."""
+    """Pools replicates into one load."""
     names = list(dict.fromkeys(name for load in loads for name in load.over))
     whole = [load for load in loads if load.is_whole]
     queues = [load.waiting for load in whole if load.waiting.num]

@@ -1,24 +1,25 @@
-"""What must be true of every run's records, simulated or real: checked from requests and steps against each other.
+"""Checks that hold for the records of every run, simulated or real: requests and steps must agree with each other.
 
     littles_law      The time-average number in the system is the arrival rate times the mean sojourn, L = lambda W
                      (Little, 1961). L is integrated over the counts that each step recorded; lambda W over the
-                     requests' own instants. Both are sums of ns, and must be equal to the ns; so must the counts at
-                     each step's plan. A request enters at the first boundary at or after its arrival (and the
-                     front end's time, where one is simulated), and not later.
-                     Not of a run with asynchronous scheduling, whose steps count while the one before them runs, nor of
-                     vLLM, whose front end stands before the scheduler: nor is that held to the third.
+                     requests' own instants. Both are sums in ns and must be equal to the ns. So must the counts at
+                     each step's plan. A request must enter at the first step boundary at or after its arrival (plus
+                     the API server's time, if that is simulated).
+                     Not applicable with asynchronous scheduling, where a step is planned while the one before it runs.
+                     Not applicable to vLLM, whose API server delays requests; nor is never_idle.
     work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
                      + recomputed. The tokens that the steps emitted are those that the requests got. With asynchronous
-                     scheduling a step may compute a token more of a request whose end it could not know of.
+                     scheduling a step may compute one token too many for a request that ended in the step before.
     never_idle       No time lies between two steps while a request is in the system (work conservation of queueing
-                     theory). Of a simulated run: from its arrival on; else from the boundary that first saw it, as a
-                     real engine's clock oversleeps and a replay takes its boundaries from the tape.
+                     theory). In a simulated run a request is in the system from its arrival on; else from the boundary
+                     that first saw it, as a real engine's clock oversleeps and a replay takes its boundaries from the
+                     tape.
 
-Steps of one replica that overlap or last no time contradict themselves: then every check fails, and says so.
+If steps of one replica overlap or last no time, the records are contradictory, and every check fails with that reason.
 
-Each check is {"holds": True, False or None, "why": what is wrong, or why it does not apply; None where it holds, ...}.
-Only the columns of `testbed.records.schema` are read. All arithmetic is on int64 and vectorised. Steps are gone
-through once, in batches (`analysis.measures.engine_check`).
+Each check is {"holds": True, False or None, "why": ..., ...}. "why" states what is wrong, or why the check does not
+apply (holds is None); it is None if the check holds. Only the columns of `testbed.records.schema` are read. All
+arithmetic is on int64 and vectorised. Steps are read once, in batches (`analysis.measures.engine_check`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHECKS = tuple(NAMES)
 
 
 def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[str, Check]:
-    """All checks of one run, by name; of a fleet, of each replica by itself. Records are as `summarise` takes them."""
+    """All checks of one run, by name. Replicas of a fleet are checked separately. Records are as for `summarise`."""
     step_rows = as_rows(steps)
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     replicas = _replicas(seen, step_rows)
@@ -61,7 +62,7 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
 
 
 def _replicas(requests: Requests, steps: Rows) -> list[int]:
-    """Every replica that took a step or admitted a request: what was aborted at once may have met no step."""
+    """Every replica that took a step or admitted a request; a request that was aborted at once may have had no step."""
     found = set(replicas_of(steps))
     if "replica" in requests.rows.names:
         for piece in requests.pieces():
@@ -71,7 +72,7 @@ def _replicas(requests: Requests, steps: Rows) -> list[int]:
 
 
 def _merged(checks: Mapping[int, Check]) -> Check:
-    """One check of several replicas, by number: the worst verdict, and the sums of what was counted."""
+    """Merges one check of several replicas, given by number: the worst verdict, and the sums of the counts."""
     verdicts = [check["holds"] for check in checks.values()]
     holds = False if False in verdicts else None if None in verdicts else True
     why = [f"replica {number}: {check['why']}" for number, check in checks.items() if check["holds"] is holds]
@@ -84,7 +85,7 @@ def _merged(checks: Mapping[int, Check]) -> Check:
 
 
 def _add_means(check: Check, requests: Requests, engines: list[EngineCheck]) -> None:
-    """L, lambda and W of what Little's law compared."""
+    """Adds L, lambda and W to the check of Little's law."""
     if "num_requests" in check:
         starts = [engine.start_ns for engine in engines if engine.start_ns is not None]
         arrivals = [int(piece.whole("arrival_ns").min(initial=starts[0])) for piece in requests.pieces()]
@@ -96,7 +97,7 @@ def _add_means(check: Check, requests: Requests, engines: list[EngineCheck]) -> 
 
 
 def failures(checks: Mapping[str, Check]) -> list[str]:
-    """A sentence on each check that does not hold."""
+    """One sentence for each check that fails."""
     return [f"CHECK FAILED: {NAMES[name]}: {checks[name]['why']}" for name in CHECKS if checks[name]["holds"] is False]
 
 

@@ -1,7 +1,7 @@
-"""The checks of one engine (see `analysis.measures.checks`), summed up while its steps pass by in order of time.
+"""The checks of one engine (see `analysis.measures.checks`), summed up while its steps are read in order of time.
 
-Of a request something is held only while it is in the system: what the steps said when it came. Its instants are
-looked up in windows (`analysis.reading.timeline.Instants`).
+A request takes memory only while it is in the system, for sums over the steps until it entered. The requests' instants
+are looked up in windows (`analysis.reading.timeline.Instants`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from analysis.reading.timeline import Instants, StepRun, joined
 REQUEST_COLUMNS = (
     "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
     "num_recomputed_tokens",
-)  # that are never null # fmt: skip
+)  # these are never null # fmt: skip
 STEP_COLUMNS = (
     "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running", "num_waiting",
     "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored",
@@ -28,7 +28,7 @@ _IN_SYSTEM = ("num_running", "num_waiting", "num_swapped", "num_ignored")
 _NEVER = np.iinfo(np.int64).max
 
 Check = dict[str, Any]
-Judgement = tuple[bool | None, str | None]  # whether it holds, and why not or why that is not known
+Judgement = tuple[bool | None, str | None]  # whether it holds; why not, or why that is unknown
 
 
 def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
@@ -36,21 +36,21 @@ def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
 
 
 class EngineCheck:
-    """Little's law, conservation of work and never being idle, of one engine's requests and steps.
+    """Checks Little's law, conservation of work and never being idle for one engine's requests and steps.
 
-    requests: those that reached the scheduler. is_one_engine: the records say whose each step is, so that steps that
-    overlap or last no time contradict themselves; else they may be those of several engines, and nothing is checked.
+    requests: those that reached the scheduler. is_one_engine: the records state the replica of each step, so steps that
+    overlap or last no time are contradictory. Otherwise such steps may be those of several engines: nothing is checked.
     """
 
     def __init__(self, requests: Requests, manifest: Mapping[str, Any], *, is_one_engine: bool = True) -> None:
         self._requests, self._is_one_engine = requests, is_one_engine
-        # may not be idle from a request's arrival on; else from the step boundary that first saw it
+        # the engine may not be idle from a request's arrival on; else from the step boundary that first saw it
         self._from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
-        # a step is planned while the one before it runs, and starts with that one's end
+        # a step is planned while the one before it runs, and starts at the end of that one
         self._is_ahead = bool(manifest.get("async_scheduling"))
-        # another system's, which takes time between steps, and before a request reaches its scheduler
+        # vLLM's own, which takes time between steps, and before a request reaches the scheduler
         self._has_front_end = manifest.get("backend") == "vllm"
-        self._frontend_ns = int(manifest.get("frontend_ns") or 0)  # what a simulated one takes, of each request
+        self._frontend_ns = int(manifest.get("frontend_ns") or 0)  # simulated API server time per request
         self.start_ns: int | None = None  # of the first step
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
@@ -73,13 +73,13 @@ class EngineCheck:
         self._finish = Instants(ended, _whole("finish_ns"))
         self._scheduled = Instants(preempted, _whole("first_scheduled_ns"), _uncached)
         self._first_token = Instants(preempted, _whole("first_token_ns"), _uncached)
-        # by row: of requests that have come and not gone, the time until then that no step covers, ns, less than 0; of
-        # those that were scheduled and have no token yet, the preemptions until then, less than 0
+        # By row. Of requests in the system: minus the time before they entered that no step covers, ns. Of requests
+        # that were scheduled and have no token yet: minus the preemptions before they were scheduled.
         self._idle_ns: dict[int, int] = {}
         self._num_between: dict[int, int] = {}
-        self._num_idle = 0  # requests in whose time no step covers something
+        self._num_idle = 0  # requests with some time in the system that no step covers
         self._worst_idle_ns = 0
-        self._may_skip_tokens = 0  # of requests that others or they themselves were preempted beside, before a token
+        self._may_skip_tokens = 0  # uncached ones of requests with a preemption between first schedule and token
         self._num_late = 0  # requests seen before their arrival, or after a step that could have seen them
         self._last_start_ns = np.iinfo(np.int64).min
         self._num_in_system = 0  # by the requests, at the start of the steps that follow
@@ -93,7 +93,7 @@ class EngineCheck:
     # --- steps ---
 
     def add(self, run: StepRun) -> None:
-        """The steps that follow those before."""
+        """Adds the steps that follow those added before."""
         self.start_ns = int(run.start[0]) if self.start_ns is None else min(self.start_ns, int(run.start.min()))
         self.end_ns = max(self.end_ns, int(run.end.max()))
         self._step_nulls = run.with_nulls
@@ -112,7 +112,7 @@ class EngineCheck:
         self._num_steps += len(run)
 
     def _add_times(self, run: StepRun) -> IntArray:
-        """What these steps say at the requests' instants, and how many requests are in the system as each starts."""
+        """Adds the requests' instants up to these steps. Returns how many requests are in the system as each starts."""
         by_requests = np.full(len(run), self._num_in_system)
         for at, rows in self._enter.take(run):
             self._pass_idle(rows, self._busy(run, at) - at)
@@ -138,7 +138,7 @@ class EngineCheck:
         return by_requests
 
     def _pass_idle(self, rows: IntArray, idle_ns: IntArray) -> None:
-        """Time until a request came (less than 0) or went that no step covers."""
+        """Adds the time that no step covers: before a request finished, or (negative) before it entered."""
         idle = joined(self._idle_ns, rows, idle_ns)
         self._num_idle += int((idle != 0).sum())
         worst = int(idle[np.argmax(np.abs(idle))])
@@ -146,7 +146,7 @@ class EngineCheck:
             self._worst_idle_ns = worst
 
     def _busy(self, run: StepRun, at: IntArray) -> IntArray:
-        """How much of the time up to each instant lay within steps, ns."""
+        """The time within steps up to each instant, ns."""
         length = run.end - run.start
         index = np.searchsorted(run.start, at, side="right") - 1
         known = np.maximum(index, 0)
@@ -167,15 +167,15 @@ class EngineCheck:
     # --- verdicts ---
 
     def verdicts(self) -> tuple[Check, Check, Check]:
-        """Little's law, conservation of work, never idle; after the last step."""
+        """The verdicts on Little's law, conservation of work and never idle. Call it after the last step."""
         holds, why = self._unfit()
         if why:
             return verdict(holds, why), verdict(holds, why), verdict(holds, why)
         return self._littles_law(), self._work_conserved(), self._never_idle()
 
     def _unfit(self) -> Judgement:
-        """Why there is nothing to check, or why the steps cannot be those of one engine, of which no sum means
-        anything; no reason: there is something."""
+        """Why there is nothing to check (None), or why the steps cannot be those of one engine (False), so that no sum
+        is meaningful. Without a reason the checks apply."""
         if not self._num_steps:
             return None, "not applicable: no step was recorded"
         if not len(self._requests):
@@ -196,7 +196,7 @@ class EngineCheck:
         )
 
     def _littles_law(self) -> Check:
-        """Counts by steps against sojourns by requests; within steps, as no step's count speaks of the time between."""
+        """Compares counts by steps with sojourns by requests, only within steps, as counts do not cover gaps."""
         requests_ns = self._busy_at_finish_ns + self._num_open * self._busy_ns - self._busy_at_queued_ns
         numbers: dict[str, Any] = {
             "num_requests": len(self._requests),
@@ -230,7 +230,7 @@ class EngineCheck:
         return True, None
 
     def _work_conserved(self) -> Check:
-        """Tokens that steps computed and emitted against what the requests needed and got."""
+        """Compares the tokens that steps computed and emitted with those that the requests needed and got."""
         computed = self._sums["num_prefill_tokens"] + self._sums["num_decode_tokens"]
         emitted = self._sums["num_emitted"]
         got = self._requests.sum(lambda piece: piece.whole("num_output_tokens").sum())
@@ -242,7 +242,7 @@ class EngineCheck:
             return verdict(None, why, **numbers)
         least, most = self._needed()
         numbers |= {"num_needed_tokens_least": least, "num_needed_tokens_most": most}
-        if self._is_ahead:  # a row for each request that ended while it was in flight, at most
+        if self._is_ahead:  # at most one row for each request, in the step that was in flight when it ended
             most += len(self._requests)
         if not least <= computed <= most:
             needed = f"{least}" if least == most else f"from {least} to {most}"
@@ -250,22 +250,22 @@ class EngineCheck:
         return verdict(True, None, **numbers)
 
     def _needed(self) -> tuple[int, int]:
-        """Bounds on the tokens that the requests' work took; equal unless the records leave something open.
+        """Bounds on the tokens that had to be computed for the requests; equal unless the records leave them open.
 
-        Open is how far a request came that was cut short (aborted, ignored after a start, unfinished) without having
-        emitted, or while it recomputed; and what a request that was preempted before its first token found in the
-        cache, when it came back, beyond what it had computed itself.
+        Two things may be open. One is the progress of a request that was cut short (aborted, ignored after a start,
+        unfinished) before it emitted, or while it recomputed. The other is the cache hit of a resumed request that was
+        preempted before its first token: it may exceed what the request had computed itself.
         """
         least, most = map(sum, zip(*[_needed(piece) for piece in self._requests.pieces()], strict=True))
-        # neither a first admission found them cached nor did anyone compute them for the request in need of them: once
-        # a request has emitted, all its known tokens but the newest have been computed, and the cache can give it back
-        # no others. So only a preemption before the first token can be followed by a larger hit
+        # Such tokens were neither cached at the first admission nor computed for this request. Once a request has
+        # emitted, all its tokens so far except the newest have been computed for it, and a cache hit can only return
+        # these. So only a preemption before the first token can be followed by a larger hit.
         cached = self._requests.sum(lambda piece: piece.whole("num_cached_tokens").sum())
         resumed_hits = self._sums["num_cached_tokens"] - cached
         return least - min(max(resumed_hits, 0), self._may_skip_tokens), most
 
     def _never_idle(self) -> Check:
-        """Time in the system that no step covers, summed over requests."""
+        """Checks that steps cover the time in the system of every request."""
         still_ns = [max(self.end_ns - self._busy_ns + until_ns, 0) for until_ns in self._idle_ns.values()]
         num_idle = self._num_idle + sum([ns > 0 for ns in still_ns])
         numbers = {"since": "arrival" if self._from_arrival else "queued", "num_requests_idle": num_idle}
@@ -282,19 +282,19 @@ class EngineCheck:
 
 
 def _whole(name: str, later_ns: int = 0) -> Callable[[RequestColumns], IntArray]:
-    """A column of instants, or what is so much later; null is never."""
+    """Reads a column of instants, plus `later_ns`; null becomes `_NEVER`."""
     return lambda piece: piece.whole(name, _NEVER - later_ns) + later_ns
 
 
 def _uncached(requests: RequestColumns) -> IntArray:
-    """The tokens of each that must be computed before its first."""
+    """The tokens of each request that must be computed before its first one, without the last prompt token."""
     return requests.whole("num_prompt_tokens") - requests.whole("num_cached_tokens") - 1
 
 
 def _needed(requests: RequestColumns) -> tuple[int, int]:
-    """The least and most tokens that the work of these took, what the cache gave back after a preemption left out."""
+    """The least and most tokens computed for these requests, before hits after preemptions (`EngineCheck._needed`)."""
     output, preemptions = requests.whole("num_output_tokens"), requests.whole("num_preemptions")
-    ground = _uncached(requests) + output  # each token but the newest, once
+    ground = _uncached(requests) + output  # each token except the newest, once
     full = ground + requests.whole("num_recomputed_tokens")
     is_started = requests.is_known("first_scheduled_ns")
     has_output = output > 0

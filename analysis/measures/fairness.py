@@ -1,9 +1,9 @@
-"""How evenly tenants are served: in all, and while they wait beside one another.
+"""How evenly tenants are served: in total, and while they wait at the same time.
 
-Service is tokens, of the prompt while it is computed and of the output while it is emitted, each evenly. What a tenant
-got in all is what it asked for wherever every request ends; what an order makes of tenants shows while both have
-requests that were never scheduled yet (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, bound the
-difference of what such two get).
+Service is measured in tokens: prompt tokens spread evenly over the prefill, output tokens evenly over the decode. If
+every request ends, the total service of a tenant is what it asked for. The effect of a scheduling order therefore shows
+only while two tenants both have requests that were never scheduled yet (Sheng et al., Fairness in Serving Large
+Language Models, OSDI 2024, bound the difference in service of two such tenants).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import Codes, FloatArray
 
 NUM_INSTANTS = 1000
-MAX_TENANTS = 32  # of which pairs are compared, and each one's mean TTFT is told
+MAX_TENANTS = 32  # with more, pairs are not compared, and the mean TTFT of each is not reported
 Rows = np.ndarray[Any, np.dtype[np.intp]]
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Of values that are known, a piece at a time."""
+    """The mean of known values, which are added piece by piece."""
 
     sums: list[float] = field(default_factory=list)
     num: int = 0
@@ -46,7 +46,7 @@ class _Mean:
 class _Tenant:
     tokens: int = 0
     ttft: _Mean = field(default_factory=_Mean)
-    num_unserved: int = 0  # aborted or unfinished before a first token: a mean without them flatters
+    num_unserved: int = 0  # aborted or unfinished before a first token: a mean without them would flatter
     normalised_latency: _Mean = field(default_factory=_Mean)
 
     @property
@@ -55,7 +55,7 @@ class _Tenant:
 
 
 class _Track:
-    """What one tenant got, up to each of some instants (s, ascending), and how many of its requests wait there."""
+    """The tokens that one tenant got up to each of some instants (s, ascending), and its waiting requests then."""
 
     def __init__(self, instants: FloatArray) -> None:
         self._instants = instants
@@ -64,12 +64,12 @@ class _Track:
     def add(self, columns: Mapping[str, FloatArray], rows: Rows) -> None:
         arrival, scheduled, first, finish, prompt, output = (values[rows] for values in columns.values())
         self._step(self._waiting, arrival, 1.0)
-        self._step(self._waiting, np.fmin(scheduled, finish), -1.0)  # what is ignored waits no more
+        self._step(self._waiting, np.fmin(scheduled, finish), -1.0)  # an ignored request stops waiting at its finish
         self._serve(scheduled, first, prompt)
         self._serve(first, finish, output)
 
     def _serve(self, begin: FloatArray, end: FloatArray, tokens: FloatArray) -> None:
-        """So many tokens evenly from begin to end, NaN where there are none; at once where they are one instant."""
+        """Adds tokens evenly from begin to end, or at once if these are equal. NaN: the request has no such instant."""
         at_once = end == begin
         self._step(self._offset, begin[at_once], -tokens[at_once])
         begin, end, tokens = begin[~at_once], end[~at_once], tokens[~at_once]
@@ -79,7 +79,7 @@ class _Track:
             self._step(self._offset, at, change * at)
 
     def _step(self, sums: FloatArray, at: FloatArray, values: FloatArray | float) -> None:
-        """Values that count from an instant on."""
+        """Adds values that count from an instant on."""
         known = ~(np.isnan(at) | np.isnan(values))
         places = np.searchsorted(self._instants, at[known])
         sums += np.bincount(places, np.broadcast_to(values, at.shape)[known], minlength=sums.size)
@@ -96,7 +96,7 @@ class _Track:
 
 
 def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
-    """For the summary; None with fewer than two tenants."""
+    """The summary's "fairness"; None with fewer than two tenants."""
     first_ns = min((int(piece.whole("arrival_ns").min(initial=end_ns)) for piece in requests.pieces()), default=end_ns)
     instants = np.linspace(0.0, max(end_ns - first_ns, 1) / 1e9, NUM_INSTANTS)
     tenants: dict[str, _Tenant] = {}
@@ -131,7 +131,8 @@ def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
 
 
 def _columns(piece: RequestColumns, first_ns: int, end_ns: int) -> dict[str, FloatArray]:
-    """Instants in s since the first arrival; what has not ended ends with the run, if it had begun."""
+    """Instants in s since the first arrival, and token counts. An unfinished request that has a token ends with the
+    run."""
     names = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finish_ns")
     found = {name: (piece.numbers(name) - first_ns) / 1e9 for name in names}
     unfinished = np.isnan(found["finish_ns"]) & ~np.isnan(found["first_token_ns"])
@@ -140,7 +141,8 @@ def _columns(piece: RequestColumns, first_ns: int, end_ns: int) -> dict[str, Flo
 
 
 def _largest_gap(tracks: list[_Track]) -> float:
-    """Of any two tenants: the most that one got more than the other while both waited all the time, in tokens."""
+    """The largest change, over all pairs of tenants, of the difference in their service during a stretch in which both
+    had waiting requests throughout, in tokens."""
     known = [(one.served, one.waits > 0) for one in tracks]
     gap = 0.0
     for (served, waits), (other, other_waits) in combinations(known, 2):
@@ -151,8 +153,8 @@ def _largest_gap(tracks: list[_Track]) -> float:
 
 
 def _by_label(codes: Codes) -> Iterator[tuple[str, Rows]]:
-    """(label, its rows) of each label that occurs."""
+    """(label, its rows) for each label that occurs."""
     order = np.argsort(codes.codes, kind="stable")
     present, first = np.unique(codes.codes[order], return_index=True)
-    for number, rows in zip(present.tolist(), np.split(order, first[1:]), strict=False):  # of none, one part
+    for number, rows in zip(present.tolist(), np.split(order, first[1:]), strict=False):  # no rows: one part
         yield codes.labels[number], rows

@@ -1,20 +1,20 @@
 """The metrics, with the field's exact definitions, from request and step records.
 
-Definitions (arrival is the *intended* arrival, so queueing is always inside; where a simulated front end takes time to
-send tokens, they are at the client, but for ITL, which is the engine's):
+Definitions (arrival is the *intended* arrival, so queueing is always included; if a simulated API server takes time to
+send tokens, token times are those at the client, except for ITL, which is measured in the engine):
     TTFT                first token - arrival
-    TPOT                (last token - first token) / (n - 1), n >= 2: without the first token, as vLLM's and MLPerf's
-                        benchmarks; `tpot_incl_first` is (last token - arrival) / n, as LLMPerf's
+    TPOT                (last token - first token) / (n - 1), n >= 2: without the first token, as in vLLM's and MLPerf's
+                        benchmarks; `tpot_incl_first_s` is (last token - arrival) / n, as in LLMPerf's
     ITL                 each gap between two tokens of a request: pooled over requests (`itl_s`), or the largest of each
                         request (`itl_max_s`)
-    E2E                 finish, or the last token where that comes later, - arrival
+    E2E                 finish, or the last token if that comes later, - arrival
     queueing            first scheduled - arrival
-    normalised latency  E2E / steps that emitted a token of it (Orca and vLLM: E2E / output tokens)
-A request that was aborted or is unfinished is censored at that instant and never dropped in silence (see `survival`);
-an ignored one (it can never fit) has no latency and is counted. TPOT of an unfinished request is that of its tokens so
-far (`num_partial` says how many). Attainment is over the requests *sent*. Rates are of what happens within the time
-base, which the summary states, per second of it: throughput counts what is completed, goodput what of that keeps the
-SLO.
+    normalised latency  E2E / n, n the steps that emitted tokens for the request (Orca and vLLM: E2E / output tokens)
+A request that was aborted, or unfinished at the end of the run, is censored at that instant and never dropped silently
+(see `survival`). An ignored request (it can never fit) has no latency, but is counted. TPOT of an unfinished request is
+that of its tokens so far (`num_partial` is the number of such requests). Attainment is over the requests *sent*. Rates
+are counts within the time base, which the summary states, per second of it: throughput counts completed requests, and
+goodput those of them that keep the SLO.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Limits that one request must keep, in seconds; None is no limit. All given ones must hold at once."""
+    """Limits that a request must keep, in seconds; None is no limit. A request must keep all limits that are set."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -44,12 +44,12 @@ class SLO:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that are set, by name."""
+        """The limits that are set, by name."""
         return {name: limit for name, limit in asdict(self).items() if limit is not None}
 
     @classmethod
     def parse(cls, value: SLO | Mapping[str, float | None] | None) -> SLO | None:
-        """An SLO from itself or a mapping of its fields; None where no limit is set. Unknown names raise TypeError."""
+        """An SLO from an SLO or a mapping of its fields; None without any limit. Raises TypeError for unknown names."""
         slo = value if isinstance(value, SLO) or value is None else cls(**value)
         return slo if slo is not None and slo.limits else None
 
@@ -60,11 +60,11 @@ LATENCIES = (
 
 
 def request_metrics(requests: Any) -> pd.DataFrame:
-    """One row a request: every latency of this module's definitions in seconds, NaN where it has none.
+    """One row for each request, with every latency of this module's definitions in seconds; NaN if it has none.
 
     Columns: request_id, finish_reason ("unfinished" for null), ttft_s, tpot_s, tpot_incl_first_s, itl_max_s, e2e_s,
-    queueing_s, normalised_latency_s (s per emitting step). The tokens of a group
-    that come in one step count as one. E2E is of completed requests only (stop, length).
+    queueing_s, normalised_latency_s (s per emitting step). Tokens that a group emits in one step count as one. Only
+    completed requests (stop, length) have an E2E.
     """
     import pandas as pd
 
@@ -75,7 +75,7 @@ def request_metrics(requests: Any) -> pd.DataFrame:
 
 
 def latency(requests: RequestColumns, name: str) -> FloatArray:
-    """One of LATENCIES of each request, seconds `[num_requests]`; NaN where it has none."""
+    """The latency `name` (one of LATENCIES) of each request, seconds `[num_requests]`; NaN if it has none."""
     arrival = requests.numbers("arrival_ns")
     if name == "ttft_s":
         first = _first_at_client_ns(requests)
@@ -86,7 +86,7 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     if name == "itl_max_s":
         tokens = requests.tokens
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
-    n = requests.numbers("num_token_steps")  # the sequences of a group emit together
+    n = requests.numbers("num_token_steps")  # not tokens: sequences of a group may emit in one step
     if name in ("e2e_s", "normalised_latency_s"):
         finish = requests.numbers("finish_ns")
         end = np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish))
@@ -100,13 +100,13 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
 
 
 def itl_pooled(requests: Any) -> FloatArray:
-    """Every gap between two tokens of one request, in seconds `[num_gaps]`; empty where token times were not kept."""
+    """Every gap between two tokens of a request, in seconds `[num_gaps]`; empty if token times were not recorded."""
     gaps = list(RequestColumns.of(requests).gaps_ns())
     return np.concatenate(gaps) / 1e9 if gaps else np.empty(0)
 
 
 def _at_client_ns(requests: RequestColumns, sent: str, emitted: FloatArray) -> FloatArray:
-    """When clients had a token: as recorded, else at the commit. Runs from before there was such a column lack it."""
+    """When the token was at the client: as recorded in column `sent`, which older runs lack; else when emitted."""
     if sent not in requests.rows.names:
         return emitted
     found = requests.numbers(sent)
@@ -118,17 +118,17 @@ def _first_at_client_ns(requests: RequestColumns) -> FloatArray:
 
 
 def last_token_ns(requests: RequestColumns) -> FloatArray:
-    """When the engine emitted the last token, ns, NaN for none; without token times it follows from TPOT."""
+    """When the engine emitted the last token, ns; NaN for none. Without token times it is computed from TPOT."""
     if requests.tokens is not None:
         return requests.tokens.last_ns
     n, first = requests.numbers("num_token_steps"), requests.numbers("first_token_ns")
     tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
     last = np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
-    return np.where(np.isnan(last), np.nan, np.fmin(last, requests.numbers("finish_ns")))  # TPOT is the client's
+    return np.where(np.isnan(last), np.nan, np.fmin(last, requests.numbers("finish_ns")))  # TPOT is at the client
 
 
 def meets_slo(requests: Any, slo: SLO) -> BoolArray:
-    """Which requests of the records keep every limit `[num_requests]`. One that is not completed keeps none.
+    """Which requests keep every limit `[num_requests]`. A request that is not completed does not.
 
     A limit on TPOT or ITL does not bind a request of one token, which has neither.
     """
@@ -141,7 +141,7 @@ def meets_slo(requests: Any, slo: SLO) -> BoolArray:
 
 
 def jain_index(values: FloatArray) -> float | None:
-    """Jain's index (Jain, Chiu and Hawe, 1984): (sum x)^2 / (n sum x^2), in [1/n, 1]; None for no service at all."""
+    """Jain's index (Jain, Chiu and Hawe, 1984): (sum x)^2 / (n sum x^2), in [1/n, 1]; None if no value is above 0."""
     values = np.asarray(values, dtype=np.float64)
     largest = float(values.max(initial=0.0))
     if largest <= 0.0:

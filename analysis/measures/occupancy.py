@@ -1,11 +1,11 @@
-"""What the step records say about time: KV usage, queue lengths, busy share, and where the time went.
+"""Usage over time, from the step records: KV usage, queue lengths, busy share, and where the time went.
 
-A step's counts are "after the plan": they hold from its start to its end, and on until the next step's start when work
-remains. When no request is in the system between two steps, the engine is idle: nothing runs, waits or holds a block
-(cached, unreferenced blocks count as free).
+The counts of a step are those after its plan. They hold from the step's start to its end and, if work remains, on to
+the start of the next step. If no request is in the system between two steps, the engine is idle: nothing runs, waits or
+holds a block (cached, unreferenced blocks count as free).
 
-Sums over steps are of whole numbers (counts times ns), hence exact and the same whatever rows come together; each mean
-is one division.
+Sums over steps are of whole numbers (counts times ns), hence exact and independent of the batches; each mean is one
+division.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Presence:
         self._finish = Instants(ended, lambda piece: piece.whole("finish_ns"))
 
     def at(self, instants_ns: IntArray) -> BoolArray:
-        """At each of `instants_ns`, those that finish there gone and those that come there come."""
+        """Whether any is, at each of `instants_ns`: after the finishes and the arrivals at that instant."""
         return self._seen.num_until(instants_ns) > self._finish.num_until(instants_ns)
 
 
 def hold_until(run: StepRun, presence: Presence) -> IntArray:
-    """Until when each step's counts hold, ns: from then to the next step everything is zero."""
+    """The instant until which each step's counts hold, ns; from then to the next step all counts are zero."""
     return np.where(presence.at(run.end), np.maximum(run.following, run.end), run.end)
 
 
 def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """The intervals for which each step's counts hold: (start ns, until ns, idle-from ns), each `[num_steps]`.
+    """The intervals for which each step's counts hold: (start ns, until ns, next step's start ns), each `[num_steps]`.
 
-    `until` is where the values stop to hold; between `until` and the next start everything is zero.
+    The counts hold from `start` to `until`; from there to the next start all counts are zero.
     """
     presence = Presence(Requests.of(requests))
     parts = [(run.start, hold_until(run, presence), run.following) for _, run in step_runs(as_rows(steps), (), None)]
@@ -65,14 +65,14 @@ def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray
 
 
 class Occupancy:
-    """One engine's steps, summed up over [start_ns, end_ns] as they pass by."""
+    """The steps of one engine, summed up over [start_ns, end_ns] as they are read."""
 
     def __init__(self, requests: Requests, num_gpu_blocks: int | None, start_ns: int, end_ns: int) -> None:
         self._presence = Presence(requests)
         self._num_gpu_blocks = num_gpu_blocks
         self._start_ns, self._end_ns = start_ns, end_ns
         self.is_recorded = False  # whether there was any step
-        self.num_steps = 0  # that ended within
+        self.num_steps = 0  # steps that ended after start_ns
         self._held_ns = dict.fromkeys((*COUNTS, "blocks"), 0)  # count times ns
         self._least_free: int | None = None  # blocks
         self._tokens = dict.fromkeys(("num_prefill_tokens", "num_decode_tokens"), 0)
@@ -82,7 +82,7 @@ class Occupancy:
         self._with_nulls: frozenset[str] = frozenset()
 
     def add(self, run: StepRun) -> None:
-        """The steps that follow those before."""
+        """Adds the steps that follow those added before."""
         self.is_recorded |= len(run) > 0
         counts = run.end > self._start_ns
         self.num_steps += int(counts.sum())
@@ -104,7 +104,7 @@ class Occupancy:
         self._add_time_parts(run)
 
     def _within(self, start: IntArray, until: IntArray) -> IntArray:
-        """How much of each [start, until) lies within the time that is measured, ns."""
+        """How much of each [start, until) lies within [start_ns, end_ns], ns."""
         inside: IntArray = np.minimum(until, self._end_ns) - np.maximum(start, self._start_ns)
         return np.maximum(inside, 0)
 
@@ -122,12 +122,12 @@ class Occupancy:
 
     @property
     def num_computed_tokens(self) -> int | None:
-        """Tokens that those steps computed; None where it was not recorded."""
+        """Tokens that the counted steps computed; None if that was not recorded."""
         return None if self._with_nulls & self._tokens.keys() else sum(self._tokens.values())
 
     def metrics(self, *, is_recorded: bool) -> dict[str, Any]:
-        """The part of a summary that comes from steps. is_recorded: steps were kept, so an engine without one was idle
-        all the time; else nothing is known of it."""
+        """The part of a summary that comes from steps. is_recorded: whether steps were recorded. If so, an engine
+        without any step was idle all the time; else nothing is known about it."""
         result: dict[str, Any] = {
             "num_steps": self.num_steps,
             "kv": {"utilisation_mean": None, "utilisation_peak": None},
@@ -148,9 +148,9 @@ class Occupancy:
         return result
 
     def _time_s(self, duration_ns: int) -> dict[str, float]:
-        """Where the time went, in seconds: each part of the steps, what of their length no part explains, and idle.
+        """Where the time went, in seconds: each part of the steps, `other` (not explained by any part), and `idle`.
 
-        Parts may overlap (transfers beside compute); `overlap` is by how much their sum exceeds the steps' length.
+        Parts may overlap (transfers during compute); `overlap` is the excess of their sum over the steps' length.
         """
         rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._length_ns, 0)}
         return {name: ns / 1e9 for name, ns in (self._parts_ns | rest).items()}

@@ -1,6 +1,6 @@
-"""Queueing theory that the simulator is checked against: exact recursions, and formulas for means.
+"""Results of queueing theory that the simulator is checked against: exact recursions, and formulas for means.
 
-Seconds, and requests per second; Lindley's recursion is in whole ns. Nothing here knows runs or records.
+Units are seconds and requests per second; Lindley's recursion is in whole ns. This module knows no runs or records.
 
 Sources: D. V. Lindley, "The theory of queues with a single server" (1952); the mean wait of M/G/1 is Pollaczek's (1930)
 and Khinchine's (1932); of M/G/1 with priorities, Cobham's, "Priority assignment in waiting line problems" (1954). All
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Service:
-    """A distribution of service: whole steps of one length, with its moments in seconds. weights[k - 1]: P(k steps)."""
+    """A distribution of service times in whole steps of one length; moments in seconds. weights[k - 1]: P(k steps)."""
 
     name: str
     weights: tuple[float, ...]
@@ -38,14 +38,14 @@ class Service:
 
     @classmethod
     def geometric(cls, mean: float, step_ns: int) -> Service:
-        """1, 2, … steps; what is beyond 40 means (a share below 1e-17) is left out."""
+        """1, 2, … steps; values above 40 times the mean (a share below 1e-17) are left out."""
         stop = 1.0 / mean
         weights = tuple(stop * (1 - stop) ** k for k in range(math.ceil(40 * mean)))
         return cls(f"geometric, mean {mean:g}", weights, step_ns)
 
     @classmethod
     def lognormal(cls, median: float, sigma: float, most: int, step_ns: int) -> Service:
-        """Rounded, and clipped to 1 … most, as the lengths of generated traces are."""
+        """A lognormal, rounded and clipped to 1 … most, like the lengths of generated traces."""
         normal = NormalDist(math.log(median), sigma)
         borders = [0.0, *[normal.cdf(math.log(k + 0.5)) for k in range(1, most)], 1.0]
         weights = tuple(after - before for before, after in pairwise(borders))
@@ -65,7 +65,7 @@ class Service:
         return math.fsum(terms) / math.fsum(self.weights)
 
     def draw(self, num: int, rng: np.random.Generator) -> list[int]:
-        """`num` services in steps, by inversion."""
+        """`num` random service times in steps, by inversion of the distribution function."""
         cumulated: NDArray[np.float64] = np.cumsum(self.weights) / math.fsum(self.weights)
         steps = np.searchsorted(cumulated, rng.random(num), side="right") + 1
         return [int(k) for k in np.minimum(steps, len(self.weights)).tolist()]
@@ -82,15 +82,15 @@ def lindley_waits(arrivals_ns: Sequence[int], services_ns: Sequence[int]) -> lis
 
 
 def pollaczek_khinchine_wait(rate: float, mean_s: float, second_moment_s2: float) -> float:
-    """Mean wait of M/G/1: lambda E[S^2] / (2 (1 - rho)). Raises ValueError for a utilisation that is not below 1."""
+    """Mean wait of M/G/1: lambda E[S^2] / (2 (1 - rho)). Raises ValueError unless the utilisation rho is below 1."""
     return rate * second_moment_s2 / (2 * (1 - _utilisation(rate * mean_s)))
 
 
 def cobham_waits(rates: Sequence[float], mean_s: float, second_moment_s2: float) -> list[float]:
-    """Mean waits of M/G/1 by class, most urgent first, none interrupted; services are alike.
+    """Mean waits of M/G/1 by priority class, most urgent first, without interruption and with the same service times.
 
-    W_p = W_0 / ((1 - sigma_(p-1)) (1 - sigma_p)): W_0 = lambda E[S^2] / 2 is the rest of the service that an arrival
-    finds, sigma_p the utilisation by class p and those before it. Raises ValueError for one that is not below 1.
+    W_p = W_0 / ((1 - sigma_(p-1)) (1 - sigma_p)): W_0 = lambda E[S^2] / 2 is the mean remaining service that an arrival
+    finds, sigma_p the utilisation by class p and those before it. Raises ValueError unless each is below 1.
     """
     rest = sum(rates) * second_moment_s2 / 2
     used = [_utilisation(sum(rates[:p]) * mean_s) for p in range(len(rates) + 1)]

@@ -1,7 +1,7 @@
-"""A fleet's records, replica by replica: steps of several engines are no sequence, so each is measured by itself.
+"""Measures each replica of a fleet separately, as steps of several engines are not one sequence of steps.
 
-Of the fleet: counts of sequences (running, waiting, swapped), steps and times are sums over the replicas; shares (KV
-utilisation, busy) are means over the replicas, idle ones included; the KV peak is the highest of any replica.
+Numbers of the fleet: counts of sequences (running, waiting, swapped), steps and times are sums over the replicas.
+Shares (KV utilisation, busy) are means over the replicas, idle ones included. The KV peak is the highest of all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
 from analysis.reading.timeline import step_runs
 
-FEW = 10  # requests of a replica, in the mean: with fewer one may get none by chance
+FEW = 10  # requests per replica, on average; with fewer, a replica may get none by chance
 SUMS = ("num_steps", "mean_running", "mean_waiting", "mean_swapped")
 
 
 def split(requests: Requests, manifest: Mapping[str, Any]) -> list[Requests]:
-    """The requests of each replica, those included that did nothing."""
+    """The requests of each replica, including replicas that served none."""
     num = max(int(manifest.get("num_replicas") or 1), 1)
     if num == 1:
         return [requests]
@@ -31,14 +31,14 @@ def split(requests: Requests, manifest: Mapping[str, Any]) -> list[Requests]:
 
 
 def of_replica(number: int) -> Rule:
-    """Which requests a replica served."""
+    """The rule that selects the requests of one replica."""
     return lambda piece: piece.numbers("replica") == number
 
 
 def measure(
     parts: list[Requests], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
 ) -> list[Occupancy]:
-    """Each replica's steps, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
+    """The steps of each replica, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
     each = [Occupancy(part, num_gpu_blocks, start_ns, end_ns) for part in parts]
     for number, run in step_runs(steps, STEP_COLUMNS, range(len(parts)) if len(parts) > 1 else None):
         each[number].add(run)
@@ -46,7 +46,7 @@ def measure(
 
 
 def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The part of a summary that comes from steps: of the fleet, and of each replica."""
+    """The part of a summary that comes from steps: for the fleet, and for each replica."""
     is_recorded = any(one.is_recorded for one in measured)  # else steps were not kept, or nothing ran
     each = [one.metrics(is_recorded=is_recorded) for one in measured]
     if len(each) == 1:
@@ -69,10 +69,10 @@ def describe_replicas(
     each: list[dict[str, Any]],
     manifest: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """What a summary says of each replica, and how evenly they were loaded; None where there is only one.
+    """The part of a summary about replicas: the numbers of each, and how evenly they were loaded; None if only one.
 
-    rates: each replica's throughput; like steps and what they computed of the time base, so that they add up to the
-    fleet's. `imbalance` is the most of any replica over the mean (1: even); `jain`: Jain's index of the same.
+    rates: each replica's throughput. Like steps and computed tokens it is of the time base, so that all add up to the
+    fleet's. `imbalance` is the largest load of a replica over the mean (1: even); `jain`: Jain's index of the loads.
     """
     if len(parts) == 1:
         return None
@@ -94,7 +94,7 @@ def describe_replicas(
 
 
 def routing_notes(summary: Mapping[str, Any]) -> list[str]:
-    """What to know of how a fleet's requests were routed, a sentence each."""
+    """Warnings about how a fleet's requests were routed, one sentence each."""
     fleet = summary.get("replicas")
     if fleet is None:
         return []
@@ -128,5 +128,5 @@ def _replica(
 
 
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """None where one is not known."""
+    """`join` of the values; None if one is unknown."""
     return None if any(value is None for value in values) else join(values)

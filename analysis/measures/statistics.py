@@ -1,8 +1,8 @@
-"""Statistics that hold for serving experiments.
+"""Statistics that are valid for serving experiments.
 
-The replicate (a seed, or a trace window) is the unit, never the request: requests of one run queue behind each other
-and are far from independent. Arms share each replicate's trace, so differences are paired (common random numbers).
-Where there is one run only, a moving-block bootstrap keeps the dependence within blocks. Everything is deterministic in
+The unit is the replicate (a seed, or a trace window), never the request: requests of one run queue behind each other
+and are far from independent. Variants share each replicate's trace, so differences are paired (common random numbers).
+If there is only one run, a moving-block bootstrap keeps the dependence within blocks. Everything is deterministic in
 `seed`.
 """
 
@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike
 
 from analysis.reading.rows import FloatArray
 
-EQUAL, ALIKE = "equal in every replicate", "the same difference in every replicate"  # methods that need no spread
-LEVEL = 0.95  # of intervals
-ALPHA = 0.05  # of claims
+EQUAL, ALIKE = "equal in every replicate", "the same difference in every replicate"  # methods for zero spread
+LEVEL = 0.95  # confidence level of intervals
+ALPHA = 0.05  # significance level of claims
 Scale = Literal["difference", "log_ratio"]
 Verdict = Literal[
     "identical", "equivalent", "inside the noise", "inside the engine's noise", "higher", "lower", "unknown"
@@ -30,7 +30,7 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with its interval. On the scale "log_ratio", `percent()` says it as a relative change."""
+    """A value with its confidence interval. On the scale "log_ratio", `percent()` returns it as a relative change."""
 
     value: float
     low: float
@@ -42,7 +42,7 @@ class Estimate:
     p_value: float | None = None
 
     def percent(self) -> tuple[float, float, float]:
-        """(value, low, high) as relative changes in percent; only on the scale "log_ratio"."""
+        """(value, low, high) as relative changes in percent. Raises ValueError unless the scale is "log_ratio"."""
         if self.scale != "log_ratio":
             raise ValueError("percent() needs an estimate on the scale log_ratio")
         value, low, high = (100.0 * math.expm1(min(x, 700.0)) for x in (self.value, self.low, self.high))
@@ -50,8 +50,8 @@ class Estimate:
 
 
 def differences(base: FloatArray, other: FloatArray, *, are_shares: bool = False) -> tuple[FloatArray, Scale]:
-    """Of pairs of values, none negative: log-ratios, which say a relative change; of shares, and where one of two that
-    differ is 0, which has no ratio, plain differences of all."""
+    """The differences of pairs of non-negative values: log-ratios, which are relative changes. For shares, and if a
+    value is 0 (which has no ratio), plain differences for all pairs."""
     if (base == other).all():
         return np.zeros_like(base), "log_ratio"
     if min(base.min(), other.min()) > 0 and not are_shares:
@@ -60,13 +60,13 @@ def differences(base: FloatArray, other: FloatArray, *, are_shares: bool = False
 
 
 def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """None where one of them is missing, or there is none."""
+    """The mean; None if a value is missing or there are no values."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def spread(values: Sequence[float]) -> float:
-    """How far values are apart, whatever their order: largest / smallest - 1; infinite where only the smallest is 0."""
+    """How far values are apart: largest / smallest - 1; infinite if the smallest is 0 and the largest is not."""
     low, high = min(values), max(values)
     return 0.0 if low == high else high / low - 1.0 if low > 0 else math.inf
 
@@ -74,9 +74,9 @@ def spread(values: Sequence[float]) -> float:
 def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 
-    One replicate gives an infinite interval and no p-value. Where all are equal there is no spread to judge by: from as
-    many replicates on as give that sign often enough by chance (2^(1 - num) < 1 - level: six at 95 %), a point with the
-    sign test's p-value (Arbuthnot, 1710); of fewer an infinite interval and no p-value.
+    One replicate gives an infinite interval and no p-value. If all values are equal and not 0, there is no spread to
+    judge by. With enough replicates for the sign test (2^(1 - num) < 1 - level: six at 95 %) the interval is a point
+    with that test's p-value (Arbuthnot, 1710); with fewer it is infinite, without a p-value. All 0: a point at 0.
     """
     mean, num = float(differences.mean()), differences.size
     error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
@@ -95,7 +95,7 @@ def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = 
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values (Holm, 1979), in the order given: family-wise error over all comparisons."""
+    """Holm's adjusted p-values (Holm, 1979), in the order given; they control the family-wise error rate."""
     adjusted, running = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -104,9 +104,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def block_length(values: ArrayLike) -> int:
-    """Length of a moving block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
+    """The length of a moving block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
 
-    The rule for an AR(1) of lag-1 autocorrelation rho (Carlstein, 1986; Andrews, 1991; constants of Lahiri, 2003).
+    This is the rule for an AR(1) with lag-1 autocorrelation rho (Carlstein, 1986; Andrews, 1991; Lahiri, 2003).
     """
     series = np.asarray(values, dtype=np.float64)
     series = series - series.mean() if series.size else series
@@ -124,10 +124,10 @@ def moving_blocks(
     seed: int = 0,
     scale: Scale = "difference",
 ) -> Estimate:
-    """A statistic of one run's series in arrival order, with a moving-block interval (Kuensch, 1989).
+    """A statistic of one run's series in arrival order, with a moving-block bootstrap interval (Kuensch, 1989).
 
-    `values` is `[n]`, or `[n, k]` whose rows are resampled together (paired requests of two arms); `statistic` gets an
-    array of the same shape. It covers the variation within this one run, not that between traces.
+    `values` is `[n]`, or `[n, k]` whose rows are resampled together (paired requests of two variants); `statistic` gets
+    an array of the same shape. The interval covers the variation within this run, not that between traces.
     """
     rows = np.asarray(values, dtype=np.float64)
     num = rows.shape[0]
@@ -161,10 +161,10 @@ def wilson(successes: int, total: int) -> tuple[float, float]:
 
 
 def mser5(values: ArrayLike) -> int:
-    """How many leading observations to cut as warm-up: MSER-5 (White, 1997), 0 for fewer than 20.
+    """The number of leading observations to cut as warm-up: MSER-5 (White, 1997); 0 for fewer than 20 observations.
 
-    Over means of batches of five, the cut minimises the squared standard error of what remains; only the first half is
-    searched, for the rule is unreliable beyond.
+    The cut minimises the squared standard error of the remaining observations, over means of batches of five. Only the
+    first half is searched, as the rule is unreliable beyond it.
     """
     series = np.asarray(values, dtype=np.float64)
     batches = series[: series.size // 5 * 5].reshape(-1, 5).mean(axis=1)
@@ -178,7 +178,7 @@ def mser5(values: ArrayLike) -> int:
 
 
 def effect_size(differences: FloatArray) -> float | None:
-    """Cohen's d_z of paired replicates with Hedges' correction: mean difference / its SD; None where the SD is 0."""
+    """Cohen's d_z of paired replicates with Hedges' correction: mean difference / its SD; None if the SD is 0."""
     if differences.size < 2 or float(differences.std(ddof=1)) <= 1e-12 * abs(float(differences.mean())):
         return None
     correction = 1.0 - 3.0 / (4.0 * (differences.size - 1) - 1.0) if differences.size > 2 else 1.0
@@ -186,10 +186,10 @@ def effect_size(differences: FloatArray) -> float | None:
 
 
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None) -> Verdict:
-    """What an interval allows one to say; `margin` is the equivalence margin on the estimate's own scale.
+    """The verdict that an interval supports; `margin` is the equivalence margin on the estimate's own scale.
 
-    "equivalent": the whole interval lies within the margin. "inside the noise": it holds 0, or the p-value (Holm's,
-    if given) is not below ALPHA. "identical": no difference in any replicate. "unknown": there is no finite interval.
+    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or `p_value` (such as
+    Holm's), if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval.
     """
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "unknown"

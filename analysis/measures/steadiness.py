@@ -1,22 +1,25 @@
-"""Whether an engine kept up with what was sent: beyond its capacity latencies grow for as long as a trace lasts.
+"""Whether an engine kept up with the arrivals: beyond its capacity latencies grow for as long as a trace lasts.
 
-Looked at over the time in which requests arrived, but for the last twentieth of them (a few stragglers would stretch
-it to where nothing is queued any more), by quarters, the first of which is left to the engine to fill up. A number
-grows if its mean does from the second quarter to the third to the fourth: in all by OUTRUN of the requests that arrive
-between the two (nearly half of all), and by more than chance explains (three standard deviations of a Poisson count;
-between one and three, it cannot be told), and in each of the two steps by EACH of that, which is more than one
-standard deviation of a quarter's count (else it cannot be told: a short trace may end in a burst). Arrivals outran the
-engine if the requests that were never scheduled yet grow so, or their work does: their tokens, in requests of mean
-size (an order by size keeps few requests waiting, but the long ones). If those in the system do (an engine may take in
-all that comes, and be slow with all of it), this tells the same where requests stay for less than a quarter in the
-mean, or where the last one to end does so later, after the last of those arrivals, than LATE times what any request of
-the first quarter took. Else it may only be filling up, which cannot be told; nor can anything where requests stay for
-more than half of the time in which they came (sessions: all of it, for a recorded one has long pauses).
+The time in which requests arrived is divided into quarters, without the last twentieth of the arrivals (a few
+stragglers could extend it until nothing is queued). The first quarter is left for the engine to fill up. A number
+*grows* if its mean rises from the second quarter to the third and to the fourth, and three conditions hold:
+- The total rise is at least OUTRUN of the requests that arrive in between (nearly half of all).
+- It is at least SURE standard deviations of a Poisson count. Between PERHAPS and SURE, the verdict is unknown.
+- Each of the two rises is at least EACH of the total, which is more than one standard deviation of a quarter's count.
+  Otherwise the verdict is unknown, as a short trace may end in a burst.
 
-A later turn comes because the one before it has ended: however slow the engine is, as many come as it serves. So of a
-trace with sessions the time is that in which sessions began, the last of which leaves the engine to drain; sessions are
-counted too, from their first arrival to their last end; and requests that were never scheduled yet tell where sessions,
-their waits left out, last for less than a quarter.
+Arrivals outran the engine if the requests that were never scheduled yet grow in number or in work. Work is their
+tokens, in requests of mean size: an order by size keeps few requests waiting, but the long ones.
+An engine may also admit all arrivals and be slow with all of them. So if the requests in the system grow, arrivals
+outran it as well, provided that requests stay for at most a quarter on average, or that the engine drains late: from
+the last of those arrivals to the last end it takes more than LATE times the longest stay of a first-quarter request.
+Otherwise the engine may only be filling up, and the verdict is unknown. It is also unknown if requests stay for more
+than half of the arrival time on average (sessions: for all of it, as recorded sessions have long pauses).
+
+A later turn of a session arrives because the one before it ended, so a slow engine slows down the arrivals. With
+sessions, the time is therefore that in which sessions began. Sessions in the system are counted too, from their first
+arrival to their last end. Growth of the never-scheduled requests is decisive on its own only if sessions, without their
+waits, last at most a quarter on average.
 """
 
 from __future__ import annotations
@@ -41,13 +44,12 @@ Spans = tuple[FloatArray, FloatArray, FloatArray | float]  # begin, end, size in
 
 
 class Customers:
-    """Whoever comes by itself, and not because something else has ended: a request outside sessions, or a session with
-    all its turns.
+    """The arrivals that do not depend on an earlier end: requests outside sessions, and sessions with all their turns.
 
-    num: how many. first_ns, last_ns: the first arrival, and the one by which all but a twentieth had come (the last,
-    where these came at once); equal where there are none, or all came at once. waited_ns: until they were first
-    scheduled, all requests together. mean_tokens: of a request, prompt and output; spread: how unlike these are, the
-    mean square over the square of the mean.
+    num: their number. first_ns, last_ns: the first arrival, and the one by which all but a twentieth had come (or the
+    last one, if those came at once); equal if there are none, or all came at once. waited_ns: time until first
+    scheduled, summed over all requests. mean_tokens: of a request, prompt and output. spread: the mean square of these
+    sizes over the square of their mean.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -71,22 +73,22 @@ class Customers:
         self.quarter_ns = (self.last_ns - self.first_ns) / 4
 
     def spans(self) -> Iterator[Spans]:
-        """From the arrivals to the ends, infinite for what did not end; a piece at a time."""
+        """Customers from arrival to end, infinite if they did not end; one piece at a time."""
         for piece in self._requests.pieces():
             alone = ~piece.is_known("session_id")
             yield piece.numbers("arrival_ns")[alone], _ends(piece)[alone], 1.0
         yield self.sessions[:, 0], self.sessions[:, 1], 1.0
 
     def _late_arrivals(self) -> Iterator[float]:
-        """The one by which all but a twentieth had come, ns; the last one."""
+        """The arrival by which all but a twentieth had come, ns; then the last arrival."""
         pools = {"": Pool(np.empty(0))}
         found = pooled_distributions(pools, lambda: iter([("", (arrival for arrival, _, _ in self.spans()))]))
         yield found[""]["p95"]
         yield max(float(arrival.max(initial=0.0)) for arrival, _, _ in self.spans())
 
     def by_quarter(self, spans: Iterable[Spans]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """How many of them there are, and their work, in the mean over each quarter of the arrivals but the first; none
-        where all came at once."""
+        """The time-average number of `spans`, and their work, in each quarter of the arrival time except the first;
+        empty if all came at once."""
         if not self.quarter_ns:
             return (), ()
         sums, work = dict.fromkeys(QUARTERS, 0.0), dict.fromkeys(QUARTERS, 0.0)
@@ -110,15 +112,15 @@ class Customers:
 
 
 class Stays(NamedTuple):
-    """How long customers stayed, in ns from their arrivals, those that ended."""
+    """How long the customers that ended stayed, in ns from their arrivals."""
 
     mean_ns: float
-    longest_early_ns: float  # of those that came in the first quarter
-    drain_ns: float  # from the last arrival that counts to the last end of those that had come by then
+    longest_early_ns: float  # of those that arrived in the first quarter; infinite if one did not end
+    drain_ns: float  # from `Customers.last_ns` to the last end of the customers that had arrived by then
 
 
 def _sessions(requests: Requests) -> FloatArray:
-    """`[num_sessions, 2]`: the first arrival and the last end of each."""
+    """`[num_sessions, 2]`: the first arrival and the last end of each session."""
     found: dict[str, tuple[float, float]] = {}
     for piece in requests.pieces():
         in_session = piece.is_known("session_id")
@@ -136,9 +138,9 @@ def _sessions(requests: Requests) -> FloatArray:
 
 
 class Waiting(NamedTuple):
-    """Of requests that were not scheduled yet, means over the second, third and fourth quarter of the time in which
-    customers came: how many, and their work in requests of mean size (of a partial run without what was to be emitted);
-    none where all came at once. spread: of their sizes, as `Customers` has it."""
+    """Requests that were never scheduled yet, averaged over the second, third and fourth quarter of the arrival time;
+    empty if all came at once. num: their number. work: in requests of mean size (in a partial run, tokens that were not
+    emitted yet do not count). spread: of the sizes, as in `Customers`."""
 
     num: tuple[float, ...] = ()
     work: tuple[float, ...] = ()
@@ -157,7 +159,7 @@ def _waiting(customers: Customers, requests: Requests) -> Waiting:
 
 
 def _spans(requests: Requests, mean_tokens: float, *, only_waiting: bool) -> Iterator[Spans]:
-    """Of requests: from their arrivals to their ends, or to when they were first scheduled."""
+    """Requests from arrival to end, or (only_waiting) to their first scheduling."""
     for piece in requests.pieces():
         left = _ends(piece)
         if only_waiting:
@@ -170,26 +172,27 @@ def _num_tokens(piece: RequestColumns) -> FloatArray:
 
 
 def _ends(piece: RequestColumns) -> FloatArray:
-    """ns; infinite for what did not end."""
+    """The instants at which requests ended, ns; infinite for those that did not."""
     finish = piece.numbers("finish_ns")
     return np.where(np.isnan(finish), np.inf, finish)
 
 
 def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:
-    """Whether arrivals outran the engine. waiting: as above, or sums of them over replicates, with their requests."""
+    """Whether a number grew as the module defines it. waiting: its means over three quarters, or their sums over
+    replicates; num_requests is then the sum, too."""
     if not waiting or not _grew(waiting, num_requests, SURE, spread):
         return False
     return all(after - before >= EACH * (waiting[2] - waiting[0]) for before, after in pairwise(waiting))
 
 
 def _grew(counts: Sequence[float], num_requests: int, deviations: float, spread: float = 1.0) -> bool:
-    """Whether there are more in the last quarter, by more than so many deviations of what chance does."""
+    """Whether the total rise is large enough: at least OUTRUN, and at least `deviations` standard deviations."""
     between = num_requests / 2
     return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between * spread))
 
 
 def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) -> bool | None:
-    """Whether arrivals outran the engine; None where it cannot be told."""
+    """Whether arrivals outran the engine; None if that is unknown."""
     num, quarter_ns, in_sessions = customers.num, customers.quarter_ns, len(customers.sessions) > 0
     stays = customers.stays()
     without_waits_ns = stays.mean_ns - customers.waited_ns / max(1, num)
@@ -205,7 +208,7 @@ def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) 
 
 
 def steadiness(requests: Requests) -> dict[str, Any] | None:
-    """For the summary; None where all came at once."""
+    """The summary's "steadiness"; None if all came at once."""
     customers = Customers(requests)
     waiting = _waiting(customers, requests)
     in_system, _ = customers.by_quarter(_spans(requests, customers.mean_tokens, only_waiting=False))
@@ -216,7 +219,7 @@ def steadiness(requests: Requests) -> dict[str, Any] | None:
 
 
 def outrun_note(summary: Mapping[str, Any]) -> str | None:
-    """What to tell of a run whose arrivals outran its engine, one sentence; None of others."""
+    """A warning of one sentence if a run's arrivals outran its engine; None for other runs."""
     found = summary.get("steadiness")
     if not found or not found["is_outrun"]:
         return None
@@ -225,7 +228,7 @@ def outrun_note(summary: Mapping[str, Any]) -> str | None:
         f"{before:,.0f} requests were in the system in the second quarter of their time, and {after:,.0f} in the last"
     )
     work = found.get("waiting_work") or (0.0, 0.0, 0.0)
-    if work[2] - work[0] > after - before:  # few requests, but the long ones
+    if work[2] - work[0] > after - before:  # few requests wait, but the long ones
         what = (
             f"requests waited with the work of {work[0]:,.0f} of mean size in the second quarter of their time, and of "
             f"{work[2]:,.0f} in the last"

@@ -1,7 +1,7 @@
-"""The headline numbers of one run, summed up piece by piece of its requests and batch by batch of its steps.
+"""The headline numbers of one run, summed up over pieces of its requests and batches of its steps.
 
-The definitions are those of `analysis.measures.metrics`. A request that was aborted or is unfinished is censored at
-that instant (see `survival`).
+The definitions are those of `analysis.measures.metrics`. A request that was aborted, or unfinished when the run ended,
+is censored at that instant (see `survival`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def summarise(
 ) -> dict[str, Any]:
     """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
 
-    Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`);
-    memory grows neither with the steps nor with the requests, and all quantiles are exact. `warmup_s` drops the
-    requests that arrive in the first seconds after the first arrival, and starts the time base there: rates are of what
-    ends or is emitted since then, of whichever request. "steadiness" and "checks" are of the whole run.
+    Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`).
+    Memory grows neither with the steps nor with the requests, and all quantiles are exact. `warmup_s` drops the
+    requests that arrive within that time after the first arrival, and starts the time base there. Rates count what
+    ends or is emitted from then on, of any request. "steadiness" and "checks" are of the whole run.
     """
     everything, step_rows = Requests.of(requests), as_rows(steps)
     end_ns = run_end_ns(everything, step_rows)
@@ -84,7 +84,7 @@ def summarise(
 
 
 def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
-    """The number at a dotted path of a summary (its last key may have dots); None where it is absent or not reached."""
+    """The number at a dotted path of a summary (its last key may have dots); None if it is absent or not reached."""
     value: Any = summary
     while path and isinstance(value, Mapping):
         key, _, rest = (path, "", "") if path in value else path.partition(".")
@@ -93,7 +93,7 @@ def summary_value(summary: Mapping[str, Any], path: str) -> float | None:
 
 
 def _host_share(time_s: Mapping[str, float] | None) -> float | None:
-    """The share of the steps' time in which the device neither moves blocks nor computes: the host's, not hidden."""
+    """The share of the steps' time in which the device neither moves blocks nor computes: host time not hidden."""
     if time_s is None:
         return None
     device_s = time_s["swap"] + time_s["forward"] + time_s["sample"]
@@ -116,13 +116,13 @@ def _counts(requests: Requests) -> dict[str, Any]:
 
 _CENSORED_AT_END = ("ttft_s", "e2e_s", "queueing_s")
 _PARTIAL = ("tpot_s", "tpot_incl_first_s", "normalised_latency_s")
-Samples = dict[str, tuple[FloatArray, FloatArray]]  # observed (NaN: none) and censored values, by latency
+Samples = dict[str, tuple[FloatArray, FloatArray]]  # by latency: observed (NaN: none) and censored values
 
 
 def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
-    """Every latency's distribution; what is open at a request's abort or the run's end is censored there.
+    """The distribution of every latency; latencies still open at a request's abort or the run's end are censored there.
 
-    Gaps, and of requests in several pieces everything, are pooled: no piece of values is kept.
+    Gaps are always pooled (`Pool`), and all latencies if there are several pieces, so that no piece's values are kept.
     """
     samples: Samples = {}
     censored: dict[str, list[FloatArray]] = {}
@@ -153,7 +153,7 @@ def _latencies(requests: Requests, end_ns: int) -> dict[str, Any]:
 
 
 def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArray]:
-    """What the requests' latencies are; and which requests were cut short. Of gaps, censored ones alone, in ns."""
+    """The requests' latencies, and which requests were cut short. "itl_s" has only the censored gaps, in ns."""
     cut = requests.reasons.among(("abort", "unfinished"))
     aborted = requests.reasons.among(("abort",))
     cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
@@ -172,9 +172,9 @@ def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArra
 
 
 def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any]:
-    """Completed requests, emitted and prompt tokens per second of the time base, and the rate that was offered.
+    """Completed requests, emitted and prompt tokens per second of the time base, and the offered rate.
 
-    A prompt counts when its first token is out, cached tokens included, as serving benchmarks count input tokens.
+    A prompt counts when its first output token is emitted, including cached tokens, as in serving benchmarks.
     """
     duration_s = (end_ns - start_ns) / 1e9
     if duration_s <= 0:
@@ -206,8 +206,8 @@ def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any
 
 
 def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, duration_s: float) -> dict[str, Any]:
-    """Of the requests sent since start_ns the share that kept every limit, and its Wilson interval; and the goodput:
-    of what was completed since then, as throughput counts it, those that kept every limit, per second."""
+    """Attainment: the share of the requests sent since start_ns that kept every limit, with its Wilson interval.
+    Goodput: the requests completed since then (as throughput counts) that kept every limit, per second."""
     num_met = num_good = 0
     for piece in requests.pieces():
         is_met = meets_slo(piece, slo)
@@ -224,7 +224,7 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, dura
 
 
 def _cache_and_preemptions(requests: Requests, num_computed: list[int | None] | None) -> dict[str, Any]:
-    """num_computed: tokens that each replica's steps computed; None: as the requests tell, of a part of the run."""
+    """num_computed: tokens that each replica's steps computed; None: use the requests' counts, for a part of a run."""
     admitted = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
     prompt = admitted.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
     cached = admitted.sum(lambda piece: piece.numbers("num_cached_tokens").sum())

@@ -1,12 +1,13 @@
-"""Quantiles and means of latencies when some requests never finished.
+"""Quantiles and means of latencies if some requests never finished.
 
-A request that is unfinished when the run ends has a latency of *at least* what it has waited: it is right-censored. To
-drop it flatters the system exactly when it is overloaded. The Kaplan-Meier estimator (Kaplan and Meier, 1958) keeps it.
+A request that is unfinished when the run ends has a latency of *at least* the time it has waited: it is right-censored.
+Dropping it would flatter the system exactly when it is overloaded. The Kaplan-Meier estimator (Kaplan and Meier, 1958)
+takes it into account.
 
-`distribution` is of values that fit in memory, `Pool` of more, such as the gaps between all tokens of a run: exact too.
-Those are gone through twice. The first time they are counted in narrow buckets, which tells in which ones the
-quantiles lie; the second time the values of those few buckets are kept, each once, with how often it comes. What is
-censored is kept whole.
+`distribution` is for values that fit in memory. `Pool` is for more values, such as the gaps between all tokens of a
+run, and is exact too. It reads the values twice: the first pass counts them in narrow buckets, which shows the buckets
+that contain the quantiles; the second pass keeps the distinct values of those few buckets, with their frequencies.
+Censored values are all kept.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.9
 def km_steps(observed: FloatArray, censored: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Sorted observed values and the Kaplan-Meier distribution function at each, both `[num_observed]`.
 
-    At equal instants an observed value precedes a censored one, as is the convention. Ties take one step each, whose
-    product is the usual tied factor.
+    By convention an observed value precedes an equal censored one. Tied values take one step each; the product of these
+    steps is the usual factor for ties.
     """
     observed = np.sort(observed)
     total = observed.size + censored.size
@@ -47,19 +48,19 @@ class Position(NamedTuple):
     share: float
 
     def between(self, low: float, high: float) -> float:
-        """The quantile from those two values: `np.quantile([low, high], share)`, to the last bit."""
+        """The quantile between the two values; equal to `np.quantile([low, high], share)` to the last bit."""
         step = high - low
         return float(low + step * self.share if self.share < 0.5 else high - step * (1 - self.share))
 
 
 def km_positions(num_between: IntArray, levels: Iterable[float]) -> list[Position | None]:
-    """Where the quantiles at `levels` lie; None where censoring leaves a level unreached (or nothing was observed).
+    """The positions of the quantiles at `levels`; None if a level is not reached due to censoring, or without values.
 
-    num_between: how many observed values lie before the first censored one, between it and the second, ..., after the
-    last; one at a censored value lies before it.
+    num_between: the number of observed values before the first censored one, between it and the second, ..., after the
+    last; an observed value that equals a censored one counts as before it.
 
-    What a censored value weighs is spread over the values after it (Efron, 1967), each of which then counts as
-    F-jump * n copies; between those the quantile is linear as numpy's default, to which it is equal without censoring.
+    The weight of a censored value is spread over the values after it (Efron, 1967): each of these then counts as
+    F-jump * n copies. Between them the quantile is linear; without censoring it equals numpy's default.
     """
     num_observed, num_censored = int(num_between.sum()), num_between.size - 1
     total = num_observed + num_censored
@@ -68,7 +69,7 @@ def km_positions(num_between: IntArray, levels: Iterable[float]) -> list[Positio
     if not num_censored:
         places = [(num_observed - 1) * level for level in levels]
         return [Position(int(x), min(int(x) + 1, num_observed - 1), x - int(x)) for x in places]
-    first = np.cumsum(num_between) - num_between  # index of the first observed value of each stretch
+    first = np.cumsum(num_between) - num_between  # index of the first observed value between two censored ones
     at_risk = np.maximum(total - first - np.arange(num_between.size), 1)
     after = np.cumprod(1.0 - num_between / at_risk)  # survival at the end of each stretch
     share = 1.0 / total
@@ -102,10 +103,10 @@ def km_quantiles(observed: FloatArray, censored: FloatArray, levels: Iterable[fl
 
 
 def distribution(observed: FloatArray, censored: FloatArray | None = None) -> dict[str, Any]:
-    """Mean, P50, P90, P95, P99 and counts, JSON-safe, in the unit of the input; None is "not reached".
+    """Mean, P50, P90, P95, P99 and counts, JSON-safe, in the unit of the input; None means "not reached".
 
-    With censored values the mean cannot be known: `mean` is None and `mean_at_least` is the mean with every censored
-    value at its lower bound.
+    With censored values the mean is unknown: `mean` is None, and `mean_at_least` is the mean with every censored value
+    at its lower bound.
     """
     observed = observed[~np.isnan(observed)]
     censored = np.empty(0) if censored is None else censored[~np.isnan(censored)]
@@ -117,7 +118,7 @@ def distribution(observed: FloatArray, censored: FloatArray | None = None) -> di
 def described(
     mean: float | None, quantiles: list[float | None], num_observed: int, num_censored: int
 ) -> dict[str, Any]:
-    """What `distribution` says. mean: of all values, censored ones at their lower bound; None where there is none."""
+    """The result of `distribution`. mean: of all values, censored ones at their lower bound; None without values."""
     result: dict[str, Any] = {"mean": None}
     if mean is not None:
         result["mean_at_least" if num_censored else "mean"] = mean
@@ -129,24 +130,24 @@ def described(
 
 # --- more values than fit in memory ---
 
-_SHIFT = 42  # of a float64's bits: 10 of the fraction stay, so a bucket is 1/1024 wide, relative to its values
+_SHIFT = 42  # drops bits of a float64 such that 10 of the fraction stay: a bucket's relative width is 1/1024
 _FIRST = (int(np.array(2.0**-40).view(np.int64)) >> _SHIFT) - 1
 _NUM_BUCKETS = (103 << (52 - _SHIFT)) + 2
-Values = NDArray[Any]  # int64, of ns, or float64, of seconds; not negative
+Values = NDArray[Any]  # int64 (ns) or float64 (seconds); not negative
 
 
 class Pool:
-    """One distribution: `count` for all values, then `settle`, then `keep` for all values again, then `described`."""
+    """A distribution in two passes: `count` all values, call `settle`, `keep` all values, then call `described`."""
 
     def __init__(self, censored: FloatArray, unit: float = 1.0) -> None:
-        """censored: what unfinished values have reached. unit: what a value is divided by to be told."""
+        """censored: lower bounds of the censored values. unit: the divisor of all values in the result."""
         self._bounds = np.sort(censored[~np.isnan(censored)])
         self._unit = unit
         self._in_bucket = np.zeros(_NUM_BUCKETS, dtype=np.int64)
         self._num_between = np.zeros(self._bounds.size + 1, dtype=np.int64)
         self._total: float = 0
         self._kept: Values = np.empty(0, dtype=np.int64)
-        self._num_kept = np.empty(0, dtype=np.int64)  # of each value of `_kept`
+        self._num_kept = np.empty(0, dtype=np.int64)  # frequency of each value of `_kept`
 
     def count(self, values: Values) -> None:
         buckets = _bucket(values)
@@ -157,7 +158,7 @@ class Pool:
         self._total += exact_sum(values) if values.dtype.kind == "i" else math.fsum(values)
 
     def settle(self) -> None:
-        """Which buckets are wanted."""
+        """Determines the buckets that contain the quantiles."""
         self._positions = km_positions(self._num_between, QUANTILES.values())
         self._until = np.cumsum(self._in_bucket)
         self._is_wanted = np.zeros(_NUM_BUCKETS, dtype=np.bool_)
@@ -172,7 +173,7 @@ class Pool:
         self._num_kept = np.bincount(where, weights=weights, minlength=self._kept.size).astype(np.int64)
 
     def described(self) -> dict[str, Any]:
-        """As `distribution`."""
+        """The same result as that of `distribution`."""
         num, num_censored = int(self._num_between.sum()), self._bounds.size
         at_rank = {rank: value / self._unit for rank, value in self._values_at_ranks()}
         quantiles = [None if at is None else at.between(at_rank[at.low], at_rank[at.high]) for at in self._positions]
@@ -181,7 +182,7 @@ class Pool:
         return described(mean, quantiles, num, num_censored)
 
     def _values_at_ranks(self) -> Iterator[tuple[int, float]]:
-        """(rank, value) of those that the quantiles lie between."""
+        """(rank, value) for each observed value that a quantile lies between."""
         wanted = np.where(self._is_wanted, self._in_bucket, 0)
         kept_before = np.cumsum(wanted) - wanted
         last = np.cumsum(self._num_kept)
@@ -193,7 +194,7 @@ class Pool:
 def pooled_distributions(
     pools: Mapping[str, Pool], passes: Callable[[], Iterator[tuple[str, Iterable[Values]]]]
 ) -> dict[str, dict[str, Any]]:
-    """`described` of each pool. passes: goes through (pool's name, its next values) of all, from the start."""
+    """`described` of each pool. passes: each call iterates over all (pool's name, its next values) from the start."""
     for name, parts in passes():
         for values in parts:
             pools[name].count(values)
@@ -206,13 +207,13 @@ def pooled_distributions(
 
 
 def _stretches(bounds: FloatArray, values: Values) -> IntArray:
-    """How many values lie before the first of the sorted bounds (or at it), up to the second, ..., after the last."""
+    """The number of values up to the first of the sorted bounds (inclusive), up to the second, ..., after the last."""
     if not bounds.size:
         return np.array([values.size])
     return np.bincount(np.searchsorted(bounds, values, side="left"), minlength=bounds.size + 1)
 
 
 def _bucket(values: Values) -> IntArray:
-    """The bucket of each value `[num_values]`, ascending with it."""
+    """The bucket of each value `[num_values]`; larger values never have lower buckets."""
     bits: IntArray = (values.astype(np.float64).view(np.int64) >> _SHIFT) - _FIRST
     return np.clip(bits, 0, _NUM_BUCKETS - 1, out=bits)

@@ -1,5 +1,5 @@
-"""Records as columns: what of a run folder is read, in pieces, and how it gets in and out of pandas.
+"""Records as columns: reads the files of a run folder in pieces, and converts them to and from pandas.
 
-`rows` reads Parquet, Arrow and frames alike, batch by batch; `request_columns` and `timeline` are requests and steps on
-top of it; `frames` is pandas' side, `files` the small files of a folder.
+`rows` reads Parquet files, Arrow tables and frames in the same way, in batches; `request_columns` and `timeline` build
+on it for requests and steps. `frames` converts to and from pandas; `files` reads the small files of a folder.
 """

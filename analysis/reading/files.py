@@ -1,4 +1,4 @@
-"""The small files of a run's folder: config.yaml and its like. Every mistake is a RunFolderError of one line."""
+"""Reads the small files of a run folder, such as config.yaml. Every mistake is a RunFolderError of one line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 from testbed.errors import RunFolderError
 from testbed.foreign_text import not_yaml, parsed
 
-_SAID: dict[str, dict[str, type]] = {  # what these files have of every run, whichever version wrote them
+_SAID: dict[str, dict[str, type]] = {  # keys that these files have for every run, whichever version wrote them
     "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
     "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
 }
-_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where PyYAML was built with it
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader, if PyYAML was built with it
 
 
 def read_said(file: Path) -> dict[str, Any]:
-    """config.yaml or manifest.json of a run's folder. Raises RunFolderError naming what is missing of it."""
+    """The content of config.yaml or manifest.json. Raises RunFolderError that names the missing keys."""
     tree = read_yaml(file) if file.suffix == ".yaml" else read_json(file)
     missing = [key for key, kind in _SAID[file.name].items() if key not in tree or not isinstance(tree[key], kind)]
     if missing:
@@ -33,11 +33,11 @@ def _load(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_FAST)
     except yaml.YAMLError:
-        return yaml.safe_load(text)  # it names the line that is wrong
+        return yaml.safe_load(text)  # its error names the wrong line
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The mapping in a file of a run. Raises RunFolderError if there is none."""
+    """The mapping in a YAML file of a run. Raises RunFolderError if there is none."""
     try:
         tree = parsed(_load, file.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -48,7 +48,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a run. Raises RunFolderError if there is none."""
+    """The object in a JSON file of a run. Raises RunFolderError if there is none."""
     try:
         tree = parsed(json.loads, file.read_bytes())
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the run there says of itself; nothing where it does not."""
+    """The manifest of the run in `folder`; empty if it cannot be read."""
     try:
         return read_json(folder / "manifest.json")
     except RunFolderError:

@@ -1,7 +1,7 @@
-"""Columns in and out of pandas, exactly: null instants stay null, token lists stay flat Arrow arrays.
+"""Exact conversion of columns to and from pandas: null instants stay null, token lists stay flat Arrow arrays.
 
-Owns nothing but conversions. Instants are int64 ns in the files; here they become float64 ns with NaN for null, which
-is exact below 2**53 ns (104 days). pandas, slow to import, is imported where a frame is asked for.
+Owns only the conversions. Instants are int64 ns in the files and frames; `numbers` makes them float64 ns with NaN for
+null, which is exact below 2**53 ns (104 days). pandas is slow to import, so it is imported only when a frame is built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NULLABLE = frozenset(
 
 
 def as_frame(data: Any) -> pd.DataFrame:
-    """A frame from a pandas frame (returned as it is) or an Arrow table (lists stay Arrow, nullable ints stay ints)."""
+    """A frame from a pandas frame (returned unchanged) or an Arrow table (lists stay Arrow, nullable ints are ints)."""
     import pandas as pd
 
     if isinstance(data, pd.DataFrame):
@@ -44,8 +44,8 @@ def numbers(frame: pd.DataFrame, name: str) -> FloatArray:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with only JSON's types: numpy scalars become Python's, NaN and infinities None, -0.0 becomes 0.0; a frame
-    becomes its rows, and what has named fields an object."""
+    """`value` converted to JSON types: numpy scalars become Python's, NaN and infinities None, and -0.0 becomes 0.0. A
+    frame becomes a list of its rows, and a NamedTuple an object."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if hasattr(value, "to_dict"):

@@ -1,8 +1,8 @@
-"""The requests of a run in pieces, each column by column: a column is read when it is first asked for.
+"""The requests of a run in pieces. Each column of a piece is read on first use.
 
-Memory is that of a piece, however many requests there are. Token instants, which may be a hundred times as many, are
-gone through batch by batch: what is kept of them is each request's last instant and largest gap. Where they are few all
-are kept: they are gone through three times, and most of that time is unpacking them.
+Memory is limited to one piece, for any number of requests. There may be a hundred times as many token instants as
+requests, so these are read in batches, and only each request's last instant and largest gap are kept. If there are few
+token instants, all are kept: they are needed three times, and unpacking them takes most of the time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from analysis.reading.rows import BoolArray, Codes, FloatArray, IntArray, Rows, as_rows, is_known, numbers, whole
 from testbed.records.schema import COMPLETED
 
-PIECE_ROWS = 1 << 17  # requests of a piece; as many as a run has in most experiments
+PIECE_ROWS = 1 << 17  # requests of a piece; the runs of most experiments have no more
 TOKEN_ROWS = 256  # requests whose token instants are in memory at once
-KEPT_TOKENS = 2_500_000  # or as many tokens: 20 MB
+KEPT_TOKENS = 2_500_000  # if a run has no more tokens than this, all instants stay in memory: 20 MB
 STRINGS = ("finish_reason", "tenant")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """Of each request `[num_requests]`: ns of its last token and largest gap, NaN for none; how many there are."""
+    """For each request `[num_requests]`: instant of its last token and largest gap (ns, NaN for none), token count."""
 
     last_ns: FloatArray
     largest_gap_ns: FloatArray
@@ -39,20 +39,20 @@ Rule = Callable[["RequestColumns"], BoolArray]
 
 
 class Requests:
-    """Requests of a run: of all rows those that every rule chooses, a rule being asked about those chosen before it."""
+    """Requests of a run: the rows that every rule selects. Each rule sees only the rows that earlier ones selected."""
 
     def __init__(self, rows: Rows, rules: tuple[Rule, ...] = (), base: RequestColumns | None = None) -> None:
         self.rows = rows
         self._rules = rules
-        self._base = base if base is not None else RequestColumns(rows)  # reads tokens once, where it is the only piece
+        self._base = base if base is not None else RequestColumns(rows)  # shared, so that tokens are read once
 
     @classmethod
     def of(cls, data: Any) -> Requests:
-        """Of a frame, table, rows, or of requests themselves."""
+        """The requests of a frame, a table or rows; `Requests` are returned unchanged."""
         return data if isinstance(data, Requests) else cls(as_rows(data))
 
     def where(self, rule: Rule) -> Requests:
-        """Only those. rule: from columns to which of their requests are meant."""
+        """Only the requests that `rule` selects. rule: columns -> bool `[num_requests]`."""
         return Requests(self.rows, (*self._rules, rule), self._base)
 
     @property
@@ -60,7 +60,7 @@ class Requests:
         return self.rows.num_rows <= PIECE_ROWS
 
     def pieces(self) -> Iterator[RequestColumns]:
-        """All of them, at most about PIECE_ROWS at once; at least one piece."""
+        """All requests in pieces of about PIECE_ROWS rows; at least one piece."""
         if self.is_one_piece:
             yield self._only
             return
@@ -79,7 +79,7 @@ class Requests:
         return piece
 
     def sum(self, count: Callable[[RequestColumns], Any]) -> Any:
-        """The sum of a number over the pieces; Python's own."""
+        """The sum of `count(piece)` over the pieces, as a Python number."""
         return sum(np.asarray(count(piece)).item() for piece in self.pieces())
 
     def __len__(self) -> int:
@@ -91,9 +91,9 @@ class Requests:
 
 
 class RequestColumns:
-    """Columns of `testbed.records.schema.REQUEST_COLUMNS` of some requests, `[num_requests]` each.
+    """Columns of `testbed.records.schema.REQUEST_COLUMNS` for some requests, `[num_requests]` each.
 
-    low: the number of the first row among all of the run.
+    low: the index of the first row among all rows of the run.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class RequestColumns:
         self._low = low
         self._chosen, self._parent = chosen, parent
         self._num = rows.num_rows if chosen is None else int(chosen.sum())
-        self._arrays_of: dict[str, list[Any]] = {}  # each column that was asked for, but instants
-        self._kept: list[_Batch] | None = None  # of all tokens, if they are few
+        self._arrays_of: dict[str, list[Any]] = {}  # columns read so far, except token instants
+        self._kept: list[_Batch] | None = None  # all token instants, if they are few
 
     @classmethod
     def of(cls, data: Any) -> RequestColumns:
-        """Of a frame, table, rows, or of columns themselves."""
+        """The columns of a frame, a table or rows; `RequestColumns` are returned unchanged."""
         return data if isinstance(data, RequestColumns) else cls(as_rows(data))
 
     def __len__(self) -> int:
         return self._num
 
     def where(self, chosen: BoolArray) -> RequestColumns:
-        """Only those requests. chosen: `[num_requests]` of these columns."""
+        """Only the chosen requests. chosen: `[num_requests]` of these columns."""
         if chosen.all():
             return self
         if self._chosen is not None:
@@ -125,7 +125,7 @@ class RequestColumns:
 
     @property
     def index(self) -> IntArray:
-        """The number of each among all rows of the run."""
+        """The index of each request among all rows of the run."""
         rows = np.arange(self._low, self._low + self.rows.num_rows)
         return rows if self._chosen is None else rows[self._chosen]
 
@@ -134,7 +134,7 @@ class RequestColumns:
         return self._column(name, np.float64, numbers)
 
     def whole(self, name: str, missing: int = 0) -> IntArray:
-        """int64, exactly; `missing` for null."""
+        """int64, exact; `missing` for null."""
         return self._column(name, np.int64, partial(whole, missing=missing))
 
     def is_known(self, name: str) -> BoolArray:
@@ -154,7 +154,7 @@ class RequestColumns:
 
     @cached_property
     def reasons(self) -> Codes:
-        """Why each ended; "unfinished" for null."""
+        """The finish reason of each request; "unfinished" for null."""
         return self.codes("finish_reason", "unfinished")
 
     @property
@@ -176,7 +176,7 @@ class RequestColumns:
 
     @cached_property
     def tokens(self) -> TokenTimes | None:
-        """None where no token's instant was recorded."""
+        """Last tokens, largest gaps and counts; None if no token instant was recorded."""
         if self._parent is not None:
             times, chosen = self._parent.tokens, self._chosen
             if times is None or not (times.num[chosen] >= 0).any():
@@ -191,10 +191,10 @@ class RequestColumns:
         return TokenTimes(last, largest, num) if (num >= 0).any() else None
 
     def num_tokens_since(self, start_ns: int) -> int:
-        """How many tokens were emitted at or after `start_ns`, by the instants of the steps that emitted them.
+        """The number of tokens emitted at or after `start_ns`, by the instants of the steps that emitted them.
 
-        Where the sequences of a group emitted together, each step of theirs counts for as many as they emitted in the
-        mean.
+        If the sequences of a group emitted together, each of the request's steps counts as its mean number of tokens
+        per step.
         """
         per_step = self.whole("num_output_tokens") / np.maximum(self.whole("num_token_steps"), 1)
         low, total = 0, 0.0
@@ -206,7 +206,7 @@ class RequestColumns:
         return round(total)
 
     def gaps_ns(self) -> Iterator[IntArray]:
-        """Every gap between two tokens of one request, ns, in batches."""
+        """Every gap between two successive tokens of a request, ns, in batches."""
         for flat, offsets in self._chosen_tokens():
             if flat.size > 1:
                 inside = np.ones(flat.size - 1, dtype=np.bool_)
@@ -215,7 +215,7 @@ class RequestColumns:
                 yield np.diff(flat)[inside]
 
     def _chosen_tokens(self) -> Iterator[tuple[IntArray, IntArray]]:
-        """(instants of all tokens, offsets `[num_requests + 1]` of each request's), in batches of requests."""
+        """(instants of all tokens, offsets `[num_requests + 1]` of each request's tokens), in batches of requests."""
         for low, flat, offsets, known in self._token_batches():
             if self._chosen is None:
                 yield flat, offsets
@@ -224,7 +224,7 @@ class RequestColumns:
                 yield flat[np.repeat(chosen, lengths)], np.append(0, np.cumsum(lengths[chosen]))
 
     def _token_batches(self) -> Iterator[_Batch]:
-        """(first row, instants, offsets, which are recorded) of batches of all rows."""
+        """(first row, instants, offsets, which rows are recorded) for batches of all rows."""
         if self._parent is not None:
             yield from self._parent._token_batches()
             return
@@ -247,7 +247,7 @@ class RequestColumns:
         for (array,) in self.rows.batches(["token_ns"], TOKEN_ROWS):
             known, offsets = is_known(array), whole(array.offsets)
             flat, offsets = whole(array.values)[offsets[0] : offsets[-1]], offsets - offsets[0]
-            if not known.all():  # what lies behind a null counts for nothing
+            if not known.all():  # drops the values that Arrow may keep behind a null
                 lengths = np.diff(offsets)
                 flat, offsets = flat[np.repeat(known, lengths)], np.append(0, np.cumsum(np.where(known, lengths, 0)))
             yield low, flat, offsets, known
@@ -262,6 +262,6 @@ def _last_and_largest(flat: IntArray, offsets: IntArray) -> tuple[FloatArray, Fl
     if has.any():
         last[has] = flat[offsets[1:][has] - 1]
         gaps = np.diff(flat, prepend=flat[0])
-        gaps[offsets[:-1][has]] = -1  # a first token closes no gap
+        gaps[offsets[:-1][has]] = -1  # no gap ends at a request's first token
         largest[has] = np.maximum.reduceat(gaps, offsets[:-1][has])
     return last, np.where(counts >= 2, largest, np.nan)

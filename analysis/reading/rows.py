@@ -1,8 +1,8 @@
-"""Records as numpy columns, batch by batch: from a pandas frame, an Arrow table or a Parquet file alike.
+"""Reads records as columns, in batches, in the same way from a pandas frame, an Arrow table or a Parquet file.
 
-Owns the reading and exact conversions (an Arrow buffer is an array; null is apart from every number), not what is done
-with the rows. Never all columns of a file at once: memory is that of a batch, or of the one column that is asked for.
-pandas is not imported for files.
+Owns reading and the exact conversion to numpy (Arrow buffers are used directly; null is never mixed up with a number).
+Does not know what the rows are used for. Only the requested columns are read, and memory is limited to one batch or one
+column. pandas is not imported for files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-BATCH_ROWS = 8192  # as many as a recorder writes in one group
+BATCH_ROWS = 8192  # the size of the row groups that a recorder writes
 _LOW_BITS = 20
 
 
 def as_rows(data: Any) -> Rows:
-    """Rows from a pandas frame, an Arrow table, or rows themselves. TypeError for anything else."""
+    """Rows of a pandas frame or Arrow table; rows are returned unchanged. Raises TypeError for anything else."""
     if isinstance(data, Rows):
         return data
     if not isinstance(data, pa.Table) and not hasattr(data, "columns"):
@@ -42,7 +42,7 @@ def as_rows(data: Any) -> Rows:
 
 
 class MemoryRows:
-    """Rows of a frame or table that is in memory. batch_rows: at most so many at once, None: all.
+    """Rows of a frame or table that is in memory. batch_rows: the most rows in one batch; None: all.
 
     Columns come as Arrow arrays; `whole`, `numbers` and `Codes` make numpy arrays of them.
     """
@@ -53,19 +53,19 @@ class MemoryRows:
         self._data, self._batch_rows = data, batch_rows
 
     def batches(self, names: Sequence[str], num_rows: int | None = None) -> Iterator[list[Any]]:
-        """The columns `names` of the next rows, at most `num_rows` (None: as many as are good), in their order."""
+        """The columns `names` in batches of at most `num_rows` rows, in row order. None: the default size."""
         arrays = [self._column(name) for name in names]
         size = min(self._batch_rows or self.num_rows or 1, num_rows or self.num_rows or 1)
         for low in range(0, self.num_rows, size):
             yield [array.slice(low, size) for array in arrays]
 
     def by_time(self) -> MemoryRows:
-        """The same rows by `start_ns`, ties in their order."""
+        """The same rows sorted by `start_ns`; ties keep their order."""
         order = np.argsort(whole(self._column("start_ns")), kind="stable")
         return MemoryRows(self._data.take(order), self._batch_rows)
 
     def parts(self, num_rows: int) -> Iterator[MemoryRows]:
-        """The rows in parts of about `num_rows`, in their order."""
+        """The rows in consecutive parts of at most `num_rows`."""
         for low in range(0, self.num_rows, num_rows):
             yield MemoryRows(self._data[low : low + num_rows], self._batch_rows)
 
@@ -79,10 +79,10 @@ class MemoryRows:
 
 
 class FileRows:
-    """The same of a Parquet file, read as they are asked for. RunFolderError for one that cannot be read.
+    """Rows of a Parquet file, read on demand. Raises RunFolderError if the file cannot be read.
 
-    strings: columns of strings that may be asked for. The steps of each replica lie in the order of time there, as the
-    recorder writes them, which `by_time` counts on.
+    strings: the string columns that may be requested; they are read as dictionaries. `by_time` relies on the file
+    having the steps of each replica in order of time, as the recorder writes them.
     """
 
     def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
@@ -103,7 +103,7 @@ class FileRows:
         return self
 
     def parts(self, num_rows: int) -> Iterator[FileRows]:
-        """Of whole row groups."""
+        """The rows in consecutive parts made of whole row groups, each but the last of at least `num_rows`."""
         part, low = copy(self), self._groups.start
         part.num_rows = 0
         for group in self._groups:
@@ -120,18 +120,18 @@ Rows = MemoryRows | FileRows
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Says of what goes wrong in reading a file which one it was. Raises RunFolderError."""
+    """Turns an error while reading `file` into a RunFolderError that names the file."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:  # Arrow's own are such
+    except (OSError, ValueError, KeyError) as error:  # Arrow's errors derive from these
         raise RunFolderError(f"{file}: cannot be read as Parquet ({one_line(error)}); make the run again") from error
 
 
-# --- one Arrow array into numpy ---
+# --- conversion of one Arrow array to numpy ---
 
 
 def is_known(array: Any) -> BoolArray:
-    """Which values of an Arrow array are not null `[num_rows]`. (Arrow's `is_valid` imports its compute.)"""
+    """Which values of an Arrow array are not null `[num_rows]`. (Arrow's `is_valid` imports `pyarrow.compute`.)"""
     if pa.types.is_dictionary(array.type):
         array = array.indices
     if array.null_count in (0, len(array)):
@@ -141,7 +141,7 @@ def is_known(array: Any) -> BoolArray:
 
 
 def _raw(array: Any) -> NDArray[Any]:
-    """The numbers of an Arrow array as they lie there, anything where they are null."""
+    """The numbers in the buffer of an Arrow array; the value at a null is undefined."""
     if array.null_count == len(array):
         return np.zeros(len(array), dtype=np.int64)
     values = np.frombuffer(array.buffers()[1], dtype=array.type.to_pandas_dtype())
@@ -157,7 +157,7 @@ def numbers(array: Any) -> FloatArray:
 
 
 def whole(array: Any, missing: int = 0) -> IntArray:
-    """int64 `[num_rows]`, exactly; `missing` for null. ValueError for a fraction."""
+    """int64 `[num_rows]`, exact; `missing` for null. Raises ValueError for a fraction."""
     raw = _raw(array)
     known = is_known(array) if array.null_count else None
     if raw.dtype.kind == "f":
@@ -169,7 +169,7 @@ def whole(array: Any, missing: int = 0) -> IntArray:
 
 
 class Codes:
-    """A column of strings as numbers: `codes` int32 `[num_rows]`, whose texts are `labels`; `missing` for null."""
+    """A column of strings as numbers: `codes`, int32 `[num_rows]`, index `labels`. Null has the label `missing`."""
 
     def __init__(self, arrays: Iterable[Any], missing: str) -> None:
         encoded = [array if pa.types.is_dictionary(array.type) else array.dictionary_encode() for array in arrays]
@@ -188,11 +188,11 @@ class Codes:
 
 
 def exact_sum(values: IntArray) -> int:
-    """sum(values), none of them negative, exact: many instants in ns may exceed 64 bits."""
+    """The exact sum of non-negative values, as a Python int: the sum of many instants in ns may exceed 64 bits."""
     return (int((values >> _LOW_BITS).sum()) << _LOW_BITS) + int((values & ((1 << _LOW_BITS) - 1)).sum())
 
 
 def product_sum(first: IntArray, second: IntArray) -> int:
-    """sum(first * second), exact: counts times ns may exceed 64 bits. The second one is not negative."""
+    """The exact sum(first * second), as a Python int: counts times ns may exceed 64 bits. `second` is not negative."""
     high, low = second >> _LOW_BITS, second & ((1 << _LOW_BITS) - 1)
     return (int((first * high).sum()) << _LOW_BITS) + int((first * low).sum())

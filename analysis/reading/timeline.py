@@ -1,7 +1,7 @@
-"""The steps of each engine as they follow one another: batches of rows, each step beside the start of the next.
+"""The steps of each engine in order of time, in batches, each step together with the start of the next one.
 
-An engine is a replica of a fleet, or the one that there is. What is asked of the steps at given instants is answered as
-they pass by, so that memory does not grow with their number.
+An engine is a replica of a fleet, or the only engine of a run. Requests' instants are matched with the steps while the
+steps are read, so that memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ WINDOW = 1 << 17  # requests whose instants are in memory at once
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Some steps of one engine, one after the other: int64 columns `[num_steps]`, null as 0.
+    """Consecutive steps of one engine: int64 columns `[num_steps]`, null as 0.
 
-    following: start of the step after each, ns; of the engine's last step its own end. is_last: that one is here.
+    following: the start of the next step, ns; for the engine's last step its own end. is_last: these include that step.
     """
 
     columns: dict[str, IntArray]
     following: IntArray
     is_last: bool
-    with_nulls: frozenset[str]  # columns in which there was one, in these rows or before
+    with_nulls: frozenset[str]  # columns with a null in the rows read so far
 
     @property
     def start(self) -> IntArray:
@@ -42,14 +42,14 @@ class StepRun:
 
 
 def step_runs(steps: Rows, names: Sequence[str], engines: Sequence[int] | None) -> Iterator[tuple[int, StepRun]]:
-    """(engine, steps of it) until each engine's last step. start_ns and end_ns are always among the columns.
+    """(engine, some of its steps) up to each engine's last step. The columns always include start_ns and end_ns.
 
-    engines: the replicas that are told apart (rows of others are left out); None: all rows are engine 0's, in the order
-    in which they lie.
+    engines: the replicas to distinguish (rows of other replicas are left out); None: all rows belong to engine 0, in
+    the order of the rows.
     """
     wanted = list(dict.fromkeys(("start_ns", "end_ns", *names)))
     read = wanted if engines is None else [*wanted, "replica"]
-    held: dict[int, dict[str, IntArray]] = {}  # each engine's newest step, until the next is known
+    held: dict[int, dict[str, IntArray]] = {}  # each engine's newest step, until its next one is read
     with_nulls: frozenset[str] = frozenset()
     for arrays in (steps if engines is None else steps.by_time()).batches(read):
         columns = {name: whole(array) for name, array in zip(read, arrays, strict=True)}
@@ -79,24 +79,24 @@ def replicas_of(steps: Rows) -> list[int]:
 
 
 class Instants:
-    """An instant of each request, ns, in order of time: looked up as steps pass by, in one of two ways.
+    """One instant of each request, ns, in order of time. Use either `num_until` or `take` while the steps are read.
 
-    They are held a window at a time, the next of which is found in a pass over the columns, so that memory does not
-    grow with the requests; rows tell apart what is at one instant. read: the instants of a piece's requests, and after
-    them columns that come along `[num_instants, num_requests]`.
+    One window of instants is in memory at a time. A pass over the columns finds the next window, so memory does not
+    grow with the number of requests. Equal instants are ordered by row. read: functions that return, for a piece of
+    requests, the instants and any further columns, `[num_requests]` each.
     """
 
     def __init__(self, requests: Requests, *read: Callable[[RequestColumns], IntArray]) -> None:
         self._requests, self._read = requests, read
-        # [instant, row, *what comes along; num_instants]; at first what stands before all, and is of no request
+        # [instant, row, *further columns; num_instants]; at first a sentinel before all instants, of no request
         self._window = np.full((1 + len(read), 1), np.iinfo(np.int64).min)
-        self._num_done = 1  # of the window
-        self._num_before = -1  # in earlier windows
+        self._num_done = 1  # instants of the window that `take` has returned
+        self._num_before = -1  # instants in earlier windows; -1 offsets the sentinel
         self._has_more = True
 
     def num_until(self, instants_ns: IntArray) -> IntArray:
-        """How many are at or before each of `instants_ns`, whose largest does not come down from call to call by more
-        than a window. Not to be mixed with `take`."""
+        """The number of instants at or before each of `instants_ns`. From one call to the next the largest of these may
+        not fall by more than a window. Do not use together with `take`."""
         most = int(instants_ns.max(initial=0))
         window = self._window
         found = self._num_before + np.searchsorted(window[0], instants_ns, side="right")
@@ -107,8 +107,8 @@ class Instants:
         return found
 
     def take(self, run: StepRun) -> Iterator[IntArray]:
-        """[instant, row, *what comes along; num_instants] of those up to the start of the step after these, once; with
-        the last step all that are left. In parts."""
+        """[instant, row, *further columns; num_instants] before the start of the step that follows `run`, in parts;
+        with the last step, all that are left. Each instant is returned once."""
         window = self._window
         while True:
             size = window.shape[1]
@@ -137,7 +137,8 @@ class Instants:
 
 
 def joined(halves: dict[int, int], rows: IntArray, values: IntArray) -> IntArray:
-    """The sum of each row's two values, once both are there, and 0 until then; the first of them waits in `halves`."""
+    """For each value the sum of its row's two values, if it is the second one of the row; else 0, and `halves` keeps
+    the value."""
     sums = np.zeros(rows.size, dtype=np.int64)
     for number, (row, value) in enumerate(zip(rows.tolist(), values.tolist(), strict=True)):
         first = halves.pop(row, None)

@@ -1,5 +1,4 @@
-"""Groups runs into arms: what was varied, which runs are replicates, and which real run belongs to which simulated one.
-"""
+"""Groups runs into arms: what was varied, which runs are replicates, which real run belongs to which simulated one."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
 
 def named(runs: Runs) -> dict[str, Run]:
-    """Label -> run. Labels are as given, or made of the fewest swept keys that distinguish the runs, or folder names."""
+    """Label -> run. Labels are as given, or the fewest swept keys that distinguish the runs, or the folder names."""
     if isinstance(runs, Mapping):
         return dict(runs)
     members = [runs] if isinstance(runs, Run) else list(runs.runs if isinstance(runs, Sweep) else runs)
@@ -151,7 +150,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:
-    """The pairs; if several simulated runs share a label, `by` is added to it. (Repeats of a real run keep one label.)"""
+    """The pairs; if several simulated runs share a label, `by` is added to it. (Repeats of a real run keep theirs.)"""
     by_label = grouped(pairs, lambda pair: pair.label)
     shared = {
         label
@@ -298,7 +297,7 @@ def counted(arm: Arm) -> list[Run]:
 
 
 def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
-    """(baseline's run, arm's run), each with its `repeats`, for each trace that both have; of the same seed if possible.
+    """(baseline's run, arm's run), each with its `repeats`, for each trace that both have; of one seed if possible.
     Raises RunFolderError if they share no trace."""
     ours, theirs = _by_key(arm), _by_key(baseline)
     found: list[Pairing] = []
@@ -343,7 +342,7 @@ def _took_same(one: Arm, other: Arm) -> bool:
 
 
 def num_replicates(arms: Sequence[Arm]) -> int:
-    """The smallest number of replicates that an arm shares with the first (the baseline); for one arm its own number."""
+    """The smallest number of replicates that an arm shares with the first (the baseline); for one arm, its number."""
     if len(arms) < 2:
         return len(replicates(arms[0]))
     return min(len(paired_replicates(arms[0], arm)) for arm in arms[1:])

@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def claim(self) -> str:
-        """"better" or "worse"; empty if neither is claimed."""
+        """The claimed direction: "better" or "worse"; empty if none is claimed."""
         return "" if not self.is_claim else "better" if self.gain > 0 else "worse"
 
     @property

@@ -81,7 +81,7 @@ class Effect:
 def main_effects(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
 ) -> list[Effect]:
-    """The effects of every factor and every level except the baseline's, for a design with at least two crossed factors.
+    """The effects of every factor and every level except the baseline's, if at least two factors are fully crossed.
     Empty if not every combination of levels ran, as a factor's mean would then include effects of the others."""
     if not is_full_design(arms):
         return []
@@ -144,7 +144,7 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """The metric at both levels `[num_cells, num_replicates]`; None if one is missing, or numbers of replicates differ."""
+    """The metric at both levels `[num_cells, num_replicates]`; None if one is missing, or replicate counts differ."""
     try:
         pairs = [paired_values(paired_replicates(base, arm), metric, slo) for base, arm in cells]
     except RunFolderError:

@@ -99,7 +99,7 @@ def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
 
 
 def stated(runs: Sequence[Run], name: str) -> Any:
-    """The value of `report.<name>` in the runs that have it; None if none does. Raises RunFolderError if they differ."""
+    """The value of `report.<name>` in the runs that have it; None if none does. RunFolderError if the values differ."""
     found: dict[str, Any] = {}
     for run in runs:
         value = run.flat_config.get(f"report.{name}")

@@ -1,5 +1,5 @@
-"""Why requests waited: what blocked each of them at each step, who ran meanwhile, who was preempted for whom.
+"""Why requests waited: what blocked each request at each step, which others ran, and which preempted which.
 
-`waiting` lays a run's decisions on the lives of its requests, `following` goes through one life; `frames` has both as
-pandas frames, `request` and `whole_run` as sentences.
+`waiting` relates a run's decisions to the times of all requests, `following` follows one request. `frames` returns both
+as pandas frames; `request` and `whole_run` write them as sentences.
 """

@@ -1,6 +1,6 @@
-"""A run's decisions, step by step: decisions.jsonl beside steps.parquet, line by line; neither is ever whole in memory.
+"""Reads a run's decisions step by step, from decisions.jsonl and steps.parquet; neither is ever completely in memory.
 
-Owns the reading and what is wrong with the files; knows nothing of what the decisions mean.
+Owns reading and the errors in these files; does not interpret the decisions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = ("replica", "step", "start_ns", "end_ns", "swap_ns", "num_prefill_tok
 
 @dataclass(frozen=True, slots=True)
 class DecidedStep:
-    """What a step decided; ids in the order decided. victims: how each was preempted, by id.
+    """The decisions of a step; ids are in the order decided. victims: request id -> how it was preempted.
 
     preempted_for, lost_tokens, recomputed_tokens: see `testbed.records.schema.explanation`; empty without it.
     """
@@ -46,10 +46,10 @@ class DecidedStep:
 
 
 def decided_steps(run: Run, *, explained: bool = True) -> Iterator[DecidedStep]:
-    """Every step of the run, those of several replicas mixed as they were committed.
+    """Every step of the run; steps of several replicas are mixed, in the order of the records.
 
-    explained: whether for whom somebody was preempted must be known, which record.decisions alone does not say.
-    Raises RunFolderError where the decisions are missing, say too little, or are of another run.
+    explained: the causes of preemptions are required, which record.decisions alone does not record.
+    Raises RunFolderError if the decisions are missing, incomplete, or of another run.
     """
     file = run.path / DECISIONS_FILE
     need = "run it with record.explain=true, or let `testbed explain <run> --keep <folder>` repeat it"
@@ -74,8 +74,8 @@ def decided_steps(run: Run, *, explained: bool = True) -> Iterator[DecidedStep]:
 
 
 def absences(run: Run) -> dict[str, list[tuple[int, int | None, str]]]:
-    """By request: from when until when each preemption kept it out (ns; None: it never ran again), and how it was
-    preempted, `recompute` or `swap`. Raises RunFolderError where the decisions are missing."""
+    """By request: for each preemption its start, the time when the request ran again (ns; None: never), and how it was
+    preempted, `recompute` or `swap`. Raises RunFolderError if the decisions are missing."""
     away: dict[str, tuple[int, str]] = {}
     found: dict[str, list[tuple[int, int | None, str]]] = {}
     for step in decided_steps(run, explained=False):

@@ -1,4 +1,4 @@
-"""One request step by step: what it did or waited for in each, who was before it in the queue, who held the blocks."""
+"""Follows one request step by step: its state, the cause of each wait, the queue's head, and who held KV blocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from heapq import nlargest
 from analysis.explain.decisions import DecidedStep
 from analysis.explain.waiting import IN_FLIGHT, Engine, Life
 
-NUM_NAMED = 3  # of those who ran meanwhile
+NUM_NAMED = 3  # other requests that are named
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Steps in which a request was in the same state for the same cause.
+    """Consecutive steps in which a request was in the same state for the same cause.
 
-    state: waiting, swapped, prefill, recompute, decode, or stalled: it runs and this step computes nothing of it.
-    cause: what the steps blame (waiting), `swapped_out`, `prefills` or `not_scheduled` (stalled), empty (computed).
-    ahead: while it waits, who was the head of the queue, in order; itself alone: at the head; empty: nobody came after.
+    state: waiting, swapped, prefill, recompute, decode, or stalled (it is running, but the step computes none of it).
+    cause: the steps' `blocked_by` (waiting), `swapped_out`, `prefills` or `not_scheduled` (stalled), empty (computed).
+    ahead: while it waits, the heads of the queue, in order. Only itself: it was the head. Empty: unknown, as no request
+    was admitted later.
     """
 
     first_step: int
@@ -29,15 +30,15 @@ class Stretch:
     cause: str
     ahead: tuple[str, ...] = ()
     num_steps: int = 1
-    num_tokens: int = 0  # computed of it
-    num_wanted: int = 0  # that it has, and will compute or find in the cache
+    num_tokens: int = 0  # computed for this request
+    num_wanted: int = 0  # tokens so far, which must be computed or found in the cache
     least_free_blocks: int = 0
     most_free_blocks: int = 0
-    num_other_prefill_tokens: int = 0  # computed of others' prompts
-    slowed_ns: int = 0  # of this time, the steps that had such
-    num_slowed: int = 0  # of these steps
-    holders: tuple[tuple[str, int], ...] = ()  # who held most at its end, with their KV blocks
-    takers: tuple[tuple[str, int], ...] = ()  # whose prompts got most, with their tokens
+    num_other_prefill_tokens: int = 0  # prefill tokens of other requests
+    slowed_ns: int = 0  # length of the steps that had such tokens
+    num_slowed: int = 0  # number of these steps
+    holders: tuple[tuple[str, int], ...] = ()  # the requests with the most KV blocks at its end, and these numbers
+    takers: tuple[tuple[str, int], ...] = ()  # the requests with the most tokens per step, if above 1, and these
 
     def extend(self, later: Stretch) -> None:
         self.last_step, self.end_ns, self.holders = later.last_step, later.end_ns, later.holders or self.holders
@@ -53,15 +54,15 @@ class Stretch:
 
 
 class Follower(Engine):
-    """An engine, and all that one of its requests goes through. Blocks are those that computed tokens fill."""
+    """An engine with the stretches of one of its requests. Held blocks are estimated from the computed tokens."""
 
     def __init__(self, replica: int, lives: list[Life], life: Life, block_size: int) -> None:
         super().__init__(replica, lives)
         self._life, self._block_size = life, block_size
-        self._stretches: list[Stretch] = []  # one a step
-        self._numbers: dict[int, Stretch] = {}  # those that wait, by the number of the step
-        self._held: dict[str, int] = {}  # computed tokens of everybody
-        self._away: dict[str, int] = {}  # of those swapped out
+        self._stretches: list[Stretch] = []  # one for each step
+        self._numbers: dict[int, Stretch] = {}  # the waiting ones, by index of the step
+        self._held: dict[str, int] = {}  # computed tokens of every request on the GPU
+        self._away: dict[str, int] = {}  # computed tokens of swapped-out requests
         self._most_computed = 0
 
     def take(self, step: DecidedStep) -> None:
@@ -89,7 +90,7 @@ class Follower(Engine):
             self._numbers[index].ahead = (name,)
 
     def stretches(self) -> list[Stretch]:
-        """In order of time, without gaps. Those that follow each other alike are one."""
+        """The stretches in order of time, without gaps; consecutive ones with the same state and cause are merged."""
         merged: list[Stretch] = []
         own = (self._life.request_id,)
         for one in self._stretches:

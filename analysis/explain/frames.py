@@ -1,10 +1,11 @@
-"""Why requests waited: frames over a run with record.explain=true, or that `testbed explain --keep` made of another.
+"""Why requests waited, as frames. They need a run with record.explain=true, or the copy that `testbed explain --keep`
+makes of another run.
 
-    stretches(run, request_id)   one request from its arrival to its end, without gaps: state, cause, who
-    waits(run)                   every wait of every request by cause
-    preemptions(run)             who was preempted, for whom, what it cost
+    stretches(run, request_id)   one request from its arrival to its end, without gaps: state, cause, other requests
+    waits(run)                   every wait of every request, by cause
+    preemptions(run)             every preemption: the victim, the request that needed its blocks, the cost
 
-Each takes a `Run` or its folder, and raises RunFolderError in one line.
+Each takes a `Run` or its folder, and raises RunFolderError with a message of one line.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from analysis.explain.waiting import Engine, Life, Preempted, WaitRow
 from analysis.load import Run, load_run, read_frame
 from testbed.errors import RunFolderError
 
-REQUEST_FACTS = (  # all of requests.parquet but the tokens' instants
+REQUEST_FACTS = (  # columns of requests.parquet; token instants are not needed
     "request_id", "replica", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_cached_tokens",
     "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns", "queued_ns",
     "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s",
 )  # fmt: skip
 PREEMPTED = [field.name for field in fields(Preempted) if field.name != "left"]
-_ROWS = 1 << 16  # as Python's objects at a time
+_ROWS = 1 << 16  # rows that are Python objects at a time
 Source = Run | str | os.PathLike[str]
 
 
 class Told:
-    """What one pass over a run's decisions finds. requests: REQUEST_FACTS. follower: of the request that was named."""
+    """The results of one pass over a run's decisions. requests: REQUEST_FACTS. follower: of request `request_id`."""
 
     def __init__(self, source: Source, request_id: str | None = None) -> None:
         self.run = source if isinstance(source, Run) else load_run(source)
@@ -86,18 +87,18 @@ class Told:
 def waits(source: Source) -> pd.DataFrame:
     """One row for each cause of each wait: `analysis.explain.waiting.WaitRow`. Times in ns, on the run's clock.
 
-    The `ns` of a wait's rows add up to its end_ns - start_ns; a request's waits do not overlap.
+    The `ns` of a wait's rows add up to its end_ns - start_ns. The waits of a request do not overlap.
     """
     return Told(source).waits
 
 
 def preemptions(source: Source) -> pd.DataFrame:
-    """One row a preemption, by time: `analysis.explain.waiting.Preempted`. Times in ns, on the run's clock."""
+    """One row for each preemption, by time: `analysis.explain.waiting.Preempted`. Times in ns, on the run's clock."""
     return Told(source).preemptions
 
 
 def stretches(source: Source, request_id: str) -> pd.DataFrame:
-    """One request's life, one row a stretch: `analysis.explain.following.Stretch`. They tile [queued_ns, finish_ns]."""
+    """The stretches of one request, one row each, which tile [queued_ns, finish_ns]: `...explain.following.Stretch`."""
     follower = Told(source, request_id).follower
     assert follower is not None
     return pd.DataFrame([asdict(one) for one in follower.stretches()])
@@ -111,7 +112,7 @@ def refuse_unknown(run: Run, request_id: str) -> None:
     """Raises RunFolderError, which names the nearest ids, if the run has no such request."""
     known = read_frame(run.path / "requests.parquet", ["request_id"])["request_id"].tolist()
     if request_id not in known:
-        begins = [name for name in known if str(name).startswith(request_id)]  # vLLM lengthens ids
+        begins = [name for name in known if str(name).startswith(request_id)]  # vLLM appends to ids
         near = begins[:3] or get_close_matches(request_id, known, n=3, cutoff=0.0)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RunFolderError(f"{run.path} has no request {request_id!r} among its {len(known):,}{hint}")

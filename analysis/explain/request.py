@@ -1,4 +1,4 @@
-"""One request's waits in sentences with numbers, and as a table."""
+"""Explains one request's waits in sentences with numbers, and in a table."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CAUSES = {
     "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
     "unsaid": "a reason that no step names",
 }  # fmt: skip
-REASONS = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}  # of a preemption
+REASONS = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}  # why a preemption happened
 MAX_SENTENCES, MAX_ROWS = 8, 30
-SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "finish_ns")  # at the client, and before
+SENT_FIRST, SENT_LAST = ("first_sent_ns", "first_token_ns"), ("last_sent_ns", "finish_ns")  # at client, in engine
 _WAITS = ("waiting", "swapped")
 _OF_BLOCKS = ("kv_blocks", "swapped_out", "preemption")
 
 
 def explain_request(run: Run, request_id: str) -> str:
-    """Why the request waited, in its first three lines; then its life, in sentences and as a table."""
+    """A text on why the request waited: the answer in three lines, then its history in sentences and as a table."""
     told = Told(run, request_id)
     assert told.follower is not None
     stretches = told.follower.stretches()
@@ -68,7 +68,7 @@ def _answer(
 
 
 def _place(name: str, waits: list[Stretch]) -> str:
-    """How much of it behind others in the queue, how much at its head."""
+    """How much of the waiting was behind others in the queue, and how much at its head."""
     ahead = {other for one in waits for other in one.ahead} - {name}
     at_head = sum(_ns(one) for one in waits if one.ahead == (name,))
     behind = sum(_ns(one) for one in waits if one.ahead and one.ahead != (name,))
@@ -93,7 +93,7 @@ def _preempted(preempted: list[Preempted], life: int) -> str:
 
 
 def _wait(one: Stretch, row: Any, block_size: int) -> str:
-    """One stretch of a wait: how long, when, for what, behind whom, who had it meanwhile."""
+    """One stretch of a wait: how long, when, for what, behind which request, and which requests held the resource."""
     steps = f"step {one.first_step}" if one.num_steps == 1 else f"steps {one.first_step} to {one.last_step}"
     is_head, cause = one.ahead == (row["request_id"],), CAUSES.get(one.cause, one.cause)
     text = f"{seconds(_ns(one) / 1e9)} from {_at(one.start_ns)} ({steps}) "
@@ -149,7 +149,7 @@ def _preemption(one: Preempted) -> str:
 
 
 def _whose(one: Preempted) -> str:
-    """For what it was preempted."""
+    """What the request was preempted for."""
     if one.for_request_id is None:
         return REASONS.get(one.why, "a request that its log does not name")
     return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"
@@ -198,7 +198,7 @@ def _ending(row: Any) -> str:
 
 
 def behind_ns(row: Any, sent: str, done: str) -> int:
-    """How much later than the engine had done it a token was at its client; 0 where it was not, or nobody knows."""
+    """The time between an event in the engine (`done`) and its token at the client (`sent`), ns; 0 if unknown."""
     if sent not in row or pd.isna(row[sent]) or pd.isna(row[done]) or row["finish_reason"] == "abort":
         return 0
     return max(0, int(row[sent]) - int(row[done]))

@@ -1,10 +1,10 @@
-"""Who waited for what, engine by engine: the decisions of each step laid on the lives of the requests.
+"""Which request waited for what, for each engine: the decisions of each step are related to the requests' times.
 
-A step's state lasts from its start to the start of the next one. A request waits from the boundary that first saw it,
-or from the step that preempted it, to the step that admits it (swapped out: that brings it in); one of several
-sequences waits while none of them runs. What a step blames (`blocked_by`) holds for the head of its queue, and
-everybody behind the head waits for the same; the head is whoever of those who waited was admitted next. Memory does not
-grow with the steps, but with the requests and those of their waits that have ended.
+The state of a step lasts from its start to the start of the next one. A request waits from the boundary that first saw
+it, or from the step that preempted it, to the step that admits it or swaps it in. A request of several sequences waits
+while none of them runs. The cause of a wait (`blocked_by` of the step) concerns the head of the queue, and counts for
+all requests behind it, too. The head is the waiting request that was admitted next. Memory does not grow with the
+steps, but with the requests and with the waits that have ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from analysis.explain.decisions import DecidedStep
 
-IN_FLIGHT = "step_in_flight"  # the step before was still running when it came
+IN_FLIGHT = "step_in_flight"  # a step was still running when the request arrived
 NEVER_FITS = "never_fits"
 SWAPPED_OUT = "swapped_out"
-UNSAID = "unsaid"  # nothing was blamed
+UNSAID = "unsaid"  # the step records no cause
 
 
 class Life(NamedTuple):
-    """A request in the system. finish_ns: None where it had not ended with the run."""
+    """A request's time in the system. finish_ns: None if it had not ended when the run did."""
 
     request_id: str
     queued_ns: int
@@ -33,42 +33,42 @@ class Life(NamedTuple):
 class WaitRow(NamedTuple):
     request_id: str
     replica: int
-    kind: str  # queued, recompute, swap: how it came to wait
+    kind: str  # why it had to wait: queued, or preempted by recompute or swap
     start_ns: int
     end_ns: int
     cause: str
-    ns: int  # of that time, for this cause
-    head_ns: int  # of these, at the head of the queue
+    ns: int  # the part of the wait with this cause
+    head_ns: int  # the part of `ns` at the head of the queue
 
 
 @dataclass(slots=True)
 class Preempted:
-    """One preemption. Instants are None where they did not come. cost_ns: an estimate, see `docs/explain.md`."""
+    """One preemption. An instant is None if the event did not happen. cost_ns: an estimate, see `docs/explain.md`."""
 
     request_id: str
     replica: int
     step: int
     at_ns: int
     mode: str
-    why: str  # growth, queue_order, reset, or unknown: a log of vLLM's does not say
-    for_request_id: str | None  # whose growth
+    why: str  # growth, queue_order, reset, or unknown (a log of vLLM does not state it)
+    for_request_id: str | None  # the request whose growth caused it
     lost_tokens: int
     back_ns: int | None = None
     recomputed_tokens: int = 0
-    caught_up_ns: int | None = None  # when it was where it had been
+    caught_up_ns: int | None = None  # when all lost tokens were computed again
     cost_ns: float = 0.0
-    left: int = 0  # of those to compute again
+    left: int = 0  # tokens still to compute again
 
 
 @dataclass(slots=True)
 class _Wait:
     kind: str
     since_ns: int
-    first: int = -1  # the first step that looked at it
+    first: int = -1  # index of the first step that considered it
     base: dict[str, int] = field(default_factory=dict)  # ns of each cause before that step
-    fixed: dict[str, int] = field(default_factory=dict)  # ns of causes that no step names
-    at_head: dict[str, int] = field(default_factory=dict)
-    label: str = ""  # all of it is this one cause
+    fixed: dict[str, int] = field(default_factory=dict)  # ns of causes that no step records
+    at_head: dict[str, int] = field(default_factory=dict)  # ns of each cause while at the head
+    label: str = ""  # if given, the cause of the whole wait
 
 
 class Engine:
@@ -79,17 +79,17 @@ class Engine:
         self.preempted: list[Preempted] = []
         self.waits: dict[str, _Wait] = {}
         self.last: dict[str, Preempted] = {}  # each request's latest preemption
-        self.cause = UNSAID  # of the step that lasts
-        self.start_ns = 0  # of it
-        self.index = -1  # of it
+        self.cause = UNSAID  # of the current step
+        self.start_ns = 0  # of the current step, or the instant up to which it is accounted for
+        self.index = -1  # of the current step
         self._replica = replica
         self._finish_ns = {life.request_id: life.finish_ns for life in lives}
         self._arrivals = deque(sorted((life.queued_ns, life.request_id) for life in lives))
         self._ends = deque(sorted((life.finish_ns, life.request_id) for life in lives if life.finish_ns is not None))
-        self._spent: dict[str, int] = {}  # ns of each cause before the step that lasts
+        self._spent: dict[str, int] = {}  # ns of each cause before the current step
         self._headless: list[tuple[int, str, int]] = []  # steps whose head is not known yet: index, cause, ns
-        self._behind: dict[str, Preempted] = {}  # those who have something to compute again
-        self._gone: dict[str, None] = {}  # preempted, not back yet
+        self._behind: dict[str, Preempted] = {}  # requests that have tokens to compute again
+        self._gone: dict[str, None] = {}  # requests that were preempted and have not run again
         self._end_ns = 0
 
     def take(self, step: DecidedStep) -> None:
@@ -108,7 +108,7 @@ class Engine:
         self._catch_up(step)
 
     def close(self) -> None:
-        """After the last step: whoever is still there waits until it was aborted, or the run ended."""
+        """Call after the last step: a request that still waits does so until it was aborted, or the run ended."""
         horizon = max([self._end_ns, *(ns for ns, _ in self._ends)])
         self._pass(horizon)
         self._arrive(horizon)
@@ -116,12 +116,12 @@ class Engine:
             self._end(name, max(horizon, self.waits[name].since_ns))
 
     def head(self, name: str, index: int) -> None:
-        """Told of each step as soon as it is known who was the head of its queue."""
+        """A hook for subclasses, called when it is known that request `name` was the queue's head in step `index`."""
 
     # --- time passes ---
 
     def _pass(self, now_ns: int) -> None:
-        """The step that lasts, lasts until now; whoever ended meanwhile waits no more."""
+        """Lets the current step last until `now_ns`, and ends the waits of requests that finished by then."""
         is_queue = any(wait.kind != "swap" for wait in self.waits.values())
         while self._ends and self._ends[0][0] <= now_ns:
             finish_ns, name = self._ends.popleft()
@@ -155,7 +155,7 @@ class Engine:
             former.recomputed_tokens += min(0, step.recomputed_tokens.get(name, 0))
         finish_ns = self._finish_ns.get(name)
         if finish_ns is not None and finish_ns < step.end_ns:
-            return  # it was aborted meanwhile
+            return  # it was aborted during the step
         self._behind.pop(name, None)
         lost, whose = step.lost_tokens.get(name, 0), step.preempted_for.get(name)
         why = "unknown" if name not in step.preempted_for else "queue_order" if whose is None else "growth"
@@ -187,7 +187,7 @@ class Engine:
                 self._gone.pop(name, None)
 
     def _catch_up(self, step: DecidedStep) -> None:
-        """What is computed again of what preemption took."""
+        """Accounts for tokens that are computed again after a preemption."""
         for name in step.admitted:
             if (former := self.last.get(name)) is not None and former.mode == "recompute":
                 num_tokens = max(0, step.recomputed_tokens.get(name, 0))
@@ -205,7 +205,7 @@ class Engine:
                 del self._behind[name]
 
     def _found_head(self, name: str, first: int) -> None:
-        """An admitted request was the head of all steps that it waited in, but of those that others were."""
+        """Makes an admitted request the head of all steps of its wait whose head is not known yet."""
         at_head = self.waits[name].at_head
         while first >= 0 and self._headless and self._headless[-1][0] >= first:
             index, cause, ns = self._headless.pop()
@@ -220,7 +220,7 @@ class Engine:
             self._record(name, wait, now_ns)
 
     def _record(self, name: str, wait: _Wait, now_ns: int) -> None:
-        """A row for each cause. now_ns: within the step that lasts, or at its start."""
+        """Adds a row for each cause of the wait. now_ns: its end, within the current step or at that step's start."""
         if wait.label:
             spent = {wait.label: now_ns - wait.since_ns}
         else:

@@ -1,4 +1,4 @@
-"""The waits of a whole run in sum: by cause, by preemption, and the requests that fared worst."""
+"""A summary of all waits of a run: by cause, by preemption, and the requests with the worst latencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 5
 
 
 def explain_run(run: Run) -> str:
-    """Why the run's requests waited, in its first three lines; then by cause, preemptions, and the worst requests."""
+    """A text on why the run's requests waited: the answer in three lines, then causes, preemptions, worst requests."""
     told = Told(run)
     waits, preemptions = told.waits, told.preemptions
     requests = told.requests.set_index("request_id")
@@ -27,7 +27,7 @@ def explain_run(run: Run) -> str:
     requests["wait_ns"] = waits.groupby("request_id")["ns"].sum().reindex(requests.index, fill_value=0)
     sums = waits.groupby(["request_id", "cause"], observed=True)["ns"].sum().reset_index()
     main = sums.sort_values("ns", ascending=False).drop_duplicates("request_id").set_index("request_id")["cause"]
-    requests["cause"] = main.reindex(requests.index)  # of most of its waiting
+    requests["cause"] = main.reindex(requests.index)  # the cause with the longest wait
     lost = _lost_ns(preemptions, requests["end_ns"])
     return "\n".join(
         [*_answer(requests, waits, preemptions, lost), "", *_by_cause(waits, len(requests)),
@@ -36,7 +36,7 @@ def explain_run(run: Run) -> str:
 
 
 def _lost_ns(preemptions: pd.DataFrame, end_ns: pd.Series[int]) -> pd.Series[int]:
-    """Of each preemption, until the request was where it had been, was preempted again, or ended."""
+    """The time lost by each preemption: until the request had caught up, was preempted again, or ended."""
     frame = preemptions.sort_values(["request_id", "at_ns"])
     until = frame["caught_up_ns"].fillna(frame["request_id"].map(end_ns).astype("Int64")).astype("int64")
     again = frame.groupby("request_id")["at_ns"].shift(-1)
@@ -106,7 +106,7 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
 
 
 def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
-    """Who yielded to whom, who yielded to somebody later in turn, and so on."""
+    """The longest chain of requests in which each was preempted for the next, which was itself preempted later."""
     found: dict[str, list[str]] = {}  # from each request's next preemption on
     longest: list[str] = []
     for name, whose in zip(preemptions["request_id"][::-1], preemptions["for_request_id"][::-1], strict=True):
@@ -135,7 +135,7 @@ def _worst(requests: pd.DataFrame) -> list[str]:
 
 
 def _one_line(row: Any) -> str:
-    """What a request waited for."""
+    """How long a request waited, and mostly for what."""
     wait, life, num = int(row["wait_ns"]), int(row["life_ns"]), int(row["num_preemptions"])
     if not wait:
         text = f"did not wait: {row['num_prompt_tokens']:,} prompt and {row['num_output_tokens']:,} output tokens"

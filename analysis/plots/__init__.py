@@ -1,6 +1,6 @@
 """The plots: each takes runs (or comparisons), returns its Axes or an array of them; `style.save` writes PNG and SVG.
 
-Matplotlib, which takes time, is loaded with this package; `import analysis` alone does without.
+This package imports matplotlib, which is slow; `import analysis` on its own does not.
 """
 
 from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter

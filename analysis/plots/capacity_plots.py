@@ -1,4 +1,4 @@
-"""Goodput and attainment over the request rate, one curve a policy."""
+"""Goodput and attainment over the request rate, with one curve for each policy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def rate_curves(
     shares: Collection[float],
     unit: str,
 ) -> Figure:
-    """`curves`: policy -> (rate, load), ascending, of whole runs. A vertical line is a policy's capacity, a filled
-    marker a rate that is kept at the left of it; `shares`: the attainments that are asked for, dashed."""
+    """`curves`: policy -> (rate, load) of complete runs, by ascending rate. A vertical line is a policy's capacity;
+    markers of rates up to it are filled. `shares`: the required attainments, shown as dashed lines."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.7 + style.legend_height(list(curves)))
         for index, (name, points) in enumerate(curves.items()):

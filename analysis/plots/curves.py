@@ -1,7 +1,7 @@
-"""What holds over time, as step functions: of one engine, or summed over the replicas of a fleet.
+"""Values over time as step functions, of one engine or summed over the replicas of a fleet.
 
-Owns no figure. Counts hold as `analysis.measures.occupancy` says; a replica has none before its first step and after
-its last.
+Draws no figures. Counts hold as defined in `analysis.measures.occupancy`; those of a replica are 0 before its first
+step and after its last one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from analysis.load import Run
 
-MAX_POINTS = 800  # of one curve: more cannot be seen, and make an SVG heavy
+MAX_POINTS = 800  # of one curve; more are not visible and make an SVG large
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """values[i] holds from times_s[i] until times_s[i + 1], the last one for ever; both `[num_points]`, by time."""
+    """values[i] holds from times_s[i] until times_s[i + 1], the last one forever; both `[num_points]`, by time."""
 
     times_s: FloatArray
     values: FloatArray
@@ -50,16 +50,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The steps of one engine, in order, and the intervals for which their counts hold (see occupancy.spans)."""
+    """The steps of one engine, in order, and the intervals for which their counts hold (see `occupancy.spans`)."""
 
     steps: pd.DataFrame
     start: FloatArray  # ns
     until: FloatArray
     following: FloatArray
-    ends_idle: bool  # draws the fall to 0 after the last step
+    ends_idle: bool  # whether curves fall to 0 after the last step
 
     def level(self, values: FloatArray) -> Level:
-        """values: one for each step; 0 while the engine idles."""
+        """The values, one for each step, over time; 0 while the engine is idle."""
         times = np.column_stack((self.start, self.until)).ravel() / 1e9
         after = np.where(self.until < self.following, 0.0, values)
         if self.ends_idle:
@@ -74,7 +74,7 @@ class Engine:
 
 
 def engines_of(run: Run) -> list[Engine]:
-    """The engines of a run that took steps, in the order of their numbers."""
+    """The engines of a run that took steps, by replica number."""
     parts = split(Requests.of(run.requests), run.manifest)
     engines, is_fleet = [], len(parts) > 1
     for number, requests in enumerate(parts):
@@ -87,19 +87,19 @@ def engines_of(run: Run) -> list[Engine]:
 
 
 def total(levels: Sequence[Level]) -> Level:
-    """Their sum: changes where any of them does. Exact for whole numbers."""
+    """The sum of the levels, which changes where any of them does. Exact for whole numbers."""
     if len(levels) == 1:
         return levels[0]
     times = np.concatenate([level.times_s for level in levels])
     changes = np.concatenate([np.diff(level.values, prepend=0.0) for level in levels])
     order = np.argsort(times, kind="stable")
     times, sums = times[order], np.cumsum(changes[order])
-    last = np.append(times[1:] != times[:-1], True)  # of the changes of one instant, what holds after them
+    last = np.append(times[1:] != times[:-1], True)  # of several changes at one instant, the last sum
     return Level(times[last], sums[last])
 
 
 def thin(times: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """At most about `MAX_POINTS` points that keep each bin's extremes, in time order."""
+    """At most about `MAX_POINTS` points, in time order; the extremes of each bin are kept."""
     if times.size <= MAX_POINTS:
         return times, values
     edges = np.linspace(0, times.size, MAX_POINTS // 2 + 1).astype(int)

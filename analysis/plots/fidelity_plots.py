@@ -1,4 +1,5 @@
-"""Figures of `testbed fidelity`: signed errors with the engine's own spread, requests on both sides, predictors."""
+"""Figures of `testbed fidelity`: signed errors with the engine's spread, simulated over measured requests, predictors.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from analysis.plots import style
 Panel = tuple[pd.DataFrame, Mapping[str, float], pd.DataFrame]  # error_table, noise, matched requests
 _SCATTERED = {"ttft_s": "TTFT", "e2e_s": "E2E"}
 _COMPARED = ("e2e_mean", "ttft_mean", "itl_mean")
-_LARGE = 100.0  # %: a bar that is longer is cut there, with its number
-_LABEL, _MAX_LINES, _LINE_IN = 28, 4, 0.13  # a row's label: characters of a line, lines, inches of each
+_LARGE = 100.0  # %: longer bars are cut at this length and labelled with their value
+_LABEL, _MAX_LINES, _LINE_IN = 28, 4, 0.13  # a row's label: characters of a line, number of lines, inches of a line
 
 
 def fidelity_figure(loads: Mapping[str, Panel], name_of: Callable[[str], str]) -> Figure:
-    """Left: each metric's signed error by load, the spread of repeats behind it. Right: TTFT and E2E of each request,
-    simulated over measured; dashed lines at +-10 %."""
+    """Left: the signed error of each metric by load, with the spread of repeats in grey. Right: TTFT and E2E of each
+    request, simulated over measured, with dashed lines at +-10 %."""
     with style.styled():
         figure = Figure(figsize=(style.WIDTH_IN, 5.2 + style.legend_height(list(loads))), layout="constrained")
         cells = figure.add_gridspec(2, 2, width_ratios=[1.25, 1.0])
@@ -74,9 +75,9 @@ def study_figure(
     predictors: Mapping[str, Mapping[str, float]],
     names: Mapping[str, str],
 ) -> Figure:
-    """Left: of each run (ours, measured) the signed errors of the means. Right: each predictor's mean absolute
-    percentage error; a bar beyond 100 % is cut, and says so beside its number. Long labels are broken into lines, and
-    the figure is as tall as its rows need."""
+    """Left: the signed errors of the means of each run, given as (simulated, measured). Right: each predictor's mean
+    absolute percentage error; bars beyond 100 % are cut and labelled "cut" with their value. Long labels are wrapped,
+    and the height of the figure depends on its rows."""
     left_labels = [_wrapped(name.lstrip("0123456789-") or name, hyphens=True) for name in runs]
     right_labels = [_wrapped(name) for name in predictors]
     with style.styled():
@@ -102,14 +103,14 @@ def _signed(axes: Axes, runs: Sequence[tuple[Mapping[str, float], Mapping[str, f
 
 
 def _height(labels: Sequence[str]) -> float:
-    """Inches of rows with these labels, all as tall as the tallest needs."""
+    """The height, in inches, of rows with these labels; every row is as high as the highest label needs."""
     most = max((label.count("\n") + 1 for label in labels), default=1)
     return max(0.36, 0.1 + _LINE_IN * most) * len(labels)
 
 
 def _wrapped(label: str, *, hyphens: bool = False) -> str:
-    """Broken at spaces (or hyphens) into a few lines, each cut where it is too long; the last word is kept."""
-    text = label.replace("-", "- ") if hyphens else label  # textwrap breaks no hyphen beside a digit
+    """The label wrapped at spaces (or hyphens) into a few lines. Long lines are cut; the last word is kept."""
+    text = label.replace("-", "- ") if hyphens else label  # textwrap does not break at a hyphen next to a digit
     lines = textwrap.wrap(text, _LABEL, break_long_words=False, break_on_hyphens=False)
     if hyphens:
         lines = [line.replace("- ", "-") for line in lines]

@@ -1,4 +1,4 @@
-"""Where the time of a run went, by operator: a table and a figure from a run folder's operators.json."""
+"""The time of a run by operator: a table and a figure from operators.json in the run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_operators(folder: Path) -> dict[str, Any]:
 
 
 def _is_whole(document: dict[str, Any]) -> bool:
-    """Whether it counts steps and sums ns. Of all parts, `link` alone may be below 0."""
+    """Whether the document has counts of steps and sums in ns. Only the part `link` may be below 0."""
     count = whole(0, MAX_SUM)
     try:
         phases = document["phases"]
@@ -48,7 +48,7 @@ def _is_whole(document: dict[str, Any]) -> bool:
 
 
 def operator_table(document: Mapping[str, Any]) -> pd.DataFrame:
-    """One row an operator, most time first: ns in each phase and in all, and its share of all. int64 ns."""
+    """One row for each operator, the longest time first: int64 ns in each phase and in total, and its share."""
     phases = document["phases"]
     names = list(dict.fromkeys(name for phase in phases.values() for name in phase["ns"]))
     by_phase = {phase: [phases.get(phase, {"ns": {}})["ns"].get(name, 0) for name in names] for phase in PHASES}
@@ -60,7 +60,7 @@ def operator_table(document: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def format_operators(document: Mapping[str, Any]) -> str:
-    """The table as text, in seconds, with what no part covers."""
+    """The table as text, in seconds, with the step time that no part covers."""
     frame, phases = operator_table(document), document["phases"]
     used = [phase for phase in PHASES if phase in phases]
     lines = [" ".join([f"{document['parts'].removesuffix('s'):<18}", *(f"{phase + ' s':>12}" for phase in used),
@@ -84,7 +84,8 @@ def _line(name: str, cells: list[int], total: int, share: float | None) -> str:
 
 
 def operator_bars(document: Mapping[str, Any]) -> Figure:
-    """Horizontal bars, one an operator, most time on top; a colour and a hatch for each phase. Shares above 0.05 %."""
+    """Horizontal bars, one for each operator with a share above 0.05 %, the longest on top. Each phase has a colour and
+    a hatch."""
     frame = operator_table(document)
     frame = frame[frame["share"] > 5e-4].iloc[::-1]
     whole = max(1, int(operator_table(document)["total"].sum()))

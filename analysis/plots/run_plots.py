@@ -1,4 +1,4 @@
-"""Plots of what happened inside a run: what its steps were made of, the lives of its requests, who was preempted."""
+"""Plots of one run: the composition of its steps, its requests over time, and which requests were preempted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
 from testbed.records.schema import COMPLETED
 
-_NAMED_ROWS = 60  # of a Gantt chart: more are too narrow for their names
+_NAMED_ROWS = 60  # of a Gantt chart; with more, rows are too narrow for names
 _KINDS: dict[str, dict[str, Any]] = {
     "decode": {"facecolor": style.BLUE, "linewidth": 0},
     "prefill": {"facecolor": style.ORANGE, "linewidth": 0},
@@ -45,10 +45,11 @@ def batch_composition(runs: Run, *, ax: Axes | None = None) -> Axes: ...
 @overload
 def batch_composition(runs: Several) -> AxesArray: ...
 def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray:
-    """Decode and prefill tokens of a step over time, stacked; of replicas, the sums of the steps that run at once.
+    """Decode and prefill tokens of the steps over time, stacked; for replicas, sums of the steps that run concurrently.
 
-    One run's Axes, or of several runs an array of them, one above the other on the same scales. Of a run with very many
-    steps the mean over short intervals is drawn, and the label says so: extremes of a stack would add up to no step.
+    Returns the Axes of one run, or an array of Axes for several runs, one above the other on the same scales. If a run
+    has very many steps, means over short intervals are drawn, which the label states: the extremes of both kinds could
+    come from different steps, so that their stack would be no step.
     """
     each = runs_of(runs, MAX_RUNS if ax is None else 1)
     with style.styled():
@@ -66,7 +67,7 @@ def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray
 
 
 def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
-    """Returns how far it goes to the right and up."""
+    """Draws a run; returns the largest x and y."""
     if not (engines := engines_of(run)):
         style.say_empty(axes, "no steps recorded")
         return 1.0, 1.0
@@ -87,7 +88,7 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
         axes.fill_between(edges, low, high, step="post", **_KINDS[kind])
         low = high
     decodes = np.append(levels["decode"].mean_between(edges), np.nan)
-    axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # else a few are too thin to see
+    axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # else narrow areas are invisible
     axes.set_ylabel(of)
     return float(edges[-1]), float(high.max())
 
@@ -101,12 +102,12 @@ def gantt(
     request_ids: Sequence[str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The lives of requests, one row each by arrival: queued, prefill, decode; and out of the batch after a preemption.
+    """The phases of requests, one row each by arrival: queued, prefill, decode, and preempted (out of the batch).
 
-    source: a run or a frame of requests. Drawn are those that are in the system at some time within [from_s, to_s), the
-    first `max_rows` of them, and the title says of how many; or those of `request_ids`. When a preemption came is known
-    of a run with record.decisions=true; of others the number of preemptions stands beside a request's name. What is
-    computed again after one is drawn as the phase that it interrupted.
+    source: a run or a frame of requests. Drawn are the first `max_rows` requests that are in the system at some time
+    within [from_s, to_s), optionally only those of `request_ids`; if there are more, the title states how many. The
+    times of preemptions are known only for a run with record.decisions=true; for others the number of preemptions is
+    next to a request's name. Recomputation is drawn as the phase that the preemption interrupted.
     """
     require(source, Run, pd.DataFrame)
     requests = source.requests if isinstance(source, Run) else source
@@ -137,7 +138,7 @@ def gantt(
 
 
 def _lives(requests: pd.DataFrame, end_s: float) -> pd.DataFrame:
-    """The requests' instants in seconds, NaN for one that did not come; end_s: until the run's end if it has none."""
+    """The requests' instants in seconds, NaN if an event did not happen; unfinished requests end with the run."""
     names = ("arrival", "first_scheduled", "first_token", "finish")
     times = {f"{name}_s": numbers(requests, f"{name}_ns") / 1e9 for name in names}
     finish_s = times.pop("finish_s")
@@ -151,11 +152,11 @@ def _lives(requests: pd.DataFrame, end_s: float) -> pd.DataFrame:
 def _draw_phases(
     axes: Axes, rows: pd.DataFrame, away: Mapping[str, Sequence[tuple[int, int | None, str]]]
 ) -> dict[str, Any]:
-    """The handles of the phases that occur."""
+    """Draws the phases; returns the legend handles of those that occur."""
     places = np.arange(len(rows), dtype=np.float64)
     started = rows["first_scheduled_s"].fillna(rows["end_s"]).to_numpy()
     token = rows["first_token_s"].fillna(rows["end_s"]).to_numpy()
-    bars = {  # of each phase [row, from when, until when in seconds; num_bars]
+    bars = {  # phase -> [row, start s, end s; num_bars]
         "queued": np.stack((places, rows["arrival_s"], started)),
         "prefill": np.stack((places, started, np.maximum(token, started))),
         "decode": np.stack((places, np.maximum(token, started), rows["end_s"])),
@@ -182,7 +183,7 @@ def _draw_phases(
 
 
 def _draw_ends(axes: Axes, rows: pd.DataFrame) -> dict[str, Any]:
-    """Marks at the ends of those that did not finish; their handles."""
+    """Draws marks at the ends of requests that did not finish; returns the legend handles."""
     handles = {}
     for ending, look in _ENDS.items():
         those = rows.index[rows["ending"] == ending]
@@ -218,12 +219,12 @@ _TIMES: dict[str, dict[str, Any]] = {
 def preemption_scatter(
     source: Run | Sweep | pd.DataFrame, *, x: str = "num_output_tokens", ax: Axes | None = None
 ) -> Axes:
-    """Who was preempted, and what it cost them: each request's time from first admission to end over its length.
+    """Which requests were preempted, and at what cost: time from first admission to end over the request's length.
 
-    Undisturbed requests lie along a line, whose slope is the time of a step; how far one lies above it is what being
-    preempted cost it. The wait before the first admission, which no preemption causes, is left out. x: another column
-    of lengths, such as num_prompt_tokens, shows whom the victim policy picks. When they came is on `gantt` and
-    `plots.timeline`. Only those that finished.
+    Requests without preemptions lie along a line, whose slope is the step time; the distance above it is the cost of
+    the preemptions. The wait before the first admission, which no preemption causes, is left out. x: another column of
+    lengths; num_prompt_tokens, for example, shows which requests the victim policy selects. `gantt` and
+    `plots.timeline` show when preemptions happened. Only finished requests are drawn.
     """
     require(source, Run, Sweep, pd.DataFrame)
     requests = source if isinstance(source, pd.DataFrame) else source.requests

@@ -1,4 +1,4 @@
-"""What plots are given: what is none of it is refused by its type, as a frame's contents would fill a screen."""
+"""Checks the arguments of plots. An error names only the type of a wrong one, as a frame's content would be long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from analysis.comparison.arms import Runs, named
 from analysis.load import Run, Sweep
 from testbed.errors import ConfigError
 
-MAX_RUNS = 6  # beside each other
+MAX_RUNS = 6  # in one figure
 _WORDS = {
     Run: "a Run (of a Sweep: one of its runs)",
     Sweep: "a Sweep",
@@ -21,14 +21,14 @@ _WORDS = {
 
 
 def require(source: object, *wanted: type) -> None:
-    """Raises ConfigError for what is of none of these types."""
+    """Raises ConfigError unless `source` is of one of these types."""
     if not isinstance(source, wanted) or isinstance(source, str):
         choices = [_WORDS[kind] for kind in wanted]
         raise ConfigError(f"a plot is given a {type(source).__name__}; this one takes {' or '.join(choices)}")
 
 
 def runs_of(runs: Runs, most: int | None = None) -> dict[str, Run]:
-    """Label -> run. Raises ConfigError for what is no runs, and for more than `most`."""
+    """Label -> run. Raises ConfigError if these are not runs, or more than `most`."""
     require(runs, Run, Sweep, Sequence, Mapping)
     for run in runs.values() if isinstance(runs, Mapping) else runs if isinstance(runs, Sequence) else ():
         require(run, Run)

@@ -1,8 +1,8 @@
-"""The plots that reports have; each takes runs, or comparisons.
+"""The plots of reports; each takes runs, or comparisons.
 
 Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
-Nothing to draw (no request finished, no decode, one request) draws an empty panel that says so, without a warning.
-is_narrow: for a phone, the panels one below the other.
+Without data (no request finished, no decode, one request) a panel is empty and states that, without a warning.
+is_narrow: for a phone, with the panels one below the other.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from analysis.reading.frames import numbers
 from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
 
-_PAGE = 84  # letters of a title that fit a page's width
+_PAGE = 84  # characters of a title that fit a page's width
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
 def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
-    """Distribution functions of TTFT, TPOT and E2E, one curve a run; with censored requests Kaplan-Meier's.
+    """Distribution functions of TTFT, TPOT and E2E, one curve for each run; Kaplan-Meier's if requests are censored.
 
-    A curve that ends below 1 has requests that were not finished (or not started) when the run ended.
-    Axes `[3]`.
+    If a curve ends below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
     """
     runs = runs_of(runs)
     with style.styled():
@@ -58,7 +57,7 @@ def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
 
 
 def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
-    """(observed, censored) seconds of one latency of one run, as `summary.summarise` censors them."""
+    """(observed, censored) values of one latency of one run, in seconds, censored as by `summary.summarise`."""
     requests, end_ns = RequestColumns.of(run.requests), run_end_ns(run.requests, run.steps)
     sent = requests.where(requests.whole("arrival_ns") <= end_ns)
     observed, censored = samples_of(sent, end_ns)[0][name]
@@ -85,11 +84,11 @@ def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], 
 
 
 def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: bool = False) -> AxesArray:
-    """P99 TTFT and P99 TPOT over the completed requests/s, one curve an arm, one point a load.
+    """P99 TTFT and P99 TPOT over the completed requests/s, with a curve for each arm and a point for each load.
 
-    Runs of one load (equal `trace.*` settings but the seed, and what `report.replicates` names) are replicates: a point
-    is their mean, its bar spans them.
-    A triangle at the top edge is a load at which the quantile was not reached in some replicate. Axes `[2]`.
+    Runs of one load (equal `trace.*` settings except seeds and the keys in `report.replicates`) are replicates: a point
+    is their mean, and its bar spans them. A triangle at the top edge is a load at which some replicate did not reach
+    the quantile. Returns Axes `[2]`.
     """
     require(arms, Sweep, Mapping)
     if isinstance(arms, Sweep):
@@ -115,8 +114,8 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: 
 
 
 def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a load, by offered rate: rate, values of the P99 over replicates and their mean (None: not reached).
-    loads: the settings that make one load another."""
+    """One dict for each load, by offered rate: rate, P99 of each replicate and their mean (None: not reached).
+    loads: the settings that distinguish loads."""
     points = []
     for replicates in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in loads])).values():
         rate = float(np.mean([run.summary["throughput"]["requests_per_s"] or 0.0 for run in replicates]))
@@ -142,10 +141,11 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
 
 
 def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
-    """KV usage and queue over time, one column a run, few of them; ticks on top of the queue are steps that preempted.
+    """KV usage and queue over time, one column for each of at most MAX_RUNS runs. Ticks at the top edge of the lower
+    panel are steps that preempted.
 
-    Of several replicas: their queues summed up, the mean of their KV usage, and a band from the least to the most used.
-    Axes `[2, num_runs]`.
+    For several replicas: the sum of their queues, the mean of their KV usage, and a band from the lowest to the highest
+    usage. Returns Axes `[2, num_runs]`.
     """
     runs = runs_of(runs, MAX_RUNS)
     with style.styled():
@@ -195,12 +195,12 @@ def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engin
     last_s = max(float(engine.until[-1]) for engine in engines) / 1e9
     marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(last_s, 1.0))))))
     edge = lower.get_xaxis_transform()
-    if marks.size:  # an empty, unclipped line has no extent, which the layout takes for an infinite one
+    if marks.size:  # the layout treats the missing extent of an empty, unclipped line as infinite
         lower.plot(marks, [1.0] * marks.size, "|", transform=edge, color=style.BLACK, markersize=7, clip_on=False)
 
 
 def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
-    """The share of blocks in use: one engine's, filled; of a fleet the mean, in a band from the least to the most."""
+    """Draws the share of blocks in use: of one engine, filled; of a fleet the mean, in a band from lowest to highest."""
     num, num_blocks = num_replicas(run), run.manifest.get("num_gpu_blocks")
     if not num_blocks:
         style.say_empty(axes, "size of the pool unknown")
@@ -212,7 +212,7 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
     low: FloatArray | float = 0.0
     high = y
     if num > 1:
-        idle = [np.zeros(x.size)] * (num - len(levels))  # some may have done nothing
+        idle = [np.zeros(x.size)] * (num - len(levels))  # replicas without any step
         each = [*(level.at(x) for level in levels), *idle]
         low, high = np.min(each, axis=0), np.max(each, axis=0)
     axes.fill_between(x, low, high, step="post", **_BAND)
@@ -220,10 +220,10 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
 
 
 def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> AxesArray:
-    """Relative change to the baseline, in percent, of shares their difference in points; one panel a metric, one bar an
-    arm, with intervals. A change to or from 0, which has no percentage, is written out. A panel is at least _LEAST
-    wide; one with an arm far off goes by the ratio's logarithm, so that half as much and twice as much are as long, and
-    says so. is_narrow: with the arms' names above the bars. Axes `[num_metrics]`.
+    """The relative change from the baseline in percent (for shares the difference in points), with intervals: one panel
+    for each metric, one bar for each arm. A change to or from 0, which has no percentage, is written as text. An axis
+    extends at least _LEAST to both sides. If an arm is far off, the axis is logarithmic in the ratio, and labelled so:
+    half as much and twice as much are equally long. is_narrow: arm names above the bars. Returns Axes `[num_metrics]`.
     """
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     with style.styled():
@@ -250,8 +250,8 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
 
 _FAR = 250.0  # percent
 _NAME = 56  # characters that fit on a phone
-_LEAST = 2.0  # percent or points, to each side of 0: else noise would look like an effect
-_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, beside 0
+_LEAST = 2.0  # percent or points, on each side of 0: else noise would look like an effect
+_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, in addition to 0
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
@@ -270,7 +270,7 @@ def _kind(row: Comparison) -> str:
 
 
 def _drawn(row: Comparison) -> tuple[float, float, float] | None:
-    """A bar and its interval's ends, in percent or points; None where there is no change, or it is in another unit."""
+    """A bar and the ends of its interval, in percent or points; None if there is no change, or in another unit."""
     estimate = row.estimate
     if estimate is None or (estimate.scale == "difference" and not row.metric.is_share):
         return None
@@ -304,8 +304,8 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], height: float = 0.62)
     axes.margins(x=0.08)
     low, high = axes.get_xlim()
     if any(row.metric.is_share for row in rows.values()):
-        low, high = max(low, -100.0), min(high, 100.0)  # of an interval that ends beyond them
-    if high > _FAR:  # one arm far off would leave the others no length
+        low, high = max(low, -100.0), min(high, 100.0)  # intervals may end beyond these
+    if high > _FAR:  # else the other bars would have no visible length
         _go_by_ratio(axes, high)
         return
     low, high = min(low, -_LEAST), max(high, _LEAST)
@@ -314,7 +314,7 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], height: float = 0.62)
 
 
 def _go_by_ratio(axes: Axes, high: float) -> None:
-    """Percent over an axis of logarithms of the ratio; high: the end of the axis."""
+    """Makes the axis logarithmic in the ratio, with ticks in percent; high: the end of the axis."""
     low = max(axes.dataLim.x0, -99.9)
     ends = [np.log1p(end / 100.0) for end in (min(low, -5.0), high)]
     room = 0.05 * (ends[1] - ends[0])
@@ -323,7 +323,7 @@ def _go_by_ratio(axes: Axes, high: float) -> None:
     )
     axes.set_xlim(*(100.0 * np.expm1([ends[0] - room, ends[1] + room])))
     ticks = [0.0]
-    for tick in _RATIO_TICKS:  # the outermost first, as many as do not touch
+    for tick in _RATIO_TICKS:  # the outermost first, as long as they do not touch
         place = np.log1p(tick / 100.0)
         if ends[0] <= place <= ends[1] and all(abs(place - np.log1p(one / 100.0)) > 7.0 * room for one in ticks):
             ticks.append(tick)
@@ -332,7 +332,7 @@ def _go_by_ratio(axes: Axes, high: float) -> None:
 
 
 def _signed(percent: float) -> str:
-    """With a sign, and thousands as k: +900, −50."""
+    """A percentage with a sign, and thousands as k: +900, −50."""
     if percent == 0.0:
         return "0"
     size = f"{abs(percent):.0f}" if abs(percent) < 1e4 else f"{abs(percent) / 1e3:.0f}k"
@@ -340,10 +340,10 @@ def _signed(percent: float) -> str:
 
 
 def sim_versus_real(matched: Mapping[str, pd.DataFrame], *, is_narrow: bool = False) -> AxesArray:
-    """Each request's simulated latency over its real one (above) and their ratio (below), per latency.
+    """The simulated over the real latency of each request (above) and their ratio (below), for each latency.
 
-    `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the line the
-    simulator is exact; the dashed lines are +-10 %. Axes `[2, 3]`.
+    `matched`: label -> `fidelity.match_requests` (columns sim_<latency>, real_<latency>, seconds). On the solid line
+    the simulator is exact; dashed lines are +-10 %. Returns Axes `[2, 3]`.
     """
     with style.styled():
         height_in = style.height(4.0, 3, list(matched), is_narrow=is_narrow)

@@ -1,7 +1,7 @@
-"""The one look of every figure: readable in print, in grey, and by the colour-blind.
+"""The style of all figures: readable in print, in greyscale, and by the colour-blind.
 
-Colours are Okabe and Ito's (2008); every series also has its own line style and marker. Only where pyplot is
-interactive, as in a notebook, are figures made by it, so that the cell shows them; rcParams stay as they are.
+Colours are Okabe and Ito's (2008); every series also has its own line style and marker. If pyplot is interactive, as in
+a notebook, it creates the figures, so that the cell shows them. The global rcParams are not changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#8A8A8A"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-WIDTH_IN = 7.2  # a page's text width
-PHONE_IN = 3.6  # a phone's: held upright, text is as large as on a page
+WIDTH_IN = 7.2  # text width of a page
+PHONE_IN = 3.6  # width of an upright phone, at which text is as large as on a page
 
 STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -67,7 +67,7 @@ STYLE: dict[str, Any] = {
 
 
 def styled() -> Any:
-    """A context in which this style holds; the global rcParams are as before after it."""
+    """A context in which this style holds; it restores the global rcParams at its end."""
     return mpl.rc_context(cast(Any, STYLE))
 
 
@@ -75,11 +75,11 @@ def grid(
     num_rows: int, num_columns: int, height_in: float, *, is_narrow: bool = False,
     height_ratios: Sequence[float] | None = None, **options: Any,
 ) -> tuple[Figure, AxesArray]:  # fmt: skip
-    """A figure with axes `[num_rows, num_columns]`, of a page's width; is_narrow: of a phone's, each column below the
-    one before it. Call inside `styled()`."""
+    """A figure of a page's width with axes `[num_rows, num_columns]`. is_narrow: of a phone's width, with each column
+    below the one before. Call it inside `styled()`."""
     size: dict[str, Any] = {"figsize": (PHONE_IN if is_narrow else WIDTH_IN, height_in), "layout": "constrained"}
     if mpl.is_interactive():
-        from matplotlib import pyplot  # slow to import, and there already
+        from matplotlib import pyplot  # slow to import, but already loaded
 
         figure = pyplot.figure(**size)
     else:
@@ -98,14 +98,14 @@ def grid(
 
 
 def height(panels_in: float, num_columns: int, labels: Sequence[str], *, is_narrow: bool) -> float:
-    """Inches of a figure whose axes take `panels_in` on a page, and of these labels below them."""
+    """The height, in inches, of a figure whose axes take `panels_in` on a page, with a legend of these labels below."""
     if is_narrow:
         return 0.8 * panels_in * num_columns + legend_height(labels, PHONE_IN)
     return panels_in + legend_height(labels)
 
 
 def only_axes(ax: Axes | None, height_in: float) -> Axes:
-    """`ax`, or the axes of a figure of its own, of a page's width. Call inside `styled()`."""
+    """`ax`, or the axes of a new figure of a page's width. Call it inside `styled()`."""
     if ax is not None:
         return ax
     _, ((axes,),) = grid(1, 1, height_in)
@@ -113,7 +113,7 @@ def only_axes(ax: Axes | None, height_in: float) -> Axes:
 
 
 def series_style(index: int) -> dict[str, Any]:
-    """Colour and line style of the index-th series; 35 combinations before they repeat."""
+    """Colour and line style of the index-th series; there are 35 combinations before they repeat."""
     turn = (index + index // len(COLOURS)) % len(LINES)
     return {"color": colour(index), "linestyle": LINES[turn]}
 
@@ -131,8 +131,8 @@ def marker(index: int) -> str:
 
 
 def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:
-    """Writes the figure of what a plot returned to `<stem>.png` and `<stem>.svg`, byte for byte the same each time;
-    returns both paths."""
+    """Writes the figure, given by itself or by the axes that a plot returned, to `<stem>.png` and `<stem>.svg`. The
+    files are reproducible byte for byte. Returns both paths."""
     stem = Path(stem)
     figure = drawn if isinstance(drawn, Figure) else figure_of(drawn)
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
     layout = figure.get_layout_engine()
     with styled():
         figure.savefig(png, metadata={"Software": None})
-        figure.set_layout_engine("none")  # it is laid out: that is a third of what a file takes
+        figure.set_layout_engine("none")  # already laid out; doing it again takes a third of the time
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
         figure.set_layout_engine(layout)
     return png, svg
@@ -152,13 +152,13 @@ def figure_of(drawn: Axes | AxesArray) -> Figure:
 
 
 def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """One legend under all axes, where it covers no data; as many columns as fit."""
+    """Adds one legend below all axes, where it covers no data, with as many columns as fit."""
     if labels:
         figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels, figure.get_figwidth()))
 
 
 def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """The legend of one of perhaps several axes of a figure: under its label, where it covers no data."""
+    """Adds the legend of one axes below its label, where it covers no data; the figure may have other axes."""
     if labels:
         below = axes.transAxes + ScaledTranslation(0, -0.46, figure_of(axes).dpi_scale_trans)
         width_in = axes.get_position().width * figure_of(axes).get_figwidth()
@@ -167,7 +167,7 @@ def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> N
 
 
 def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
-    """Inches that `legend_below` will take; of a width of 0.77 pages, that `legend_under` will."""
+    """The height of `legend_below`, in inches; with 0.77 of a page's width, that of `legend_under`."""
     return 0.17 * math.ceil(len(labels) / _columns(labels, width_in)) + 0.1 if labels else 0.0
 
 
@@ -181,7 +181,7 @@ def line_handle(**style: Any) -> Line2D:
 
 
 def marker_handles(num: int) -> list[Line2D]:
-    """Of so many series of points."""
+    """Legend handles for `num` series of points."""
     return [line_handle(**point_style(index)) for index in range(num)]
 
 
@@ -192,7 +192,7 @@ def time_unit(seconds: FloatArray) -> tuple[float, str]:
 
 
 def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
-    """A log scale with plain numbers, where all values are positive and span more than `ratio`; says whether."""
+    """Sets a log scale with plain numbers if all values are positive and span more than `ratio`; returns whether."""
     known = values[~np.isnan(values)]
     wide = bool(known.size and known.min() > 0 and known.max() / known.min() > ratio)
     if wide:
@@ -201,7 +201,7 @@ def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
 
 
 def set_log(axis: Axis, low: float, high: float) -> None:
-    """A log scale whose ticks read 1, 10, 100, with 3, or 2 and 5, or more over shorter spans: few enough to read."""
+    """Sets a log scale with ticks at 1, 10, 100, and also at 3, or 2 and 5, or more, if the span is short."""
     set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
     set_scale("log")
     decades = math.log10(high / low) if high > low > 0 else 1.0

@@ -1,7 +1,7 @@
-"""Plots over the runs of a sweep: what trades off against what, and one number over two swept keys.
+"""Plots over the runs of a sweep: the trade-off between two metrics, and one metric over two swept keys.
 
-Each takes a `Sweep`, or its `frame` or a part of it: the swept keys stand before `summary_version`, the summary's
-numbers after it. Runs that differ only in their seeds are one point, their mean.
+Each takes a `Sweep`, or its `frame` or a part of that: the swept keys are the columns before `summary_version`, the
+summary's numbers those after it. Runs that differ only in their seeds are one point, at their mean.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _NOT_REACHED: dict[str, Any] = {"facecolor": "white", "edgecolor": style.GREY, "
 
 @dataclass(frozen=True)
 class _Point:
-    """The runs of one configuration: their values of each metric, NaN where one was not reached."""
+    """The runs of one configuration, with their values of each metric; NaN if a run did not reach it."""
 
     levels: dict[str, Any]
     values: dict[str, FloatArray]
 
     def mean(self, path: str) -> float:
-        """NaN where one of them did not reach it."""
+        """The mean over the runs; NaN if a run did not reach the metric."""
         return float(np.mean(self.values[path]))
 
 
 def _points(
     source: Run | Sweep | pd.DataFrame, paths: Sequence[str], replicates: Sequence[str]
 ) -> tuple[list[_Point], list[str]]:
-    """The points, and the fewest keys that tell them apart. ConfigError for a path that the frame does not have."""
+    """The points, and the fewest keys that distinguish them. Raises ConfigError for a path that the frame lacks."""
     require(source, Run, Sweep, pd.DataFrame)
     frame = source if isinstance(source, pd.DataFrame) else source.frame
     names = [str(name) for name in frame.columns]
@@ -77,11 +77,12 @@ def pareto(
     replicates: Sequence[str] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Two metrics of each configuration, and the front: those of which no other is better in one and not worse in both.
+    """Two metrics of each configuration, and the Pareto front: the configurations that no other one dominates, that is,
+    none is better in one metric and at least as good in the other.
 
-    x, y: columns of the frame. better: +1 where more of a column is better, -1 where less is; known of the metrics that
-    reports have. replicates: keys beside seeds of whose values the mean is taken; whiskers span them. A configuration
-    of which a replicate does not reach a metric is left out, and the title says how many are.
+    x, y: columns of the frame. better: column -> +1 if more is better, -1 if less is; needed only for metrics that
+    reports do not have. replicates: keys in addition to seeds over whose values the mean is taken; whiskers span them.
+    A configuration with a replicate that does not reach a metric is left out; the title states how many are.
     """
     points, keys = _points(source, (x, y), replicates)
     metrics = {path: metric_of(path) for path in (x, y)}
@@ -117,7 +118,7 @@ def pareto(
 
 
 def _front(costs: FloatArray) -> list[int]:
-    """Those that no other beats, by the first of `costs` `[num_points, 2]`, of both of which less is better."""
+    """The indices of the points that no other dominates, by the first cost. costs: `[num_points, 2]`, less is better."""
     front: list[int] = []
     for place in np.lexsort((costs[:, 1], costs[:, 0])).tolist():
         if not front or costs[place, 1] < costs[front[-1], 1]:
@@ -126,7 +127,7 @@ def _front(costs: FloatArray) -> list[int]:
 
 
 def _corners(front: FloatArray, *, is_more_better: bool) -> FloatArray:
-    """The line around what the front `[num_points, 2]`, by its x, dominates."""
+    """The border of the area that the front dominates. front: `[num_points, 2]`, ordered by x."""
     path = [front[:1]]
     for left, right in pairwise(front):
         path.append(np.array([[left[0], right[1]] if is_more_better else [right[0], left[1]], right]))
@@ -134,7 +135,7 @@ def _corners(front: FloatArray, *, is_more_better: bool) -> FloatArray:
 
 
 def _scale(metric: Metric, values: FloatArray) -> tuple[float, str]:
-    """By what values are multiplied for the eye, and the metric's name with its unit then."""
+    """The factor by which values are multiplied in the plot, and the metric's name with the resulting unit."""
     if metric.write is fmt.seconds:
         factor, unit = style.time_unit(values)
     else:
@@ -144,7 +145,7 @@ def _scale(metric: Metric, values: FloatArray) -> tuple[float, str]:
 
 
 def _name_axis(axis: Axis, metric: Metric, sign: int, values: FloatArray) -> float:
-    """Returns by what the values are multiplied."""
+    """Labels and scales the axis; returns the factor by which its values are multiplied."""
     factor, name = _scale(metric, values)
     axis.set_label_text(f"{name}, {'more' if sign > 0 else 'less'} is better")
     style.log_if_wide(axis, values * factor)
@@ -152,7 +153,7 @@ def _name_axis(axis: Axis, metric: Metric, sign: int, values: FloatArray) -> flo
 
 
 def _draw_points(axes: Axes, points: Sequence[_Point], paths: tuple[str, str], factors: Sequence[float]) -> None:
-    """All of them faintly, with whiskers over their replicates."""
+    """Draws all points in light grey, with whiskers over their replicates."""
     for point in points:
         x, y = (point.values[path] * factor for path, factor in zip(paths, factors, strict=True))
         look: dict[str, Any] = {"color": "#BDBDBD", "linewidth": 0.7}
@@ -162,11 +163,11 @@ def _draw_points(axes: Axes, points: Sequence[_Point], paths: tuple[str, str], f
 
 
 def _number(axes: Axes, values: FloatArray, front: Sequence[int], corners: FloatArray) -> None:
-    """Writes the numbers of the front's points beside them, where they cover neither points, nor the line, nor each
+    """Writes the numbers of the front's points next to them, if possible without covering points, the line, or each
     other."""
     figure = style.figure_of(axes)
-    figure.draw_without_rendering()  # else the layout, and with it where the points are, is not known yet
-    pixels = figure.dpi / 72.0  # of a point
+    figure.draw_without_rendering()  # determines the layout, and so the positions of the points
+    pixels = figure.dpi / 72.0  # per typographic point
     dots = axes.transData.transform(values)
     path = axes.transData.transform(corners)
     taken = [Bbox([dot - 3 * pixels, dot + 3 * pixels]) for dot in dots]
@@ -198,11 +199,11 @@ def heatmap(
     replicates: Sequence[str] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """A metric over two swept keys, its value written into each cell: the mean over the runs of that combination.
+    """A metric over two swept keys; each cell shows the mean over the runs of that combination.
 
-    x, y: by default the two keys that were swept. Combinations that were not run are hatched; dotted are those of which
-    a run did not reach the metric. replicates: keys beside seeds of whose values the mean is taken. ConfigError where a
-    cell would mix runs that differ in anything else: choose a part of `sweep.frame`.
+    x, y: by default the two keys that were swept. Combinations that were not run are hatched; cells with a run that did
+    not reach the metric are dotted. replicates: keys in addition to seeds over whose values the mean is taken. Raises
+    ConfigError if a cell had runs that differ in any other key: pass a part of `sweep.frame` then.
     """
     points, keys = _points(source, (metric,), replicates)
     chosen = [key for key in (x, y) if key is not None] or keys

@@ -1,4 +1,4 @@
-"""Plots of a trace: arrivals, lengths, dispersion of counts, shared prefixes. Knows arrays, and no traces."""
+"""Plots of a trace: arrivals, lengths, dispersion of counts, shared prefixes. It knows only arrays, not traces."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from matplotlib.figure import Figure
 from analysis.plots import style
 from analysis.reading.rows import FloatArray, IntArray
 
-_MIN_GAP_SPAN = 10.0  # longest gap over shortest; below it the axis goes so many times further either way
-_MAX_POINTS = 20_000  # of a scatter: more are drawn by even steps through the trace
+_MIN_GAP_SPAN = 10.0  # longest gap over shortest; below it the axis is extended by this factor on both sides
+_MAX_POINTS = 20_000  # of a scatter; of a longer trace every n-th request is drawn
 
 
 @dataclass(frozen=True, slots=True)
 class TraceColumns:
-    """One entry a request, in row order; arrivals_s only of requests with an arrival of their own."""
+    """One entry for each request, in row order; arrivals_s only has requests with an arrival of their own."""
 
     arrivals_s: FloatArray
     prompts: IntArray
-    outputs: IntArray  # 0: not known
-    hits: IntArray  # prompt tokens that an infinite cache would hold
+    outputs: IntArray  # 0: unknown
+    hits: IntArray  # prompt tokens found in a cache of infinite size
 
 
 def arrivals(trace: TraceColumns) -> Figure:
@@ -49,14 +49,14 @@ def arrivals(trace: TraceColumns) -> Figure:
 
 
 def _gap_panel(axes: Axes, gaps: FloatArray) -> None:
-    """The share of gaps longer than x; a Poisson process of the same rate is the dashed line."""
+    """Draws the share of gaps longer than x; the dashed line is a Poisson process of the same rate."""
     positive = np.sort(gaps[gaps > 0])
     if not len(positive):
         style.say_empty(axes, "no gaps")
         return
     above = (len(positive) - np.arange(len(positive))) / len(gaps)
     low, high = float(positive[0]), float(positive[-1])
-    if high < _MIN_GAP_SPAN * low:  # batches: nearly all gaps are alike
+    if high < _MIN_GAP_SPAN * low:  # batches: nearly all gaps are equal
         low, high = low / _MIN_GAP_SPAN, high * _MIN_GAP_SPAN
         positive, above = np.append(low, positive), np.append(above[0], above)
     axes.plot(positive, above, color=style.BLUE, label="trace")
@@ -69,7 +69,7 @@ def _gap_panel(axes: Axes, gaps: FloatArray) -> None:
 
 
 def lengths(trace: TraceColumns) -> Figure:
-    """Distributions of prompt and output lengths, and how they go together."""
+    """Distributions of prompt and output lengths, and a scatter of output over prompt lengths."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.6)
         known = trace.outputs > 0
@@ -95,7 +95,7 @@ def lengths(trace: TraceColumns) -> Figure:
 
 
 def dispersion(windows_s: Sequence[float], values: Sequence[float | None]) -> Figure:
-    """Variance over mean of the counts of arrivals, by window; 1 is Poisson."""
+    """The variance of the arrival counts over their mean, by window length; a Poisson process has 1."""
     with style.styled():
         figure, ((axes,),) = style.grid(1, 1, 2.4)
         axes.set_title("dispersion of counts")
@@ -113,7 +113,7 @@ def dispersion(windows_s: Sequence[float], values: Sequence[float | None]) -> Fi
 
 
 def prefixes(trace: TraceColumns) -> Figure:
-    """How much of each prompt an infinite cache would hold, and how the share grows along the trace."""
+    """The share of each prompt found in a cache of infinite size, and the share of all tokens so far along the trace."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.6)
         shares = trace.hits / np.maximum(trace.prompts, 1)
@@ -128,7 +128,7 @@ def prefixes(trace: TraceColumns) -> Figure:
 
 
 def all_plots(trace: TraceColumns, windows_s: Sequence[float], values: Sequence[float | None]) -> dict[str, Any]:
-    """The figures by file name; no prefixes where nothing is shared."""
+    """The figures by file name; "prefixes" is left out if no prefix is shared."""
     figures = {
         "arrivals": arrivals(trace),
         "lengths": lengths(trace),

@@ -1,6 +1,6 @@
-"""Chrome's Trace Event Format (Perfetto, chrome://tracing): events written as they come, none of them kept.
+"""Chrome's Trace Event Format (Perfetto, chrome://tracing): events are written immediately, and none is kept.
 
-Knows nothing of runs. The format is described in "Trace Event Format" (Google, 2016), the object with `traceEvents`.
+Does not know runs. The format is described in "Trace Event Format" (Google, 2016), as the object with `traceEvents`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A thread of a process. As tid its number is unique in the file: viewers take equal ones for one thread."""
+    """A thread of a process. Its tid is unique in the file, as viewers treat equal tids as one thread."""
 
     pid: int
     number: int  # below 100
@@ -28,10 +28,10 @@ class Track:
 
 
 class ChromeTrace:
-    """Writes events. Instants and lengths are given in ns; in the file they are microseconds, to the ns."""
+    """Writes events. Instants and lengths are given in ns; the file has microseconds with three decimals."""
 
     def __init__(self, file: TextIO, description: Mapping[str, Any]) -> None:
-        self.num_events = 0  # without the names of processes and tracks
+        self.num_events = 0  # events written, without the names of processes and tracks
         self._file = file
         file.write(f'{{"displayTimeUnit":"ms","otherData":{_json(description)},"traceEvents":[')
         self._separator = "\n"
@@ -40,32 +40,32 @@ class ChromeTrace:
         self._file.write("\n]}\n")
 
     def name_process(self, pid: int, name: str) -> None:
-        """Processes stand in the order of their pids."""
+        """Names a process. Processes are shown in the order of their pids."""
         for what, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
             self._write(f'"ph":"M","name":"{what}","pid":{pid},"args":{_json(args)}')
 
     def name_track(self, track: Track, name: str) -> None:
-        """Tracks of a process stand in the order of their numbers."""
+        """Names a track. The tracks of a process are shown in the order of their numbers."""
         for what, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track.number})):
             self._write(f'"ph":"M","name":"{what}",{track.place},"args":{_json(args)}')
 
     def slice(self, track: Track, name: str, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None) -> None:
-        """From start to end; those of a track lie one after the other, or one within the other."""
+        """Writes a slice from start to end. The slices of a track must follow each other or be nested."""
         self._event("X", name, track.place, start_ns, f',"dur":{_microseconds(end_ns - start_ns)}', args)
 
     def instant(self, track: Track, name: str, at_ns: int, args: Mapping[str, Any]) -> None:
         self._event("i", name, track.place, at_ns, ',"s":"t"', args)
 
     def counter(self, pid: int, name: str, at_ns: int, values: Mapping[str, int]) -> None:
-        """Several counters of one name; each has its value until its next one."""
+        """Writes the values of the counters of one name; each keeps its value until the next one."""
         self._event("C", name, f'"pid":{pid}', at_ns, "", values)
 
     def begin(self, pid: int, key: str, name: str, at_ns: int, args: Mapping[str, Any] | None = None) -> None:
-        """The start of an asynchronous slice; those of one key lie one within the other."""
+        """Starts an asynchronous slice. The slices of one key must be nested."""
         self._asynchronous("b", pid, key, name, at_ns, args)
 
     def mark(self, pid: int, key: str, name: str, at_ns: int, args: Mapping[str, Any]) -> None:
-        """An instant within the asynchronous slices of a key."""
+        """Writes an instant within the asynchronous slices of a key."""
         self._asynchronous("n", pid, key, name, at_ns, args)
 
     def end(self, pid: int, key: str, name: str, at_ns: int) -> None:
@@ -74,7 +74,7 @@ class ChromeTrace:
     def _asynchronous(
         self, phase: str, pid: int, key: str, name: str, at_ns: int, args: Mapping[str, Any] | None
     ) -> None:
-        more = f',"cat":"request","id2":{{"local":{_json(key)}}}'  # of this process: else no viewer shows it there
+        more = f',"cat":"request","id2":{{"local":{_json(key)}}}'  # local, so shown in its process
         self._event(phase, name, Track(pid, 1).place, at_ns, more, args)
 
     def _event(self, phase: str, name: str, place: str, at_ns: int, more: str, args: Mapping[str, Any] | None) -> None:
@@ -89,7 +89,7 @@ class ChromeTrace:
 
 @contextmanager
 def written(out: Path) -> Iterator[TextIO]:
-    """The text of a file that is there whole or not at all; packed where its name ends in .gz."""
+    """Opens a text file that appears complete at the end, or not at all; compressed if its name ends in .gz."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     opener = gzip.open if out.suffix == ".gz" else open
@@ -102,7 +102,7 @@ def written(out: Path) -> Iterator[TextIO]:
 
 
 def _microseconds(ns: int) -> str:
-    """Exact up to 2**53 ns, which are 104 days."""
+    """Microseconds with three decimals; exact up to 2**53 ns, which is 104 days."""
     return f"{ns / 1000:.3f}"
 
 

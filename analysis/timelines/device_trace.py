@@ -1,4 +1,4 @@
-"""What torch's profiler saw of a run's steps (`record.profile`), on the run's clock: beside the steps of a timeline."""
+"""Draws the torch profile of a run's steps (`record.profile`) on the run's clock, next to the steps of a timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TRACKS = 99
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An operator, a kernel, a copy, a range. place: the thread or the stream. Instants are the profiler's."""
+    """An operator, kernel, copy or range. place: its thread or stream. Instants are on the profiler's clock."""
 
     name: str
     place: str
@@ -33,7 +33,7 @@ class Seen:
 
 
 def read_profile(file: Path) -> list[Seen]:
-    """Raises RunFolderError for a file that is no profile."""
+    """The events of a profile. Raises RunFolderError for a file that is no profile."""
     try:
         events = parsed(json.loads, gzip.decompress(file.read_bytes()))["traceEvents"]
         names = {
@@ -56,9 +56,9 @@ def _seen(event: dict[str, Any], names: Mapping[tuple[Any, Any], str]) -> Seen:
 
 
 def offset_ns(seen: list[Seen], launched_ns: Mapping[int, int]) -> int | None:
-    """From the profiler's clock to the run's: the median over steps that both know; None: there is none.
+    """The offset from the profiler's clock to the run's, ns: the median over steps that both have; None without any.
 
-    launched_ns: by step, when the run launched it.
+    launched_ns: step -> when the run launched it.
     """
     found = []
     for one in seen:
@@ -71,7 +71,7 @@ def offset_ns(seen: list[Seen], launched_ns: Mapping[int, int]) -> int | None:
 def draw_profile(
     trace: ChromeTrace, pid: int, name: str, seen: list[Seen], shift_ns: int, window_ns: tuple[int, int]
 ) -> None:
-    """One process, a track for each thread and stream; of what overlaps the window, whole."""
+    """Draws one process with a track for each thread and stream. Events that overlap the window are not cut."""
     low_ns, high_ns = window_ns
     tracks: dict[str, Track] = {}
     trace.name_process(pid, name)

@@ -1,7 +1,7 @@
-"""A run's records, or two runs' beside each other, as a timeline for Perfetto: `testbed timeline`, docs/timeline.md.
+"""Writes the records of one run, or of two, as a timeline for Perfetto: `testbed timeline`, docs/timeline.md.
 
-Owns what is drawn: one process a run and replica, in it the steps and where the time of each went, preemptions and
-swaps, counters, and each request from its arrival to its end. Instants stay on the run's own clock, whose 0 is the
+Owns what is drawn: one process for each run and replica. It has the steps and where the time of each went, preemptions
+and swaps, counters, and each request from its arrival to its end. Instants stay on the run's own clock, whose 0 is the
 start of the run, so two runs start together. Rows are read in batches: memory does not grow with the run.
 """
 
@@ -37,10 +37,10 @@ STEP_ARGS = (
 POOLS = {"KV blocks GPU": "free_gpu_blocks", "KV blocks CPU": "free_cpu_blocks"}
 SEQUENCES = {"running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped"}
 TOKENS = {"decode": "num_decode_tokens", "prefill": "num_prefill_tokens"}
-EVENTS = {  # field of decisions.jsonl; how many there are is in steps.parquet
+EVENTS = {  # name -> field of decisions.jsonl; steps.parquet has the counts
     name: name.replace(" ", "_") for name in ("preempted", "swapped out", "swapped in", "ignored")
 }
-PHASES = {  # each from its instant to that of the next
+PHASES = {  # each lasts from its instant to that of the next
     "arrival": "arrival_ns",
     "queued": "queued_ns",
     "prefill": "first_scheduled_ns",
@@ -50,16 +50,16 @@ REQUEST_ARGS = (
     "request_id", "session_id", "turn", "tenant", "priority", "num_prompt_tokens", "num_output_tokens",
     "num_cached_tokens", "num_preemptions", "num_recomputed_tokens", "finish_message", "ttft_s", "tpot_s", "e2e_s",
 )  # fmt: skip
-LATEST_S = 9e9  # 2**63 ns are a little more
+LATEST_S = 9e9  # a little less than 2**63 ns
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Window:
-    """What is drawn: whatever overlaps [from_s, to_s), or each engine's steps from the first to the last of `steps`.
+    """The part that is drawn: all that overlaps [from_s, to_s), or each engine from the first to the last of `steps`.
 
-    Slices stay whole. Raises ConfigError for a window that can hold nothing.
+    Slices are not cut. Raises ConfigError for an empty window.
     """
 
     from_s: float = 0.0
@@ -82,17 +82,17 @@ class Window:
 
 @dataclass
 class Engine:
-    """A replica of a run, and how far it is drawn: within [low_ns, high_ns)."""
+    """A replica of a run, which is drawn within [low_ns, high_ns)."""
 
     pid: int
     presence: Presence  # of its requests
     num_blocks: dict[str, int | None]  # of each pool
-    marks_events: bool  # by the steps' counts; else decisions.jsonl says which request it was
+    marks_events: bool  # draw events from the steps' counts; else from decisions.jsonl, which has request ids
     low_ns: int
     high_ns: int
-    _end_ns: int = 0  # of the step before; and whether it left no request behind
-    _is_empty: bool = False
-    _shown: dict[str, dict[str, int]] = field(default_factory=dict)  # counters
+    _end_ns: int = 0  # of the step before
+    _is_empty: bool = False  # whether no request was left at its end
+    _shown: dict[str, dict[str, int]] = field(default_factory=dict)  # current values of the counters
 
     @property
     def steps(self) -> Track:
@@ -103,7 +103,7 @@ class Engine:
         return Track(self.pid, 2)
 
     def draw(self, trace: ChromeTrace, row: Row, is_empty: bool) -> None:
-        """A step. is_empty: there is no request at its end."""
+        """Draws a step. is_empty: no request is left at its end."""
         start_ns, end_ns = row["start_ns"], row["end_ns"]
         if end_ns <= self.low_ns:
             return
@@ -124,8 +124,9 @@ class Engine:
         self._end_ns, self._is_empty = end_ns, is_empty
 
     def _draw_parts(self, trace: ChromeTrace, row: Row) -> None:
-        """Where the time went. Lengths alone are recorded, and are laid one after the other from the step's start; if
-        they are longer than the step, up to its end: what the host did during the step before is cut off."""
+        """Draws where the time went. Only the lengths of the parts are recorded, so they are drawn one after the other
+        from the step's start. If their sum is longer than the step, they end with it, and host time spent during the
+        step before is cut off."""
         lengths_ns = {name: row[f"{name}_ns"] or 0 for name in TIME_PARTS}
         at_ns = min(row["start_ns"], row["end_ns"] - sum(lengths_ns.values()))
         for name, length_ns in lengths_ns.items():
@@ -134,7 +135,7 @@ class Engine:
                 trace.slice(self.steps, name, from_ns, at_ns)
 
     def rest(self, trace: ChromeTrace, until_ns: int) -> None:
-        """From the end of the step before until then, if that is any time, nothing is computed."""
+        """Sets the counters to idle from the end of the step before, if that is earlier than `until_ns`."""
         if not self._shown or until_ns <= self._end_ns:
             return
         row: Row = dict.fromkeys(TOKENS.values(), 0)
@@ -143,7 +144,7 @@ class Engine:
         self._count(trace, self._end_ns, row)
 
     def _count(self, trace: ChromeTrace, at_ns: int, row: Row) -> None:
-        """Those counters that have changed; what is unknown is left out."""
+        """Draws the counters that have changed; unknown values are left out."""
         counters = {
             name: {of: row[column] for of, column in columns.items() if row.get(column) is not None}
             for name, columns in (("sequences", SEQUENCES), ("tokens per step", TOKENS))
@@ -158,7 +159,7 @@ class Engine:
 
 
 def kind_of(row: Row) -> str:
-    """What a step computes; `moves`: nothing, it only swaps, copies or preempts."""
+    """The kind of a step: decode, prefill, mixed, or `moves` if it computes nothing (only swaps, copies, preempts)."""
     if row["num_decodes"]:
         return "mixed" if row["num_prefills"] else "decode"
     return "prefill" if row["num_prefills"] else "moves"
@@ -167,10 +168,10 @@ def kind_of(row: Row) -> str:
 def write_timeline(
     folders: Sequence[Path], out: Path | None = None, window: Window | None = None, *, overwrite: bool = False
 ) -> str:
-    """Writes the timeline of one run, or of two of one trace, and returns a line on it.
+    """Writes the timeline of one run, or of two of the same trace, and returns a line that describes the file.
 
-    out: the file (timeline.json in the first run's folder), packed where it ends in .gz. Raises RunFolderError for what
-    is no run, for two of different traces, for a file that exists, and where there is nothing to draw.
+    out: the file (default: timeline.json in the first run's folder), compressed if it ends in .gz. Raises
+    RunFolderError for a folder that is no run, for different traces, if the file exists, or if nothing is to be drawn.
     """
     window = window or Window()
     runs = [load_run(folder) for folder in folders]
@@ -200,7 +201,7 @@ def _described(run: Run) -> dict[str, Any]:
 
 
 def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
-    """Returns the number of processes, whose pids begin with `pid`. Raises RunFolderError where nothing is to draw."""
+    """Draws a run; returns the number of processes, whose pids start at `pid`. RunFolderError if it draws nothing."""
     requests, steps = FileRows(run.path / REQUESTS), FileRows(run.path / STEPS)
     end_ns = run_end_ns(requests, steps)
     engines = _engines(run, requests, steps, window, pid)
@@ -227,7 +228,7 @@ def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
 
 
 def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid: int) -> dict[int, Engine]:
-    """By the number of the replica."""
+    """The engines of the run by replica number."""
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     num_blocks = dict(zip(POOLS, (run.manifest.get(f"num_{pool}_blocks") for pool in ("gpu", "cpu")), strict=True))
     marks_events = not (run.path / DECISIONS).exists()
@@ -242,7 +243,7 @@ def _engines(run: Run, requests: FileRows, steps: FileRows, window: Window, pid:
 
 
 def _draw_profile(trace: ChromeTrace, run: Run, steps: FileRows, engines: dict[int, Engine], pid: int) -> int:
-    """What the profiler saw of steps, where it saw some; the number of processes drawn."""
+    """Draws the profile of the run's steps, if there is one. Returns the number of processes drawn."""
     file = run.path / STEP_TRACE_FILE
     if not file.exists() or len(engines) != 1:
         return 0
@@ -260,7 +261,7 @@ def _draw_profile(trace: ChromeTrace, run: Run, steps: FileRows, engines: dict[i
 
 
 def _cut_by_steps(run: Run, steps: FileRows, engines: dict[int, Engine], first: int, last: int) -> None:
-    """Each engine from the start of its first step to the end of its last one; without any of them, not at all."""
+    """Limits each engine to steps `first` to `last`; an engine without any of them is not drawn."""
     for engine in engines.values():
         engine.low_ns, engine.high_ns = engine.high_ns, 0
     num_steps = 0
@@ -285,7 +286,7 @@ def _name(trace: ChromeTrace, run: Run, engines: dict[int, Engine]) -> None:
 
 
 def _rows(file: Path, rows: FileRows, engines: dict[int, Engine]) -> Iterator[list[Row]]:
-    """Batches of rows. Raises RunFolderError for one of no engine, or without its instants."""
+    """Batches of rows. Raises RunFolderError for a row of an unknown replica, or without its instants."""
     needed = ("start_ns", "end_ns") if file.name == STEPS else ("arrival_ns",)
     names = sorted(rows.names - {"token_ns"})
     for arrays in rows.batches(names):
@@ -301,7 +302,7 @@ def _rows(file: Path, rows: FileRows, engines: dict[int, Engine]) -> Iterator[li
 
 
 def _is_empty(rows: list[Row], engines: dict[int, Engine]) -> list[bool]:
-    """Of each step, whether its engine has no request at its end."""
+    """For each step whether its engine has no request at the step's end."""
     replica = np.array([row["replica"] for row in rows], dtype=np.int64)
     end_ns = np.array([row["end_ns"] for row in rows], dtype=np.int64)
     is_empty = np.zeros(len(rows), dtype=np.bool_)
@@ -313,7 +314,7 @@ def _is_empty(rows: list[Row], engines: dict[int, Engine]) -> list[bool]:
 
 
 def _draw_request(trace: ChromeTrace, engine: Engine, row: Row, run_end_ns: int) -> None:
-    """One that has not ended lasts until the run does."""
+    """Draws a request; one that has not ended lasts until the end of the run."""
     begins = [(name, row[column]) for name, column in PHASES.items() if row[column] is not None]
     last_ns = max(at_ns for _, at_ns in begins)
     end_ns = max(last_ns, run_end_ns if row["finish_ns"] is None else row["finish_ns"])
@@ -333,7 +334,7 @@ def _draw_request(trace: ChromeTrace, engine: Engine, row: Row, run_end_ns: int)
 
 
 def _draw_decisions(trace: ChromeTrace, file: Path, engines: dict[int, Engine]) -> None:
-    """Which request was admitted, preempted, swapped or ignored, at the instant of the plan; nothing without a file."""
+    """Marks each request that was admitted, preempted, swapped or ignored, at the plan's instant, if `file` exists."""
     if not file.exists():
         return
     with file.open("rb") as lines:

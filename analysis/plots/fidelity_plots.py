@@ -1,5 +1,4 @@
-"""Figures of `testbed fidelity`: signed errors with the engine's spread, simulated over measured requests, predictors.
-"""
+"""Figures of `testbed fidelity`: signed errors with the engine's spread, simulated over measured times, predictors."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
         axes.fill_between(edges, low, high, step="post", **_KINDS[kind])
         low = high
     decodes = np.append(levels["decode"].mean_between(edges), np.nan)
-    axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # else narrow areas are invisible
+    axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # for narrow areas
     axes.set_ylabel(of)
     return float(edges[-1]), float(high.max())
 

@@ -200,7 +200,7 @@ def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engin
 
 
 def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
-    """Draws the share of blocks in use: of one engine, filled; of a fleet the mean, in a band from lowest to highest."""
+    """Draws the share of blocks in use: of one engine, filled; of a fleet the mean, in a band from least to most."""
     num, num_blocks = num_replicas(run), run.manifest.get("num_gpu_blocks")
     if not num_blocks:
         style.say_empty(axes, "size of the pool unknown")

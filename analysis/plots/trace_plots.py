@@ -113,7 +113,7 @@ def dispersion(windows_s: Sequence[float], values: Sequence[float | None]) -> Fi
 
 
 def prefixes(trace: TraceColumns) -> Figure:
-    """The share of each prompt found in a cache of infinite size, and the share of all tokens so far along the trace."""
+    """The share of each prompt found in a cache of infinite size, and the share of all tokens so far over the trace."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.6)
         shares = trace.hits / np.maximum(trace.prompts, 1)

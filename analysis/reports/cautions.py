@@ -1,4 +1,4 @@
-"""What a reader must know before the findings: each sentence names what would make them mislead."""
+"""Warnings that a reader needs before the findings: each sentence names a reason why these could mislead."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from analysis.reports.keeping_up import judged, state_of, who
 from analysis.reports.tables import replicate_name
 from testbed.errors import RunFolderError
 
-_RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # of a manifest: follow from memory
-_MAX_KEYS = 6  # that are spelt out
+_RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # in manifests; depend on memory
+_MAX_KEYS = 6  # items that are listed
 
 
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
-    """All of them. loads: the arms that are compared at each load, the baseline first. replicated: as of `by_load`."""
+    """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
     said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms)]
     said += [*_left_out_start(arms), *_few_requests(arms)]
@@ -42,7 +42,7 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
 
 
 def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> Iterator[str]:
-    """Which arms lack a run, or requests of one: a sentence for each arm. start: where folders are told from."""
+    """Sentences on the arms that lack a run, or requests of a run. start: the folder that paths are relative to."""
     for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
         runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
         first, reason = entries[0]
@@ -61,7 +61,7 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
 
 
 def _ignoring(arms: Sequence[Arm]) -> list[str]:
-    """Requests that have no latency: a sentence for the arms that ignored as many of as many."""
+    """Sentences on ignored requests, which have no latency: one for all arms with the same counts."""
     counts = grouped(arms, lambda arm: (num_ignored(arm), sum(run.summary["num_requests"] for run in arm.runs)))
     told = {count: fmt.listing([arm.name for arm in members]) for count, members in counts.items() if count[0]}
     apart = ", and are not compared with those of arms that ignored fewer or more" if len(counts) > 1 else ""
@@ -75,10 +75,10 @@ def _ignoring(arms: Sequence[Arm]) -> list[str]:
 
 
 def _cut(arms: Sequence[Arm]) -> Iterator[str]:
-    """Outputs that the trace asks for and the model's length ends: a sentence for the arms that lack as many tokens."""
+    """Sentences on outputs that were cut at the model's maximum length: one for all arms with the same counts."""
 
     def cut(arm: Arm) -> tuple[int, int, int]:
-        runs = [run.manifest for run in arm.runs]  # older ones do not say
+        runs = [run.manifest for run in arm.runs]  # older manifests lack these
         numbers = [sum(run.get(f"num_cut_output{what}") or 0 for run in runs) for what in ("s", "_tokens")]
         return numbers[0], sum(run.summary["num_requests"] for run in arm.runs), numbers[1]
 
@@ -97,8 +97,8 @@ def num_ignored(arm: Arm) -> int:
 
 
 def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
-    """What a run that did not end would be called among the arms; where it left no configuration, what its sweep gave
-    it, and where it left nothing, ""."""
+    """The name that an unfinished run would have among the arms. Without a configuration file it is made of the values
+    that its sweep set, or "" if there are none."""
     try:
         config = flatten(read_yaml(folder / "config.yaml"))
     except RunFolderError:
@@ -111,8 +111,8 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
 
 
 def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
-    """What runs said of their own times (prices outside of a profile, or filled in; a machine that did not keep up) and
-    of how they were routed."""
+    """The notes that runs made on their times (step times outside of a profile or filled in, a machine that did not
+    keep up) and on their routing."""
     found: dict[tuple[str, str], list[str]] = {}
     for arm in arms:
         for run in arm.runs:
@@ -127,7 +127,7 @@ def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
-    """Runs that are no replicates: of a trace that their arm had already, or on which it decided the same."""
+    """Sentences on runs that are no replicates: of a trace that their arm had already, or with equal decisions."""
     arms = [arm for group in loads.values() for arm in group]
     num = sum(len(arm.runs) for arm in arms)
     left = num - sum(len(counted(arm)) for arm in arms)
@@ -149,13 +149,14 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
 
 
 def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
-    """Settings in which arms differ beside those that name them: what a preset brings along is its own."""
+    """A sentence on the settings in which arms differ in addition to those in their names. Settings that belong to a
+    preset in the name do not count."""
     runs = [run for arm in arms for run in arm.runs]
     named = {key for arm in arms for key in arm.naming}
     if not named:
-        return  # one arm, or arms that somebody named
+        return  # one arm, or arms with given names
     bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
-    given = {key for run in runs for key in run.manifest.get("given") or ()}  # of older runs it is not known
+    given = {key for run in runs for key in run.manifest.get("given") or ()}  # unknown for older runs
     found = [
         key
         for key in swept_keys(runs)
@@ -176,8 +177,8 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def changed_sources(runs: Sequence[Run]) -> list[str]:
-    """A sentence where runs that are compared were made from files, classes or code of one name and other content."""
-    made = [run.manifest.get("identity") or {} for run in runs]  # older runs do not say
+    """A sentence if compared runs used files, classes or code of the same name with different content."""
+    made = [run.manifest.get("identity") or {} for run in runs]  # older runs lack it
     by_name: dict[str, set[str]] = {}
     for part in ("classes", "files"):
         for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):
@@ -193,14 +194,14 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
 
 
 def _listed(per_arm: Mapping[str, str], arms: Sequence[Arm]) -> str:
-    """Each value, and the arms that have it."""
+    """The values as text, each with the arms that have it."""
     having = grouped(arms, lambda arm: per_arm[arm.name])
     shown = [f"{value} in {_who_are(mine, arms)}" for value, mine in list(having.items())[:_MAX_KEYS]]
     return "; ".join(shown) + ("; …" if len(having) > _MAX_KEYS else "")
 
 
 def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
-    """The arms, by the level that they and no others have, where there is one."""
+    """The arms as text: by a level that exactly these have, if there is one, else by name."""
     names = [arm.name for arm in mine]
     for key, level in mine[0].levels.items() if len(mine) > 1 else ():
         if [arm.name for arm in arms if arm.levels.get(key) == level] == names:
@@ -214,7 +215,7 @@ def _span(values: Sequence[object]) -> str:
 
 
 def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
-    """Loads beyond the capacity of some arms."""
+    """A sentence on the arms that are beyond their capacity."""
     known = judged(arms)
     beyond = [one for one in known if one.state == "beyond"]
     if beyond:
@@ -228,31 +229,31 @@ def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
-    """What shows it, in the mean over these runs of so many. Later turns come only as earlier ones are served, so their
-    rates show nothing."""
+    """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out if there
+    are sessions: later turns arrive only when earlier ones have been served."""
     where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
     if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # none has turns
         offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
-    if after <= before:  # what grew are the sessions
+    if after <= before:  # only sessions grew
         return f"{where}more and more were in the system"
     early, late = (fmt.significant(count, 2) for count in (before, after))
     return f"{where}{early} requests were in the system early in the trace, {late} late in it, and ever more"
 
 
 def _mean_rates(runs: Sequence[Run]) -> list[str]:
-    """What came, and what was served."""
+    """The mean rates at which requests arrived and were served, as text."""
     rates = [run.summary["throughput"] for run in runs]
     means = [float(np.mean([rate[name] or 0.0 for rate in rates])) for name in ("offered_per_s", "requests_per_s")]
     return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
 
 
-_DRAINED = 0.85  # of what came a second: below, the time after the last arrival weighs in what was served
+_DRAINED = 0.85  # served over offered rate; below it the time after the last arrival distorts the served rate
 
 
 def _draining(arms: Sequence[Arm]) -> Iterator[str]:
-    """Rates of traces that are short beside the time that their last requests take."""
+    """A sentence on rates of traces that are short compared with the time that their last requests take."""
     slow = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
     if slow:
         offered, reached = _mean_rates([run for _, run in slow])
@@ -270,8 +271,8 @@ def _is_drained_long(run: Run) -> bool:
 
 
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
-    """What runs a number is of: "in 5 of 25 runs (every arm; seed 3) ", with the replicates where not all are among
-    them; "" for all runs."""
+    """The runs that a number is from: "in 5 of 25 runs (every arm; seed 3) ". Arms and replicates are named if not all
+    of them are concerned; "" for all runs."""
     every = [(arm.name, run) for arm in arms for run in counted(arm)]
     if len(chosen) == len(every):
         return ""
@@ -299,7 +300,7 @@ def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
-    """What report.warmup_s leaves out."""
+    """A sentence on the requests that report.warmup_s leaves out."""
     runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
     if runs:
         left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
@@ -310,11 +311,11 @@ def _left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
         )
 
 
-_MIN_FOR_P99 = 100  # requests: of fewer, none is expected beyond it
+_MIN_FOR_P99 = 100  # requests; with fewer, less than one is expected beyond P99
 
 
 def _few_requests(arms: Sequence[Arm]) -> Iterator[str]:
-    """Runs of which P99 is little more than the largest value."""
+    """A sentence if a run has so few finished requests that its P99 is close to the largest value."""
     least = min((run.summary["num_finished"] for arm in arms for run in arm.runs), default=_MIN_FOR_P99)
     if not least:
         yield "A run has no request that ended: it has no E2E latency."
@@ -326,8 +327,8 @@ def _few_requests(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
-    """Where the start, as MSER-5 finds it in TTFT, lowers the mean by more than the margin: in most replicates of an
-    arm. An empty system is fast; what is slower than the rest is a burst, and none of the start's."""
+    """A sentence if the start of the runs, as MSER-5 determines it from TTFT, lowers mean TTFT by more than the margin
+    in the median replicate of an arm. A slow start does not count: an empty system is fast, so this is a burst."""
     changes = {arm.name: [(run, _change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
     if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
         return
@@ -343,7 +344,7 @@ def _warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
 
 
 def _change_by_warm_up(run: Run) -> float:
-    """Of mean TTFT; 0 beyond capacity, where no steady state comes."""
+    """The relative change of mean TTFT if the start is cut; 0 beyond capacity, where there is no steady state."""
     if state_of(run) == "beyond":
         return 0.0
     requests = run.requests.sort_values("arrival_ns", kind="stable")

@@ -1,4 +1,4 @@
-"""Sentences on the simulator and the real engine: errors, noise, who picks which policy, and what was not measured."""
+"""Sentences on the simulator and the real engine: errors, noise, the best policy on each, and what was not measured."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from analysis.comparison.fidelity import StepErrors, worst_errors
 from analysis.load import Run
 from analysis.reading.frames import numbers
 
-_MAX_MISSED = 3  # picks that are named; the table has all
-_TOO_NOISY = 0.3  # two equal real runs this far apart, in more than a tail: what they say of a simulator is little
+_MAX_MISSED = 3  # wrong picks that are named; the table has all
+_TOO_NOISY = 0.3  # if equal real runs differ by more (not only in a tail), they hardly allow to judge a simulator
 _ERRORS_TOLD = ("ttft_s.p50", "ttft_s.p99", "tpot_s.mean", "e2e_s.p50", "throughput.output_tokens_per_s")
-_UNEVEN = 1.15  # on an idle machine, or scaled by a probe, parts of a run lie within 1.10 of each other
-_ANOTHER = 1.12  # likewise the kinds of steps, of what they took when they were fitted
-_ALIKE = 1.25  # these ratios, where it is the machine: a kind that is off by itself is the simulator's error
-_OFTEN = 25  # steps of a kind that say something of it
+_UNEVEN = 1.15  # on an idle machine, or scaled by a probe, parts of a run differ by at most 1.10
+_ANOTHER = 1.12  # the same for a kind of step against its time when it was fitted
+_ALIKE = 1.25  # largest over smallest of these ratios, if it is the machine; one kind that is off is a sim error
+_OFTEN = 25  # steps of a kind that are enough to judge it
 _PROBE = "on a CPU that others use too, measure and calibrate with backend.pace=probe_scaled"
 UNMEASURED = (
     "How far the real engine differs from itself was not measured, so a difference may be its own noise: run an arm "
@@ -33,7 +33,7 @@ UNMEASURED = (
 
 
 def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
-    """A sentence where measured arms are compared: how far repeats are apart, at most over loads, or that none is."""
+    """A sentence if measured arms are compared: the largest spread of repeats over loads, or that there are none."""
     measured = [arms for arms in loads.values() if len(arms) > 1 and any(is_measured(arm.runs[0]) for arm in arms)]
     if not measured:
         return []
@@ -50,8 +50,8 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
 
 
 def too_noisy(noise: Mapping[str, float], *, is_scaled: bool) -> list[str]:
-    """A warning, one sentence: what real runs say rests on them. noise: of each metric, as `fidelity.real_noise`.
-    is_scaled: times are, by a probe."""
+    """A warning of one sentence if equal real runs differ too much. noise: of each metric, see `fidelity.real_noise`.
+    is_scaled: whether times are scaled by a probe."""
     largest, path = _largest(noise)
     if largest <= _TOO_NOISY:
         return []
@@ -63,8 +63,9 @@ def too_noisy(noise: Mapping[str, float], *, is_scaled: bool) -> list[str]:
 
 
 def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool) -> tuple[str, ...]:
-    """Warnings, a sentence each, where the machine may be off, and not the simulator: it was not as fast all along, or
-    not as fast as when the prices were fitted (is_fitted: they were, on it). is_scaled: times are, by a probe."""
+    """Warnings, one sentence each, if the machine may cause an error instead of the simulator: its speed varied, or
+    differs from that at calibration. is_fitted: whether step times were fitted on the machine. is_scaled: whether times
+    are scaled by a probe."""
     if steps is None or not (len(steps.paces) and len(steps.own_paces)):
         return ()
     said: tuple[str, ...] = ()
@@ -90,13 +91,13 @@ def pace_said(steps: StepErrors | None, *, is_fitted: bool, is_scaled: bool) -> 
 
 
 def probe_of(manifest: Mapping[str, Any]) -> int | None:
-    """What a real run's times are scaled to, ns of a probe; None: they are as they were measured."""
+    """The probe time to which a real run's times are scaled, ns; None: times are as measured."""
     found: int | None = ((manifest.get("replay") or {}).get("probe") or {}).get("probe_ns")
     return found
 
 
 def unlike_clocks(probes: Iterable[int | None]) -> tuple[str, ...]:
-    """A warning, one sentence, where times that are compared are not of one clock. probes: as `probe_of`."""
+    """A warning of one sentence if compared times are not scaled in the same way. probes: from `probe_of`."""
     found = sorted(set(probes), key=lambda probe: probe or 0)
     if len(found) < 2:
         return ()
@@ -109,13 +110,13 @@ def unlike_clocks(probes: Iterable[int | None]) -> tuple[str, ...]:
 
 
 def _largest(noise: Mapping[str, float]) -> tuple[float, str]:
-    """Of the metrics that are told, those aside that hang on a few requests; and which it is."""
+    """The largest noise of the reported metrics, without P99s, which depend on few requests; and its metric."""
     return max(((noise[path], path) for path in _ERRORS_TOLD if path in noise and "p99" not in path), default=(0.0, ""))
 
 
 def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) -> Iterator[str]:
-    """Whether the simulator picks the real engine's best policy, a sentence for each load. rankings: by load, as
-    `fidelity.ranking_agreement` makes them. noise: of equal real runs; empty: none was repeated."""
+    """Whether the simulator picks the real engine's best policy, one sentence for each load. rankings: results of
+    `fidelity.ranking_agreement` by load. noise: of equal real runs; empty if none was repeated."""
     by = "" if noise else " (each policy ran once, so whether that is noise is not known)"
     for load, ranking in rankings.items():
         told = ranking[ranking["winner_is_clear"]]
@@ -135,14 +136,15 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
 
 
 def _instead(row: Mapping[Any, Any]) -> str:
-    """What the simulator takes for the best policy, of a row of the ranking."""
+    """The policy that is best in the simulator, for a row of the ranking."""
     if row["sim_winner"] == "":
         return "where several are best"
     return f"{row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']}"
 
 
 def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
-    """Of the best policies that the engine tells apart, over metrics and loads: those that the simulator picks, all."""
+    """Over the metrics and loads in which the engine has a clear best policy: how often the simulator picks it, and the
+    number of them."""
     clear = [ranking[ranking["winner_is_clear"]]["same_winner"] for ranking in rankings.values()]
     return sum(int(same.sum()) for same in clear), sum(map(len, clear))
 
@@ -158,8 +160,8 @@ def fidelity_findings(
     margin: float,
     noise: Mapping[str, float],
 ) -> list[str]:
-    """What the pairs show: whether the best policy is the engine's, the error of each latency and rate, the machine's
-    own noise, the order of the policies. rankings: by load."""
+    """Sentences on the pairs: whether the best policy is the engine's, the error of each latency and rate, the engine's
+    noise, the order of the policies. rankings: by load."""
     said = [*winners(rankings, noise)]
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
@@ -187,7 +189,7 @@ def fidelity_findings(
 
 
 def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """A warning, one sentence: claimed changes that are smaller than the simulator's measured error of their metric."""
+    """A warning of one sentence on claimed changes that are smaller than the simulator's measured error in a metric."""
     worst = {path: 100 * error for path, error in worst_errors(tables.values()).items()}
     claims = [(row.metric, row.estimate) for row in rows if row.is_claim and row.metric.path in worst]
     claimed = Counter(metric for metric, _ in claims)
@@ -210,7 +212,7 @@ def smaller_than_error(rows: Sequence[Comparison], tables: Mapping[str, pd.DataF
 
 
 def not_measured_on(arms: Sequence[Arm], pairs: Sequence[Pair]) -> dict[str, list[str]]:
-    """The devices and models of arms that no real run had, by "device" and "model"."""
+    """The devices and the models of the arms that no real run used, under the keys "device" and "model"."""
     runs, reals = [run for arm in arms for run in arm.runs], [pair.real for pair in pairs]
     devices = {str(run.manifest.get("device")) for run in runs}
     models = {str(run.manifest.get("model")) for run in runs} - {str(real.manifest.get("model")) for real in reals}
@@ -221,14 +223,14 @@ def not_measured_on(arms: Sequence[Arm], pairs: Sequence[Pair]) -> dict[str, lis
 
 
 def _is_of(device: str, real: Run) -> bool:
-    """Whether a real run was on a device of the library: `h100` on `NVIDIA H100 80GB HBM3`, `cpu` on a CPU."""
+    """Whether a real run used this device of the library: `h100` is `NVIDIA H100 80GB HBM3`, `cpu` any CPU."""
     said = re.sub(r"[^a-z0-9]", "", str(real.manifest.get("device")).lower())
     is_cpu = (real.manifest.get("machine") or {}).get("gpu") is None or "thread" in said
     return is_cpu if device == "cpu" else re.sub(r"[^a-z0-9]", "", device.lower()) in said
 
 
 def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:
-    """What the fidelity numbers do not cover, plainly."""
+    """Sentences on what the fidelity numbers do not cover."""
     runs = [run for arm in arms for run in arm.runs if run.manifest.get("backend") == "sim"]
     if not runs:
         return

@@ -1,4 +1,4 @@
-"""The report's section on the real engine: how far the simulator is off, and whether it ranks policies alike."""
+"""The report's section on the real engine: the simulator's errors, and whether it ranks policies the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from analysis.reports.parts import ReportInput, Sections
 
 
 def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str, float]) -> dict[str, Any]:
-    """The section on the real engine: tables, plot, sentences, and what was not measured."""
+    """The content of the section: tables, plot, sentences, and what was not measured."""
     not_measured = [*fidelity_findings.not_measured(report.arms, report.pairs)]
     if not report.pairs:
         nothing: dict[str, Any] = {name: [] for name in ("tables", "plots", "said", "warnings", "pairs")}
@@ -50,7 +50,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
 
 
 def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
-    """Load -> how the simulator ranks the policies that ran there, and how the real engine does; "" for one load."""
+    """Load ("" if there is only one) -> how the simulator and the real engine rank the policies that ran at it."""
     by_trace = grouped(report.pairs, lambda pair: pair.real.fingerprint).values()
     several = [pairs for pairs in by_trace if len(pairs) > 1]
     found = {}

@@ -1,4 +1,4 @@
-"""Sentences from numbers: each says a difference with its interval and how it was got, and nothing beyond that."""
+"""Sentences from numbers: each states a difference with its interval and method, and nothing beyond that."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from analysis.naming import factor_name
 
 
 def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str]:
-    """A sentence on each check that a run's records fail: what else is said rests on them. links: by path."""
+    """A sentence on each check that the records of a run fail; all other results depend on these. links: by path."""
     said = (f"{links[str(run.path)]}: {text}" for run in runs for text in failures(run.summary["checks"]))
     return dict.fromkeys(said)
 
 
 def effect_finding(effects: Sequence[Effect], margin: float) -> str:
-    """A few sentences on one factor's step: in which metrics the others turn it, by their levels; what it does on
-    average over them in the rest, and where its size depends on them."""
+    """A few sentences on the change of one factor: its effect by cells in metrics where cells disagree, its average
+    effect in the other metrics, and the metrics in which the size depends on other factors."""
     first, turned = effects[0], [effect for effect in effects if effect.is_uneven]
     name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
     said = [f"{name}: {'; '.join([cells_text(effect, interval_text) for effect in turned])}."] if turned else []
@@ -61,7 +61,7 @@ def _interaction_text(effect: Effect) -> str:
 
 
 def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
-    """For each metric the arms whose claimed improvement is largest; silence where none is better beyond the noise."""
+    """Sentences that name, for each metric, the arms with the largest claimed improvement, if there is any."""
     by_arms: dict[tuple[str, ...], list[str]] = {}
     for metric in dict.fromkeys(row.metric for row in rows):
         better = [row for row in rows if row.metric is metric and row.is_claim and row.gain > 0]
@@ -76,7 +76,7 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
 
 
 def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
-    """A few sentences on an arm or a step: what is better, worse, inside the noise, and what could not be compared."""
+    """A few sentences on an arm or a factor: the metrics that are better, worse, inside the noise or not comparable."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
@@ -114,7 +114,7 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
 
 
 def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
-    """How the intervals were got, and over what they generalise."""
+    """A text on how the intervals were computed, and to what they generalise."""
     methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
     if num_replicates >= 2:
         return (
@@ -138,7 +138,7 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
 
 
 def limits(arms: Sequence[Arm], slo_given: bool) -> Iterator[str]:
-    """What a reader must know before using the numbers, beside what the lights and the cautions say."""
+    """Sentences on limits of the numbers, in addition to the trust indicators and the cautions."""
     least = min((len(replicates(arm)) for arm in arms), default=0)
     if 1 < least < 5:
         yield f"There are only {least} replicates: intervals over so few are wide and lean on normality."

@@ -1,4 +1,4 @@
-"""What a report's first screen says: the answer in a few sentences, by the size of effects."""
+"""The first screen of a report: the answer in a few sentences, by the size of effects."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
-_MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are told by cells
+_MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
-_MAX_LOADS, _MAX_SHARES = 4, 4  # whose attainment is told
+_MAX_LOADS, _MAX_SHARES = 4, 4  # loads, and different shares, for which the attainment is stated
 
 
 class _Subject(NamedTuple):
-    """What against what. rows: its comparisons; arms: whose. hidden: in which of them the average of a factor hides how
-    much others make of it; by_cell: metrics in which they turn it. preempting: as of `preempting`."""
+    """One comparison, such as an arm with the baseline. rows: its metrics, for these arms. hidden: a text on metrics in
+    which the size of a factor's effect depends on others. by_cell: effects that differ between cells in claim or sign.
+    average: a prefix for averaged effects. preempting: see `triggered.preempting`."""
 
     name: str
     rows: Sequence[Comparison]
@@ -56,14 +57,14 @@ class _Subject(NamedTuple):
 
     @property
     def is_untested(self) -> bool:
-        """Whether a change was seen that has no interval, or nothing was compared."""
+        """Whether a change has no interval, or no metric could be compared."""
         unknown = [row for row in self.rows if row.verdict == "unknown"]
         return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
 
 
 def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
-    """At most MAX_SENTENCES: which arms keep the SLO, who serves most within it, then claimed changes by their size,
-    the largest first. Of one arm what it did, at each load."""
+    """At most MAX_SENTENCES: which arms keep the SLO, which serves most within it, then claimed changes, the largest
+    first. Without comparisons, a description of the one arm at each load."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
@@ -73,10 +74,10 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
 
 
 def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
-    """At most so many sentences: who serves most within the SLO, what turns with the load, the claimed changes, and
-    what changed no decision."""
+    """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
+    claimed changes, and settings that changed no decision."""
     ranked: list[tuple[float, str]] = []
-    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: under what conditions
+    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
     quiet: list[Arm] = []
     num_quiet = num_untested = 0
     for group in groups:
@@ -109,13 +110,13 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
 
 
 def _under(load: str, arms: Sequence[Arm], text: str) -> str:
-    """A sentence on these arms, with the conditions that it holds under."""
+    """A sentence on these arms, with the conditions under which it holds."""
     said = _conditions(load, arms)
     return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{_as_sentence(text)}."
 
 
 def _as_sentence(text: str) -> str:
-    """With a capital, where it does not begin with an arm's name, which stays as it is."""
+    """The text with a capital letter, unless it begins with an arm's name."""
     is_word = text.startswith(("at ", "no ", "every ", "on average "))
     return f"{text[0].upper()}{text[1:]}" if is_word else text
 
@@ -141,7 +142,7 @@ def _conditions(load: str, arms: Sequence[Arm]) -> str:
 
 
 def _changes(subject: _Subject) -> list[tuple[float, str]]:
-    """(the largest change, what is claimed), of cells and of averages."""
+    """(the largest change, the claims as text), for cells and for averages."""
     found = []
     if subject.by_cell:
         ordered = sorted(subject.by_cell, key=lambda one: (one.comparison.metric is not SLO_METRICS[1], -_largest(one)))
@@ -158,7 +159,7 @@ def _largest(effect: Effect) -> float:
 
 
 def _same(groups: Sequence[Compared]) -> list[str]:
-    """One sentence on what changed no decision against the baseline, at which loads; none where all did."""
+    """One sentence on the settings that changed no decision against the baseline, with the loads; none if all did."""
     found = [(text, group.load) for group in groups for text in _same_at(group)]
     by_text = {text: [load for _, load in those] for text, those in grouped(found, lambda one: one[0]).items()}
     parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text.items()]
@@ -181,8 +182,8 @@ def _same_at(group: Compared) -> list[str]:
 
 
 def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
-    """One sentence on what is better at some loads and worse at others, if anything is: that with the largest loss.
-    claimed: by subject and metric, each with its conditions."""
+    """One sentence on a metric that is better at some loads and worse at others: the one with the largest loss. Empty
+    if there is none. claimed: by subject and metric, each with its conditions."""
     found: list[tuple[float, str]] = []
     for (subject, label), every in claimed.items():
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
@@ -193,7 +194,7 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
 
 
 def _described(group: Compared, slo: SLO | None) -> str:
-    """What one arm did, in means over its replicates."""
+    """The results of the only arm, as means over its replicates."""
     (arm,) = group.arms
     runs = list(replicates(arm).values())
     manifest, told_of = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
@@ -213,7 +214,7 @@ def _described(group: Compared, slo: SLO | None) -> str:
 
 
 def _came(runs: Sequence[Run]) -> str:
-    """How many requests, and at what rate, in means over runs."""
+    """The number of requests and their rate, as means over the runs."""
     num = float(np.mean([run.summary["num_requests"] for run in runs]))
     rates = [rate for run in runs if (rate := run.summary["throughput"]["offered_per_s"]) is not None]
     at = f" at {fmt.number(float(np.mean(rates)), 'req/s')}" if rates else " at once" if num > 1 else ""
@@ -221,8 +222,8 @@ def _came(runs: Sequence[Run]) -> str:
 
 
 def _subjects(group: Compared) -> list[_Subject]:
-    """What is compared and changed a decision. Of a factorial design its factors, and arms in metrics that no factor
-    changes on average or by cells."""
+    """The comparisons whose decisions differ. For a factorial design these are the factors, and also arms, but only in
+    metrics that no factor changes on average or by cells."""
     found, first, base = [], alike(group.arms), group.arms[0]
     for effects in by_factor(group.effects).values():
         step = effects[0]
@@ -246,7 +247,8 @@ def _subjects(group: Compared) -> list[_Subject]:
 
 
 def _against(name: str, base: str) -> str:
-    """ "decode_first against prefill_first (both watermark 0, prefix caching on)": what two arms share is said once."""
+    """The names of two arms, with common levels only once:
+    "decode_first against prefill_first (both watermark 0, prefix caching on)"."""
     pairs = list(zip(name.split(", "), base.split(", "), strict=False))
     both = [one for one, other in pairs if one == other]
     if not both or name.count(", ") != base.count(", "):
@@ -256,7 +258,7 @@ def _against(name: str, base: str) -> str:
 
 
 def _told(claims: Sequence[Comparison]) -> str:
-    """The largest improvements and the largest losses."""
+    """The largest improvements and the largest losses, as text."""
     parts = []
     for word, sign in (("better", 1), ("worse", -1)):
         mine = sorted((row for row in claims if row.gain * sign > 0), key=lambda row: -abs(row.gain))
@@ -267,8 +269,8 @@ def _told(claims: Sequence[Comparison]) -> str:
 
 
 def _best_within(group: Compared, slo: SLO) -> str:
-    """The arm with the most goodput over the replicates that all have, and those that are not told apart from it;
-    nothing where no arm has more than the baseline, beyond the noise."""
+    """A sentence on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
+    distinguished from it. "" if no arm has more than the baseline beyond the noise."""
     share, goodput = SLO_METRICS
     base, better = group.arms[0], [row for row in group.rows if row.metric is goodput and row.verdict == "higher"]
     common = set.intersection(*(set(replicates(arm)) for arm in group.arms))
@@ -289,11 +291,11 @@ def _best_within(group: Compared, slo: SLO) -> str:
     return _under(group.load, group.arms, text)
 
 
-# --- who keeps the SLO, and how sure that is ---
+# --- which arms keep the SLO, and how certain that is ---
 
 
 def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
-    """One sentence: the share of requests that keep the SLO, of each arm; of loads beyond the first few, none."""
+    """One sentence on the share of requests that keep the SLO, for each arm, at the first few loads."""
     told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
     parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
     if len(told) > _MAX_LOADS:
@@ -332,7 +334,8 @@ def _over_replicates(arms: Sequence[Arm]) -> str:
 
 
 def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
-    """Which of the arms whose shares are told (of all: none given) noise alone may set apart from the baseline."""
+    """A suffix on the arms that may differ from the baseline by noise only, or without an interval. told: the shares
+    that the sentence states; empty: all."""
     base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
     shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
     away = [name for text in shown for name in by_share[text] if name in rows]

@@ -1,6 +1,6 @@
-"""Which arms kept up with what came: judged once at each load, so that all of a report's texts say the same of an arm.
+"""Which arms kept up with the arrivals: judged once for each load, so that all texts of a report agree.
 
-It must not know what the texts make of it.
+It does not know how the texts use the verdicts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from analysis.comparison.arms import Arm, counted, replicates
 from analysis.load import Run
 
 State = Literal["beyond", "untold", "at once", "kept up"]
-_FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # what an arm is, if a run is
+_FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # an arm has the first one that a run has
 
 
 class Judged(NamedTuple):
-    """An arm at one load. runs: those that are in this state, of num_runs. are_replicates: none is another's repeat.
-    num_untold: runs of an arm beyond its capacity that were not judged."""
+    """An arm at one load. runs: the runs in this state, of num_runs in total. are_replicates: no run is a repeat of
+    another. num_untold: the number of runs that could not be judged, for an arm beyond its capacity."""
 
     name: str
     state: State
@@ -33,13 +33,13 @@ class Judged(NamedTuple):
 
 
 def serves_nothing(arms: Sequence[Arm]) -> bool:
-    """Whether there are runs, and no request of any came to its end: all were ignored, aborted or cut off."""
+    """Whether there are runs, and no request of any run finished: all were ignored, aborted or unfinished."""
     runs = [run for arm in arms for run in arm.runs]
     return bool(runs) and not any(run.summary["num_finished"] for run in runs)
 
 
 def judged(arms: Sequence[Arm]) -> list[Judged]:
-    """Each arm in one state: beyond its capacity if a run is, else not judged if one is not."""
+    """The state of each arm: "beyond" its capacity if any of its runs is, else not judged if any run is not."""
     found = []
     for arm in arms:
         runs = counted(arm)
@@ -52,7 +52,7 @@ def judged(arms: Sequence[Arm]) -> list[Judged]:
 
 
 def state_of(run: Run) -> State:
-    """Of one run: "untold" where the trace ends before it shows, "at once" where all its requests came so."""
+    """The state of one run: "untold" if the trace is too short to tell, "at once" if all requests arrived at once."""
     known = run.summary.get("steadiness")
     if known is None:
         return "at once"
@@ -60,7 +60,8 @@ def state_of(run: Run) -> State:
 
 
 def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
-    """The arms in that state, "" for none; of more than `most`, how many. Each with its runs, where not all are so."""
+    """The arms in a state, by name, or by number if there are more than `most`; "" for none. If not all runs of an arm
+    are in that state, their number is added."""
     those = [one for one in every if one.state == state]
     if len(those) == len(every) > 1 and all(one.is_whole for one in those):
         return "every arm"
@@ -70,7 +71,7 @@ def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
 
 
 def _in_which(those: Sequence[Judged]) -> str:
-    """In how many of their runs, and of how many others it cannot be told; "" for all."""
+    """The number of their runs in the state, and of runs not judged, as a suffix; "" if all runs are in it."""
     num, num_of = sum(len(one.runs) for one in those), sum(one.num_runs for one in those)
     if num == num_of:
         return ""

@@ -1,4 +1,4 @@
-"""What a report is made of, and what is gathered while it is built."""
+"""The input of a report, and the parts that are collected while it is built."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from analysis.plots.style import AxesArray
 
 DEFAULT_MARGIN = 0.02
 _MAX_SVG_BYTES = 400_000
-_MAX_RAN = 4  # models and devices that are named at the top
+_MAX_RAN = 4  # pairs of model and device that are named at the top
 
 
 @dataclass(frozen=True)
 class ReportInput:
-    """What a report is made of. `arms` may span seeds and loads; `commands` default to those in the manifests."""
+    """The input of a report. `arms` may span seeds and loads; `commands` default to those in the manifests."""
 
     arms: Sequence[Arm]
     pairs: Sequence[Pair] = ()
@@ -30,17 +30,17 @@ class ReportInput:
     question: str = ""
     baseline: str | None = None  # an arm's name; the first arm by default
     slo: SLO | Mapping[str, float | None] | None = None
-    margin: float = DEFAULT_MARGIN  # relative change that counts as none
-    replicated: Sequence[str] = ()  # keys of the trace whose values are replicates and no loads
+    margin: float = DEFAULT_MARGIN  # a relative change up to this counts as none
+    replicated: Sequence[str] = ()  # keys of the trace whose values are replicates, not loads
     commands: Sequence[str] = ()
-    command: str = ""  # that made the report
+    command: str = ""  # the command that made the report
     notes: Sequence[str] = ()  # limits that only the author knows
-    cautions: Sequence[str] = ()  # what a reader must know first
+    cautions: Sequence[str] = ()  # warnings, shown first
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
 
     @property
     def runs(self) -> list[Run]:
-        """All that is compared, of arms and of pairs."""
+        """All compared runs, of arms and of pairs."""
         return [run for members in (self.arms, self.pairs) for one in members for run in one.runs]
 
 
@@ -49,7 +49,7 @@ class Plot(NamedTuple):
     caption: str
     data_uri: str
     file: str  # the PNG, relative to the report
-    narrow_uri: str  # the same for a phone
+    narrow_uri: str  # the version for a phone
 
 
 @dataclass
@@ -58,10 +58,10 @@ class Sections:
     findings: list[str] = field(default_factory=list)
     ablation: list[Any] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be compared
+    notes: list[str] = field(default_factory=list)  # sentences on what could not be compared
 
     def plot(self, draw: Callable[..., AxesArray], name: str, title: str, caption: str) -> Plot:
-        """draw: gives the figure; with `is_narrow` set, the one for a phone."""
+        """Saves a figure next to the report. draw: makes it, with `is_narrow=True` in the version for a phone."""
         stem = self.out.with_name(f"{self.out.stem}_files") / name
         png, svg = style.save(draw(), stem)
         narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
@@ -69,14 +69,14 @@ class Sections:
 
 
 def _embedded(png: Path, svg: Path) -> str:
-    """The figure itself as an address."""
+    """The figure as a data URI."""
     small = svg.stat().st_size <= _MAX_SVG_BYTES
     kind, data = ("svg+xml", svg.read_bytes()) if small else ("png", png.read_bytes())
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def what_ran(runs: Sequence[Run]) -> str:
-    """Which models ran where, simulated or measured."""
+    """A sentence that names the models and devices, and whether they were simulated or measured."""
     said: dict[str, None] = {}
     for run in runs:
         on = f"{run.manifest.get('model')} on {run.manifest.get('device')}"

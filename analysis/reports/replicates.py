@@ -1,4 +1,4 @@
-"""What replicates are worth, by the requests that they share."""
+"""Judges the quality of replicates by the requests that they share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from analysis.comparison.arms import grouped
 from analysis.load import Run
 
 _DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
-_MOSTLY = 0.75  # of the requests: what replicates share says as much as what they do not
+_MOSTLY = 0.75  # share of common requests above which replicates are poor
 
 Level = Literal["good", "fair", "poor"]
 
 
 def drawn_by(runs: Sequence[Run]) -> list[str]:
-    """The transformations of which runs are replicates."""
+    """The transformations of the trace that make the runs replicates."""
     given = grouped((step for run in runs for step in _steps(run)), lambda step: str(step.get("name")))
     return [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
 
 
 def shared(runs: Sequence[Run]) -> tuple[Level, str]:
-    """The most that replicates of one load are worth, which have requests in common; and what is to be said of that."""
+    """The best level that replicates of one load can have, given the requests that they share, and the reason."""
     drawn = drawn_by(runs)
     narrow = "intervals are narrower than those of other traces would be"
     if any(early_end > late_start for (_, early_end), (late_start, _) in pairwise(sorted(set(map(_window, runs))))):
@@ -48,7 +48,7 @@ def _steps(run: Run) -> list[Mapping[str, Any]]:
 
 
 def _window(run: Run) -> tuple[float, float]:
-    """What is cut out of its trace, in s."""
+    """The window of its trace that the run uses: (start, end) in s."""
     spans = [(run.flat_config.get("trace.start_s"), run.flat_config.get("trace.end_s"))]
     spans += [(step.get("start_s"), step.get("end_s")) for step in _steps(run) if step.get("name") == "window"]
     return max(start or 0.0 for start, _ in spans), min(float("inf") if end is None else end for _, end in spans)

@@ -1,7 +1,7 @@
-"""The ablation report: one self-contained HTML page, and the same as Markdown, from run folders.
+"""The ablation report from run folders: one self-contained HTML page, and the same content as Markdown.
 
-`write_report` takes arms and sim-real pairs as they are given; `report_from_folders` infers both from what was swept.
-Next to `<out>.html` it writes `<out>.md` and `<out>_files/` with every figure as PNG and SVG; the HTML needs neither.
+`write_report` takes arms and sim-real pairs; `report_from_folders` infers both from the swept keys. Next to
+`<out>.html` they write `<out>.md` and `<out>_files/` with every figure as PNG and SVG; the HTML needs neither.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
-_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # beside these the first that is known
+_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # the first known one is shown in addition
 _MAX_CURVES = 8
-_MAX_COMMANDS = 12  # that are not folded
+_MAX_COMMANDS = 12  # with more, the list is folded
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
-    """Writes the report to `out` (an .html path), returns it. RunFolderError for arms or pairs of different traces."""
+    """Writes the report to `out` (with suffix .html) and returns that path. Raises RunFolderError without any arm, for
+    arms or pairs of different traces, or for different warm-ups."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
     check_warm_up(report.runs)
@@ -105,12 +106,12 @@ def report_from_folders(
     margin: float | None = None,
     command: str = "",
 ) -> Path:
-    """A report on every complete run at or below `folders`: arms from what was swept, pairs from traces and policies.
-    Baseline, question, SLO and margin: as given, else as the runs' own configurations state them.
+    """Writes a report on every complete run at or below `folders`; returns its path. Arms are inferred from the swept
+    keys, pairs from traces and policies. Baseline, question, SLO and margin are as given, else as the runs state them.
 
-    Simulated runs are the arms (real ones where there are no others); a simulated run that only serves to be compared
-    with a real one is no arm where others are. Of several experiments the largest is reported. What is left out
-    (incomplete runs, the other experiments) is named.
+    Arms are simulated runs, or real runs if there are no simulated ones. A trace on which every simulated run is paired
+    with a real one is left out of the arms, if there are other traces. Of several experiments the largest is reported;
+    the report names what is left out (incomplete runs, other experiments).
     """
     sweep = load_all(folders)
     assert isinstance(sweep, Sweep), folders
@@ -143,8 +144,8 @@ def report_from_folders(
 
 
 def _main_figure(sections: Sections) -> Plot | None:
-    """Of the load at which the answer has most to say: of those with a claim, and that some arm kept up with, if there
-    are such, the one of most arms, of these with the largest change."""
+    """The bars of the most informative load: preferably one with a claim, then one that some arm kept up with, then the
+    one with the most arms, then the one with the largest change."""
     drawn = []
     for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
         if group["plots"]:
@@ -159,7 +160,7 @@ def _comparable_groups(
 ) -> dict[str, list[Arm]]:
     """Load -> its baseline (the report's, else the first arm there) and the arms that share a trace with it.
 
-    RunFolderError when there are arms to compare and none can be.
+    Raises RunFolderError if there are several arms, and none can be compared.
     """
     groups = {}
     for load, arms in loads.items():
@@ -184,7 +185,7 @@ def _comparable_groups(
 
 
 def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
-    """Tables, bars and findings at one load; the first arm is the baseline."""
+    """Adds tables, bars and findings for one load; the first arm is the baseline."""
     baseline = arms[0]
     at_load = f" at {load}" if load else ""
     parts = {"latency": LATENCY, "throughput": (*RATES, *(SLO_METRICS if slo else ()))}
@@ -207,7 +208,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if what in told else ''}"
         made.append(tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo))
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
-    is_new = all(method != other["method"] for other in sections.ablation)  # said once
+    is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
@@ -223,9 +224,10 @@ def _said(
     margin: float,
     num_replicates: int,
 ) -> list[str]:
-    """The findings: of a replicated factorial design the main effects, else a few sentences on each arm.
+    """The findings: main effects for a factorial design with replicates, else a few sentences on each arm.
 
-    Of an unreplicated factorial design only the arms one factor away from the baseline are told; the tables have all.
+    For a factorial design without replicates they cover only the arms that differ from the baseline in one factor; the
+    tables have all arms.
     """
     baseline = arms[0]
     if effects and num_replicates > 1:
@@ -253,7 +255,7 @@ def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int)
 def _run_plots(
     sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput
 ) -> list[Plot]:
-    """CDFs and timelines of one replicate at the heaviest load; the curve over loads where there are several."""
+    """CDFs and timelines of one replicate at the heaviest load; with several loads also the curve over them."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
     typical = _typical(ordered)
@@ -282,8 +284,8 @@ def _run_plots(
 
 
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
-    """Of each arm its run of one replicate: of those that all have, the one whose mean TTFT, over the arms, is in the
-    middle; of its repeats, too. The arms' own first ones, where they have none in common."""
+    """For each arm its run of one replicate: of the replicates that all arms have, the one with the median of mean TTFT
+    over the arms, and of its repeats the one with the median. Without common replicates, each arm's first one."""
     runs = [replicates(arm) for arm in arms]
     common = sorted(
         (key for key in runs[0] if all(key in own for own in runs)),
@@ -310,7 +312,7 @@ def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:
-    """What makes the runs again: of a sweep its own command, not one for each point."""
+    """The commands that reproduce the runs; for a sweep its command, not one for each point."""
     commands = [run.manifest.get("sweep") or run.manifest.get("command") for run in runs]
     return list(dict.fromkeys(str(command) for command in commands if command))
 
@@ -363,6 +365,6 @@ def _context(
 
 
 def _markdown(text: Any) -> str:
-    """Text that Markdown takes literally: markup characters are escaped, line ends become spaces."""
+    """Escapes text for Markdown: markup characters are escaped, line ends become spaces."""
     escaped = "".join(f"\\{char}" if char in "\\`*_[]<>|#" else char for char in str(text))
     return " ".join(escaped.split("\n"))

@@ -1,4 +1,4 @@
-"""The report's tables as plain cells, which the HTML and the Markdown template both print."""
+"""The tables of a report as plain cells, which both the HTML and the Markdown template print."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from analysis.measures.checks import outline
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name, is_seed
 
-MAX_FACTS = 5  # values of one fact that are spelt out: every manifest has its own
+MAX_FACTS = 5  # values of one fact that are listed, as every manifest may have its own
 
 
 class Cell(NamedTuple):
-    """A cell: its text, smaller lines under it, and a kind (better, worse, noise, head) for its look."""
+    """A cell: its text, smaller lines below it, and a kind (better, worse, noise, head, strong) for its style."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Table:
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""  # right under it
+    note: str = ""  # directly below the table
 
 
 def ablation_table(
@@ -47,7 +47,7 @@ def ablation_table(
     margin: float,
     slo: SLO | None,
 ) -> Table:
-    """Arms x metrics: the value, and for all but the first, the baseline, its change, interval and verdict."""
+    """Arms x metrics: the value and, except for the baseline (the first arm), its change, interval and verdict."""
     found = {(row.arm, row.metric.path): row for row in comparisons}
     rows = []
     for arm in arms:
@@ -88,7 +88,7 @@ def _is_unlike(row: Comparison, base: float | None) -> bool:
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:
-    """Factors x metrics: the main effect, its interval, verdict, and the range over single cells."""
+    """Factors x metrics: the main effect, its interval and verdict."""
     groups = by_factor(effects)
     metrics = list(dict.fromkeys(effect.comparison.metric.label for effect in effects))
     rows = []
@@ -110,7 +110,7 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
 
 
 def setup_table(caption: str, runs: Sequence[Run]) -> Table:
-    """What was run, on what: one row a fact, its values joined where runs differ."""
+    """The setup of the runs: one row for each fact, with the values joined if runs differ."""
 
     def values(*keys: str) -> str:
         found: list[str] = []
@@ -158,7 +158,8 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
 
 
 def _own_classes(run: Run) -> Iterator[str]:
-    """With parameters and the hash of the file: "mine: scheduler.admission = mine.Cap(most=4), file 1f2e3d4c"."""
+    """A user's own classes, with parameters and the hash of the file:
+    "mine: scheduler.admission = mine.Cap(most=4), file 1f2e3d4c"."""
     files = (run.manifest.get("identity") or {}).get("classes") or {}
     preset = (run.manifest.get("given") or {}).get("scheduler") or run.manifest.get("scheduler")
     for group, below in run.config.items():
@@ -171,7 +172,7 @@ def _own_classes(run: Run) -> Iterator[str]:
 
 
 def _nodes(node: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A group that is a class, as cost and trace may be, or its values that are."""
+    """(key, settings) of each class in a group: the group itself (key "", as cost and trace may be), or its values."""
     if isinstance(node, Mapping):
         yield from (("", node),) if "_target_" in node else ()
         yield from ((key, one) for key, one in node.items() if isinstance(one, Mapping) and "_target_" in one)
@@ -184,7 +185,7 @@ def _fact(value: Any) -> str:
 
 
 def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
-    """Metrics x pairs: real -> simulated, and the signed error below."""
+    """Metrics x pairs: real -> simulated, with the signed error below."""
     labels = list(errors)
     rows = []
     for index, path in enumerate(next(iter(errors.values()))["metric"]):
@@ -201,7 +202,7 @@ def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
 
 
 def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
-    """Policies and metrics x engines: what the simulator says, and what each engine did."""
+    """Policies and metrics x engines: the simulated value, and that of each engine."""
     found: dict[Path, dict[str, Run]] = {}
     for pair in pairs:
         found.setdefault(pair.sim.path, {"sim": pair.sim})[engine_of(pair.real)] = pair.real
@@ -217,7 +218,7 @@ def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
 
 
 def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
-    """Per latency and pair: how far single requests are off."""
+    """Latencies and pairs x errors of single requests."""
     rows = []
     for label, frame in errors.items():
         for item in frame.to_dict("records"):
@@ -231,8 +232,8 @@ def request_error_table(errors: Mapping[str, pd.DataFrame]) -> Table:
 
 
 def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
-    """Per metric: Kendall's tau of the policies' order, where the engine tells any apart; and both winners, and whether
-    they are the same, where it tells the best from the second."""
+    """One row for each metric: Kendall's tau of the policies' order, if the engine distinguishes any; both winners; and
+    whether these are the same, if the engine distinguishes the best from the second."""
     rows = []
     for item in ranking.to_dict("records"):
         told_apart = item["num_told_apart"]
@@ -251,13 +252,14 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
 
 
 def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(arm, replicate, link) of every run."""
+    """(arm, replicate, link) of every run that counts (see `counted`)."""
     every = [run for arm in arms for run in arm.runs]
     return [(arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in counted(arm)]
 
 
 def replicate_name(run: Run, every: Sequence[Run]) -> str:
-    """Its seed, and those settings of the trace that were called replicates, as far as runs differ in them."""
+    """The name of a run's replicate: its values of the trace's settings that are declared as replicates, and its seed,
+    if runs differ in them."""
     keys = [key for key in swept_keys(every) if key.split(".")[0] == "trace" and not is_seed(key)]
     stated = stated_replicates(every)
     told = [fmt.plain(run.flat_config.get(key)) for key in keys if any(key.startswith(name) for name in stated)]

@@ -1,4 +1,4 @@
-"""How far to trust a report: one light each for fidelity, prices, replicates, load and records."""
+"""How far a report can be trusted: one indicator each for fidelity, step times, replicates, load and records."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, judged, serves_nothing, who
 from analysis.reports.replicates import Level, drawn_by, shared
 
-_FEW = 5  # replicates: below, intervals are wide
-_NEAR, _FAR = 0.05, 0.15  # of measured errors
+_FEW = 5  # replicates; with fewer, intervals are wide
+_NEAR, _FAR = 0.05, 0.15  # relative errors up to which fidelity is good, and fair
 _ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens_per_s")
 
 _LEVELS = ("good", "fair", "poor")
@@ -31,7 +31,7 @@ def _worst(levels: Iterable[Level]) -> Level:
 
 
 class Trust(NamedTuple):
-    """One light: what it is about, how far to trust it, and why."""
+    """One trust indicator: its subject, its level, and the reason."""
 
     about: str
     level: Level
@@ -45,8 +45,9 @@ def trust(
     rankings: Mapping[str, pd.DataFrame] = {},
     num_left_out: int = 0,
 ) -> list[Trust]:
-    """The lights: fidelity, prices, replicates, load, records. errors, rankings: of the pairs, by label and by load, as
-    analysis/comparison/fidelity.py makes them. num_left_out: runs that failed or did not end."""
+    """The indicators: fidelity, prices (step times; only for simulated runs), replicates, load, records. errors:
+    `fidelity.error_table` by pair label; rankings: `fidelity.ranking_agreement` by load. num_left_out: runs that failed
+    or did not end."""
     arms = [arm for group in groups for arm in group.arms]
     runs = [run for arm in arms for run in arm.runs]
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
@@ -69,7 +70,7 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
 
 
 def _ignoring(arms: Sequence[Arm]) -> str:
-    """The arms that ignored requests, "" for none."""
+    """The names of the arms that ignored requests; "" for none."""
     return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
@@ -97,7 +98,7 @@ def _load(groups: Sequence[Compared]) -> Trust:
 
 
 def _where(groups: Sequence[Compared], state: State) -> str:
-    """The arms in that state, at their loads; one name for all."""
+    """The arms in a state, with their loads; "every arm" if that is so at all loads."""
     told = {group.load: who(judged(group.arms), state, _MAX_NAMED) for group in groups}
     by_load = {load: names for load, names in told.items() if names}
     by_name = grouped(by_load, lambda load: by_load[load])
@@ -122,13 +123,13 @@ def _records(arms: Sequence[Arm], num_left_out: int) -> Trust:
 
 
 def _measured(arms: Sequence[Arm]) -> Trust:
-    """Of arms of which nothing is simulated: whether the engine's own noise is known, and small, and its machine was
-    its own."""
+    """The indicator for fidelity if nothing is simulated: whether the engine's noise is known and small, and whether
+    other processes used the machine."""
     known = [most for path in _ERRORS if (most := engine_noise(arms, metric_of(path))) is not None]
     said = "measured on a real engine, nothing is simulated"
     if any(was_busy(run) for arm in arms for run in arm.runs):
         return Trust("fidelity", "poor", f"{said}, but others used its machine too")
-    level: Level = "poor" if num_replicates(arms) == 1 else "fair"  # over several traces its noise is in their spread
+    level: Level = "poor" if num_replicates(arms) == 1 else "fair"  # over several traces the spread includes its noise
     if not known:
         return Trust("fidelity", level, f"{said}; how far the engine differs from itself was not measured")
     level = "good" if max(known) <= _FAR else "fair"
@@ -143,11 +144,11 @@ _PRICES: dict[str, tuple[Level, str]] = {
 }
 
 
-_MANY = 0.1  # of the steps are outside of the profile
+_MANY = 0.1  # share of steps outside of the profile above which step times are poor
 
 
 def _extrapolated(run: Run) -> float:
-    """The share of its steps whose price is."""
+    """The share of the run's steps whose time is extrapolated."""
     num_outside, num_steps = (run.manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
     return num_outside / max(1, num_steps)
 

@@ -1,1 +1,1 @@
-"""`testbed calibrate`: profiles of the real engine (`calibrate`), and the command that fits prices to them."""
+"""`testbed calibrate`: profiles the real engine (`calibrate`), and fits cost models to the profile (`command`)."""

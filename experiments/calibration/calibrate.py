@@ -1,7 +1,7 @@
-"""Profiles the real engine and fits the simulator's prices to it: the measuring half of every sim-against-real table.
+"""Profiles the real engine and fits the simulator's cost models to the profile.
 
-The profile is a set of steps that the ordinary loop ran, so a measured step holds everything that a step costs:
-scheduling, input preparation, forward pass, sampling, host overheads. real/profiler brings the grid's about.
+The profile is a set of steps that the ordinary serving loop ran, so a measured step includes all of a step's costs:
+scheduling, input preparation, forward pass, sampling, host overheads. `real.profiler` makes the steps of the grid.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 
-if TYPE_CHECKING:  # it needs numpy, and a torch engine to be of any use
+if TYPE_CHECKING:  # needs numpy, and is only used with the torch engine
     from real.clocks import Clock
     from real.profiler.measure import Profiled, Recorded, Unit
 
 PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
-PROFILE_SEED = 1_000_003  # of the profiling traces: not a seed that an experiment would use
+PROFILE_SEED = 1_000_003  # of the profiling traces; experiments are unlikely to use this seed
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How much is measured. is_quick: a coarse grid. repeats: of each step of the grid. num_requests: of the largest
-    ordinary load; 0: no loads. max_s: when it ends with what there is."""
+    ordinary load; 0: no loads. max_s: time limit, after which the profile is incomplete."""
 
     is_quick: bool = False
     repeats: int = 3
@@ -66,7 +66,7 @@ QUICK = Extent(is_quick=True, repeats=2, num_requests=10)
 
 
 def profile(config: RunConfig, extent: Extent) -> Profile:
-    """As `measure_profile`, all of it. Raises KeyboardInterrupt if it was interrupted."""
+    """The profile of `measure_profile`. Raises KeyboardInterrupt if it was interrupted."""
     measurement = measure_profile(config, extent)
     if measurement.profiled.is_interrupted:
         raise KeyboardInterrupt
@@ -74,7 +74,8 @@ def profile(config: RunConfig, extent: Extent) -> Profile:
 
 
 class Measurement(NamedTuple):
-    """profiled: how much of what was wanted was measured. num_gpu_blocks: of the engine. clock: see its `describe`."""
+    """A measured profile. profiled: how much of the plan was measured. num_gpu_blocks: of the engine. clock: its
+    `describe()`."""
 
     profile: Profile
     profiled: Profiled
@@ -83,13 +84,13 @@ class Measurement(NamedTuple):
 
 
 def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> Measurement:
-    """Steps of the real engine of `config`, for a cost model to be fitted to: a designed grid, and ordinary loads.
+    """Measures steps of the real engine of `config`, to which a cost model can be fitted: a grid and ordinary loads.
 
-    The grid says what each size costs on its own; the loads, whole-prompt and chunked, from one running sequence to as
-    many as fit, have batches as runs have them. Traces are generated for this purpose only, so what is predicted later
-    was not seen here. Raises ConfigError if the engine has no room for steps.
+    The grid shows the cost of each size separately. The loads have batches as in runs: whole prompts and chunks, from
+    one running sequence to as many as fit. Traces are generated only for this purpose, so that later predictions are of
+    unseen steps. Raises ConfigError if the engine has no room for steps.
     """
-    backend: Any = build_real_backend(config, swaps=True)  # their time is measured too
+    backend: Any = build_real_backend(config, swaps=True)  # swaps are measured too
     from real.clocks import make_clock
     from real.profiler.measure import measure
 
@@ -101,7 +102,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
         units = [*_grid(*measured), *_loads(*measured)]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
         bar = tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5)
-        with bar, fewer_collections():  # as runs have it
+        with bar, fewer_collections():  # as in runs
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
             )
@@ -111,7 +112,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
 
 
 def together(*profiles: Profile) -> Profile:
-    """Profiles of the same engine, measured by the same clock, as one, under the manifest of the first."""
+    """Joins profiles of the same engine, measured by the same clock, under the manifest of the first."""
     assert len({one.manifest.probe_ns for one in profiles}) == 1, "times of different probes do not go together"
     steps = [(step.shape, step.spans, step.total_ns) for one in profiles for step in one.steps]
     return Profile(profiles[0].manifest, number_repeats(steps))
@@ -148,7 +149,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The cost model that predicts a profile's left-out steps best, and the overrides that choose it."""
+    """The cost model that predicts the left-out steps of a profile best, and the overrides that select it."""
 
     overrides: list[str]
     description: str
@@ -156,8 +157,8 @@ class Fitted:
 
 
 def fit_and_save(measured: Profile, folder: Path) -> Fitted:
-    """Writes profile.parquet, fits `calibrated` and `linear` to it, takes the one that errs less on left-out steps,
-    median and P90 together."""
+    """Writes profile.parquet, fits `calibrated` and `linear` to it, and selects the one with the smaller sum of median
+    and P90 error on left-out steps."""
     folder.mkdir(parents=True, exist_ok=True)
     write_profile(folder / PROFILE_FILE, *measured)
     calibration = calibrate(measured)
@@ -183,7 +184,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
 
 
 def describe(calibration: Calibration) -> str:
-    """The fit as text: errors by region, coefficients, curves, range."""
+    """The fit as text: errors by region, coefficients, curves, profiled range."""
     manifest = calibration.manifest
     lines = [
         f"{manifest.model['name']} ({manifest.dtype}) on {manifest.device} ({manifest.device_description}), "
@@ -210,7 +211,7 @@ def describe(calibration: Calibration) -> str:
 
 
 def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
-    """The episodes of the grid, under a scheduler that plans what comes."""
+    """The episodes of the grid, under a plain scheduler with a watermark of 0."""
     assert isinstance(config.backend, RealConfig)
     from real.profiler.grid import Room, anywhere, design
     from real.profiler.measure import Bench, Unit, fill_with_noise, run_episode
@@ -222,7 +223,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
         bounds.max_num_seqs, bounds.max_num_batched_tokens, bounds.max_model_len,
     )  # fmt: skip
     pools = build.Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
-    # a CPU reads blocks that lie anywhere more slowly than neighbours
+    # a CPU reads scattered blocks more slowly than adjacent ones
     scattered = anywhere(pools.num_gpu_blocks, PROFILE_SEED) if _is_cpu(config.backend) else []
 
     def make_scheduler(*, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler:
@@ -250,7 +251,8 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
 
 @contextmanager
 def _recorded(config: RunConfig, scratch: Path, recorder: Recorder) -> Iterator[Recorded]:
-    """The recorder, beside those of a real run, for which steps pay as that run's do: on a GPU they are late."""
+    """The recorder together with those of a real run, so that steps have the same recording cost. On a GPU, as in a
+    real run, these write late."""
     from real.late_records import LateRecords
 
     records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl", decision)
@@ -262,11 +264,11 @@ def _recorded(config: RunConfig, scratch: Path, recorder: Recorder) -> Iterator[
             yield Recorders(late, recorder), late.catch_up
 
 
-_COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # with a budget, or the own
+_COMPOSITIONS = (("prefill_first", None), ("decode_first", None), ("decode_first", 256))  # (composition, budget)
 
 
 def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch: Path) -> list[Unit]:
-    """Ordinary loads, each under each way to batch them."""
+    """Ordinary loads, each under each of `_COMPOSITIONS`."""
     from real.driver import run as drive
     from real.profiler.measure import Unit
 
@@ -276,7 +278,7 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
     longest = max(16, min(4096, config.cache.block_size * pools.num_gpu_blocks // 2, config.limits.max_model_len // 2))
 
     def served_steps(composition: str, budget: int | None, trace: Trace) -> list[tuple[BatchShape, Spans, int]]:
-        """Every step that the engine needs for a trace, one at a time: what the host does is to be seen."""
+        """Every step that the engine needs for a trace; without asynchronous scheduling, as host time must show."""
         changed = replace(own, composition=composition, max_num_batched_tokens=budget, async_scheduling=False)
         scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
         collector = _Collector()
@@ -304,10 +306,11 @@ class _Collector(Recorder):
 
 
 def _traces(num_requests: int, max_tokens: int) -> list[Trace]:
-    """Traces that tell the coefficients apart: batch size, context, prompt length and cached prefix vary on their own.
+    """Traces that separate the coefficients: batch size, context, prompt length and cached prefix vary independently.
 
-    Many short contexts; as many of mixed length; few long ones; and users who come back at once, a few and more, whose
-    turns hit the cache: between their prompts are but a few decodes of contexts that differ, as in traffic.
+    They have many short contexts, many of mixed lengths, few long ones, and sessions of three or eight turns without
+    think times. Later turns hit the cache, and there are only a few decodes of different contexts between their
+    prompts, as in real traffic.
     """
     few = max(2, num_requests // 4)
     users = {"arrival": "all_at_once", "think_time_s": 0.0}

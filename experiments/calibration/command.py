@@ -1,4 +1,4 @@
-"""`testbed calibrate`: a profile of the real engine, and cost models fitted to it."""
+"""The command line of `testbed calibrate`: profiles the real engine and fits cost models to the profile."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _all(options: argparse.Namespace, command: str) -> int:
         raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
     measurement = _measure(options, command, extent, folder)
     file = folder / PROFILE_FILE
-    write_profile(file, *measurement.profile)  # before the fit, which may refuse a part of a profile
+    write_profile(file, *measurement.profile)  # before the fit, which may reject an incomplete profile
     print(_written(file, measurement.profile))
     fitted = fit_and_save(measurement.profile, folder)
     print(describe(fitted.calibration))
@@ -121,7 +121,7 @@ def _default_folder(overrides: list[str]) -> Path:
 
 
 def _extent(options: argparse.Namespace) -> Extent:
-    """Raises ConfigError for what cannot be measured."""
+    """The extent from the options. Raises ConfigError for invalid values."""
     from experiments.calibration.calibrate import QUICK, Extent
 
     given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
@@ -135,7 +135,8 @@ def _extent(options: argparse.Namespace) -> Extent:
 
 
 def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:
-    """folder: of what is measured. Raises ConfigError if there is nothing to measure, or nothing was."""
+    """Measures a profile. folder: where it will be written. Raises ConfigError if there is no real engine to measure,
+    or no step was measured."""
     from experiments.calibration.calibrate import measure_profile
     from experiments.configuration.compose import compose_config
     from experiments.runs.run_folder import require_writable
@@ -162,7 +163,7 @@ def _written(file: Path, profile: Profile) -> str:
 
 
 def _ending(measurement: Measurement) -> int:
-    """Says by what clock it was measured, and if not all was; the exit status."""
+    """Prints the clock, and a note if the profile is incomplete; returns the exit status."""
     from experiments.commands.listing import clock_line
     from experiments.runs.run import INTERRUPTED
 
@@ -179,7 +180,7 @@ def _ending(measurement: Measurement) -> int:
 
 
 def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
-    """The command that simulates what was profiled, at its prices."""
+    """The command that simulates the profiled engine with the fitted cost model."""
     device = f"device={measurement.profile.manifest.device}"
     made = dict.fromkeys([device, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"])
     keys = {item.partition("=")[0] for item in made}

@@ -1,4 +1,4 @@
-"""What is searched: the policies (every combination of the values given), their seeds, and what their rate is."""
+"""The subjects of a search: the policies (all combinations of the given values), their seeds, and their rate key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNRECORDED: dict[str, Any] = {
 class Arm:
     """One policy. raw: its configuration. A value of `rate_key` times `per_value` is the rate in `unit`.
 
-    num_requests: of its traces at the value that it starts with, one for each seed.
+    num_requests: of its traces at the start value, one number for each seed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Arm:
     rate_key: str
     start: float
     per_value: float
-    is_of_sessions: bool  # what comes at the rate is a session, whose later turns follow
+    is_of_sessions: bool  # the rate is that of sessions, with all their turns
     num_requests: tuple[int, ...]
     is_simulated: bool
 
@@ -58,7 +58,7 @@ class Arm:
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
-    """The policies and the seeds that the overrides name. Raises ConfigError in one line."""
+    """The policies and the seeds that the overrides give. Raises ConfigError with a message of one line."""
     overrides = with_swept(overrides)
     library = library_of(overrides)
     choices = _choices(overrides, library)
@@ -77,7 +77,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
         words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own]
         name = " ".join(words).removeprefix("scheduler=")
         if name in arms and len(own) < len(items):
-            continue  # it differs from one before in keys that it has not
+            continue  # differs from an earlier policy only in keys that do not apply to it
         arm = _arm(name, own, seeds, seen)
         if arm.name in arms:
             raise ConfigError(f"{' '.join(words)} is given twice; name each policy once")
@@ -86,7 +86,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
 
 
 def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]:
-    """The overrides that set each key, more than one where Hydra's grammar lists several. Raises ConfigError."""
+    """Key -> the overrides that set it; several if Hydra's sweep grammar lists several values. Raises ConfigError."""
     for item in overrides:
         if "=" not in item and not item.startswith("~"):
             raise ConfigError(f"{item!r}: expected key=value pairs, as of `testbed run`")
@@ -158,7 +158,7 @@ def _at(raw: dict[str, Any], rate_key: str, value: float, seed: int) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Arrivals:
-    """Of a trace, gone through once. rate_per_s: of requests (or sessions) that come by themselves; 0: at once."""
+    """The arrivals of a trace. rate_per_s: of requests (or sessions) with an arrival of their own; 0: all at once."""
 
     num_requests: int
     rate_per_s: float
@@ -185,7 +185,7 @@ def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
 
 
 def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:
-    """Raises ConfigError where seeds make one trace: pooled, they would count every request several times."""
+    """Raises ConfigError if several seeds give the same trace: pooling would count every request several times."""
     if len({one.fingerprint for one in arrivals}) < len(seeds):
         raise ConfigError(
             f"seed={','.join(map(str, seeds))} are the same requests of trace={trace}, and copies are no "

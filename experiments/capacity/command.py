@@ -1,4 +1,4 @@
-"""The command line of `testbed capacity`: what is printed and written, the words for what a search found."""
+"""The command line of `testbed capacity`: runs the searches, prints and writes the results as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
-SHORT = 10  # a run is short where its requests (or sessions) arrive within so many times what one lasts
+SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
 OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when nearly all have come"}
 _HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
-    terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each set of them
+    terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
     policies = table(_HEADERS, [_cells(one) for one in found.found], numbers=False)
     lines = [*terms, "", policies, *(["", *said] if said else [])]
     if found.tolerance < options.tolerance:
@@ -103,13 +103,13 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     save(rate_curves(curves, capacities, {one.arm.share for one in found.found}, units), out / FIGURE)
 
 
-# --- in words ---
+# --- results as text ---
 
 
 def _row(found: Found) -> dict[str, Any]:
-    """Of a policy: capacity and the next rate that fails, attainment there with its interval, what fails above.
+    """The results of a policy: its capacity with attainment and interval, the next rate that fails, and what fails.
 
-    told_apart: whether the attainment at the rate that fails lies below the interval of the one that is kept.
+    told_apart: whether the attainment at the failing rate lies below the interval at the capacity.
     """
     at, above = found.at_kept, found.at_failed
     low, high = (None, None) if at is None else at.interval
@@ -149,7 +149,7 @@ def _cells(found: Found) -> tuple[str, ...]:
 
 
 def _fails_first(above: Load | None, share: float) -> str:
-    """The limit that most requests fail, with how many of them where that is known. share: that must keep the SLO."""
+    """The limit that most requests exceed, with their share if that is known. share: the required attainment."""
     first = None if above is None else above.first_failed(share)
     if above is None or first is None:
         return "–"
@@ -159,7 +159,7 @@ def _fails_first(above: Load | None, share: float) -> str:
 
 
 def without_capacity(found: Found) -> str:
-    """Why there is none, in one line; empty where there is."""
+    """Why there is no capacity, in one line; empty if there is one."""
     arm, at = found.arm, found.at_failed
     if at is None:
         return (

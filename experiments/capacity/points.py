@@ -1,4 +1,4 @@
-"""One rate of one policy under one seed: its run, which ends once its SLO is lost, and the file of what came out."""
+"""A point: one rate of one policy under one seed. Runs it, stops it when its SLO is lost, and stores the result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from testbed.records.schema import COMPLETED
 
 
 class LostError(TestbedError):
-    """The attainment cannot be reached any more."""
+    """The required attainment cannot be reached any more."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, in ns; -1: not yet."""
+    """A request that has not ended; instants in ns, -1: not yet."""
 
     arrival: int
     first: int = -1
@@ -43,9 +43,9 @@ class _Open:
 class SloWatch(Recorder):
     """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
 
-    A request has failed when that is certain: its first token is overdue, or it ended beyond a limit. The arithmetic is
-    that of `analysis.measures.metrics`, so what has failed here has failed there; of a group of sequences TPOT is left
-    to that. Tokens are looked at one by one only where a limit on gaps wants it, as they are many.
+    A request has failed as soon as that is certain: its first token is overdue, or it ended beyond a limit. The
+    arithmetic is that of `analysis.measures.metrics`, so a request that fails here fails there, too. TPOT of a group of
+    sequences is not checked here. Single tokens are only checked if there is a limit on gaps, as they are many.
     """
 
     def __init__(self, slo: SLO, max_failed: int) -> None:
@@ -55,7 +55,7 @@ class SloWatch(Recorder):
         self._slo, self._max_failed = slo, max_failed
         self._open: dict[str, _Open] = {}
         self._without_token: dict[str, _Open] = {}
-        self._due: deque[_Open] = deque()  # in order of arrival; some may have got a token
+        self._due: deque[_Open] = deque()  # in order of arrival; some may have a token already
         self._end_ns = 0  # of the last step
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
@@ -117,14 +117,14 @@ class SloWatch(Recorder):
 def run_point(
     raw: dict[str, Any], slo: SLO, max_failed: int | None, file: Path, num_requests: int, by_session: bool, scratch: str
 ) -> None:
-    """Simulates (or runs) it and writes the file, whole. max_failed: the run ends when more have failed; None: never.
-    num_requests: of its trace, where the run was stopped before it knew. by_session: as `count_load` has it. scratch: a
-    folder for the run's own.
+    """Simulates (or runs) a point and writes its file. max_failed: the run is stopped when more have failed; None:
+    never. num_requests: of its trace, used if the run was stopped before it counted them. by_session: see `count_load`.
+    scratch: a folder for the run's temporary folder.
 
-    Raises TestbedError in one line, KeyboardInterrupt.
+    Raises TestbedError with a message of one line, or KeyboardInterrupt.
     """
     config = RunConfig.from_container(raw)
-    sends_late = getattr(config.backend, "frontend_ns_per_token", 0)  # clients' instants are not the loop's
+    sends_late = getattr(config.backend, "frontend_ns_per_token", 0)  # then tokens reach clients later
     watch = None if max_failed is None or sends_late else SloWatch(slo, max_failed)
     with TemporaryDirectory(dir=scratch) as folder:
         result = execute(config, Path(folder), command="testbed capacity", watch=watch)
@@ -145,7 +145,7 @@ def run_point(
 
 
 def read_point(file: Path, max_failed: int | None) -> Load | None:
-    """What the file holds; None if there is none, or one that was stopped where more is wanted."""
+    """The load in the file; None if there is no file, or if its run was stopped early under another `max_failed`."""
     if not file.exists():
         return None
     stored = json.loads(file.read_text())
@@ -155,6 +155,6 @@ def read_point(file: Path, max_failed: int | None) -> Load | None:
 
 
 def point_name(raw: dict[str, Any]) -> str:
-    """Of the file: a hash of the configuration that is run."""
+    """The name of a point's file: a hash of the configuration that is run."""
     decides = {key: value for key, value in raw.items() if key not in JUDGING or key == "slo"}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]

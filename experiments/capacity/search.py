@@ -1,4 +1,4 @@
-"""The search for the highest rate that is kept: which rate comes next. It knows nothing of what is behind a rate."""
+"""The search for the highest rate that keeps the SLO: which rate to try next. It does not know how a rate is tried."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Generator
 from typing import NamedTuple
 
-MAX_DOUBLINGS = 10  # from the start, up or down: a thousand times
-BESIDE = (0.8, 1.1, 1.25)  # rates beside the bracket that are looked at in the end: of its lower and of its upper end
+MAX_DOUBLINGS = 10  # from the start, up or down: a factor of about a thousand
+BESIDE = (0.8, 1.1, 1.25)  # tried at the end: the bracket's lower end times 0.8, its upper end times the others
 
 
 class Ask(NamedTuple):
-    """A rate to try. is_whole: to its end, whatever it comes to."""
+    """A rate to try. is_whole: the run may not be stopped early."""
 
     value: float
     is_whole: bool = False
 
 
 class Bracket(NamedTuple):
-    """kept: the highest rate found that is kept, none that failed being below it in the search; failed: the next one
-    that is not. None: there is none within MAX_DOUBLINGS of the start."""
+    """The result of a search. kept: the highest rate found that keeps the SLO, with no failing rate found below it.
+    failed: the lowest rate above it that fails. None: there is none within MAX_DOUBLINGS of the start."""
 
     kept: float | None
     failed: float | None
@@ -29,11 +29,11 @@ Search = Generator[Ask, bool, Bracket]
 
 
 def search(start: float, tolerance: float, *, looks_beside: bool) -> Search:
-    """Doubles or halves from the start until the edge is between two rates, then bisects (by the geometric mean) until
-    they are within `tolerance` of each other. It is sent whether the rate asked for was kept.
+    """Doubles or halves from the start until the limit is between two rates, then bisects (by the geometric mean) until
+    these are within `tolerance` of each other. The caller sends whether the yielded rate keeps the SLO.
 
-    looks_beside: afterwards the upper end and rates beside the bracket are tried as a whole, which shows what fails
-    there, and whether a rate is kept above one that is not.
+    looks_beside: afterwards the upper end and rates next to the bracket are tried without early stopping. This shows
+    what fails there, and whether a rate above a failing one keeps the SLO.
     """
     bracket = yield from _bracket(start)
     kept, failed = bracket
@@ -65,5 +65,5 @@ def _bracket(start: float) -> Search:
 
 
 def rounded(value: float) -> float:
-    """A rate that can be typed: five significant digits."""
+    """The rate with five significant digits, so that it is easy to type."""
     return float(f"{value:.5g}")

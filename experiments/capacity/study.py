@@ -1,7 +1,7 @@
-"""The searches of all policies side by side, in rounds: every search's next rate under every seed, then the verdicts.
+"""Runs the searches of all policies in rounds: the next rate of every search under every seed, then the verdicts.
 
-What is decided follows from the points alone, and every point from its configuration: neither the number of jobs nor
-what a folder already holds changes a result.
+Verdicts depend only on the points, and each point only on its configuration. So neither the number of jobs nor the
+points that a folder already has change a result.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
 
 @dataclass(frozen=True)
 class Found:
-    """What the search for one policy came to. tried: all rates, ascending, with what was counted over the seeds."""
+    """The result of the search for one policy. tried: all rates, ascending, with the counts pooled over the seeds."""
 
     arm: Arm
     bracket: Bracket
     tried: tuple[tuple[float, Load], ...]  # values of the arm's rate key
-    notes: tuple[str, ...] = ()  # of its cost model
+    notes: tuple[str, ...] = ()  # from its cost model
 
     def rate(self, value: float | None) -> float | None:
         return None if value is None else value * self.arm.per_value
 
     @property
     def capacity(self) -> float:
-        """The highest rate of the search that is kept, in the arm's unit; 0 where none is."""
+        """The highest rate of the search that keeps the SLO, in the arm's unit; 0 if none does."""
         return self.rate(self.bracket.kept) or 0.0
 
     @property
@@ -65,14 +65,14 @@ class Found:
         return next((load for tried, load in self.tried if tried == value), None)
 
     def extreme(self, *, kept: bool) -> float | None:
-        """Among all that were tried: the highest rate that is kept, or the lowest that is not."""
+        """Of all rates tried, the highest that keeps the SLO, or the lowest that fails; None if there is none."""
         values = [value for value, load in self.tried if bool(load.keeps(self.arm.share)) is kept]
         return self.rate(values[-1 if kept else 0]) if values else None
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of every policy. points: one row a policy, rate and seed. tolerance: of the coarsest search among them."""
+    """The results of all policies. points: one row per policy, rate and seed. tolerance: of the coarsest search."""
 
     found: tuple[Found, ...]
     points: pd.DataFrame
@@ -86,9 +86,9 @@ def find_capacity(
 ) -> Capacity:
     """The highest rate at which each policy keeps its SLO.
 
-    overrides: as of `testbed capacity`: "scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "seed=0,1". folder: keeps every
-    point; the same search goes on there and simulates none again. tolerance: how close the bracket's ends are,
-    relatively. whole: no run is stopped early; the result is the same. Raises TestbedError in one line.
+    overrides: as for `testbed capacity`: "scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "seed=0,1". folder: stores every
+    point; the same search continues there and simulates no point again. tolerance: relative distance of the bracket's
+    ends. whole: no run is stopped early; the result is the same. Raises TestbedError with a message of one line.
     """
     is_good = MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE
     require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
@@ -107,10 +107,11 @@ def find_capacity(
 
 
 def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
-    """Says in the folder what is searched, and returns it. Raises RunFolderError if it holds something else, or more.
+    """Writes the identity of the search into the folder, and returns it. Raises RunFolderError if the folder has
+    another search, or policies that are missing here.
 
-    A search may go on with more policies and seeds, whose points are kept by what they are made from. Its tolerance, of
-    each policy, is the finest that has been searched under these seeds.
+    A search may continue with more policies and seeds, as points are stored by the hash of their configuration. The
+    tolerance of each policy is the finest one that was searched under these seeds.
     """
     for arm in arms:
         check_importable(RunConfig.from_container(arm.raw))
@@ -138,7 +139,7 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
 
 
 def _name_here(kept: dict[str, Any], identity: dict[str, Any], name: str) -> str | None:
-    """What a policy that the folder knows is called now: more values of a key may give it another name."""
+    """The current name of a policy in the folder; None if missing. More values of a key may have changed the name."""
     if name in identity["policy"]:
         return name
     same = (here for here, raw in identity["policy"].items() if raw == kept["policy"][name])
@@ -146,7 +147,7 @@ def _name_here(kept: dict[str, Any], identity: dict[str, Any], name: str) -> str
 
 
 def _differing(kept: dict[str, Any], identity: dict[str, Any], names: dict[str, str | None]) -> str | None:
-    """The first thing that the folder's points follow from and that is otherwise now."""
+    """A text on the first input of the folder's points that is different now; None if all are the same."""
     for part in ("slo", "policy", "the file", "the class file"):
         for name in kept[part]:
             there, here = kept[part][name], identity[part].get(names.get(name) or name)
@@ -164,7 +165,7 @@ def _differing(kept: dict[str, Any], identity: dict[str, Any], names: dict[str, 
 
 
 def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
-    """All that a point follows from but its rate; keys as a user knows them come first."""
+    """Everything that determines a point except its rate; keys that users know come first."""
     made_from = [identity_of(RunConfig.from_container(arm.raw)) for arm in arms]
     return {
         "slo": {arm.name: arm.raw["slo"] for arm in arms},
@@ -178,7 +179,7 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
-    """All of them to their ends."""
+    """Runs all searches to their ends."""
     in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine is measured alone
     try:
         with (
@@ -198,18 +199,18 @@ def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
 
 
 class _Search:
-    """One policy's search: the rate that it asks for (None: it has ended), and what came of those before."""
+    """The search for one policy: the rate to try next (`ask`; None: the search has ended), and the earlier results."""
 
     def __init__(self, arm: Arm, seeds: Sequence[int], tolerance: float, folder: Path, *, is_whole: bool) -> None:
         self.arm, self._seeds, self._folder, self._is_whole = arm, seeds, folder, is_whole
         self._rates = search(arm.start, tolerance, looks_beside=arm.is_simulated)
         self.ask: Ask | None = next(self._rates)
         self._bracket = Bracket(None, None)  # until it has ended
-        self._tried: dict[float, list[Load]] = {}  # of each rate a load a seed
+        self._tried: dict[float, list[Load]] = {}  # rate -> one load for each seed
         self._notes: dict[str, None] = {}
 
     def _points(self) -> Iterator[tuple[dict[str, Any], Path, int | None]]:
-        """Of each seed at the rate asked for: the configuration, its file, and how many requests may fail."""
+        """For each seed at the next rate: the configuration, its file, and how many requests may fail."""
         assert self.ask is not None
         arm, is_whole = self.arm, self.ask.is_whole or self._is_whole
         most = None if is_whole else max_failed(sum(arm.num_requests), arm.share)
@@ -218,14 +219,14 @@ class _Search:
             yield raw, self._folder / f"{point_name(raw)}.json", most
 
     def missing(self, scratch: str) -> Iterator[Any]:
-        """Those that the folder does not hold, to be run."""
+        """The calls that run the points which the folder does not have."""
         arm = self.arm
         for (raw, file, most), num in zip(self._points(), arm.num_requests, strict=True):
             if read_point(file, most) is None:
                 yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
 
     def go_on(self) -> None:
-        """Tells the search what came of the rate that it asked for, and asks it for the next."""
+        """Sends the search the verdict on the rate that was tried, and gets the next rate."""
         assert self.ask is not None
         loads = []
         for _, file, most in self._points():
@@ -234,7 +235,7 @@ class _Search:
             loads.append(load)
             self._notes |= dict.fromkeys(read_json(file)["notes"])
         kept = pooled(loads).keeps(self.arm.share)
-        if kept is None:  # the traces have another number of requests at this rate: it was stopped too early
+        if kept is None:  # traces differ in length at this rate: stopped too early
             self.ask = Ask(self.ask.value, True)
             return
         self._tried[self.ask.value] = loads
@@ -248,7 +249,7 @@ class _Search:
         return Found(self.arm, self._bracket, tuple(tried), tuple(self._notes))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Of the table of points."""
+        """The rows of the table of points."""
         arm = self.arm
         for value, loads in sorted(self._tried.items()):
             kept = pooled(loads).keeps(arm.share)

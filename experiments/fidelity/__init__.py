@@ -1,1 +1,1 @@
-"""`testbed fidelity`: measured runs simulated again, request by request, and how far the simulator is off."""
+"""`testbed fidelity`: simulates measured runs again, request by request, and reports the simulator's errors."""

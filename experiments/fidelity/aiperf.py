@@ -1,6 +1,6 @@
-"""Records of AIPerf (`profile_export.jsonl`), one JSON object a request: metadata, metrics with their unit, error.
+"""Reads records of AIPerf (`profile_export.jsonl`), one JSON object per request: metadata, metrics with units, error.
 
-Read are metadata.request_start_ns, request_end_ns, x_request_id and benchmark_phase (warm-up is left out), and of the
+Of the metadata it reads request_start_ns, x_request_id, benchmark_phase (warm-up is left out) and was_cancelled; of the
 metrics input_sequence_length, output_sequence_length, time_to_first_token, request_latency, inter_token_latency (mean
 of the request) and inter_chunk_latency (a list).
 """

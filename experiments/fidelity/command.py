@@ -1,4 +1,4 @@
-"""The command line of `testbed fidelity`: which inputs, what is printed and written."""
+"""The command line of `testbed fidelity`: reads the inputs, prints and writes the results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]) -> None:
-    """Raises TestbedError for what is wrong with the command line itself."""
+    """Raises TestbedError for mistakes in the command line itself."""
     if not inputs:
         raise ConfigError(
             "testbed fidelity wants at least one measured run: a file, or a run folder (docs/fidelity.md)"

@@ -1,5 +1,5 @@
-"""Loads simulated and compared: signed errors beside the engine's own spread, residuals of steps, the ranking; and what
-that says, as lines of Markdown."""
+"""Simulates loads and compares them: signed errors next to the engine's spread, errors of steps, the ranking of
+policies. Also formats the result as lines of Markdown."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One load. again: its repeats. errors: of the mean over it and them; requests, matched, steps and second are its
-    own. noise: of each metric, how far repeats are apart; second: errors of the second half, as given and fitted, with
-    --fit."""
+    """One compared load. again: its repeats. errors: against the mean of the load and its repeats; requests, matched,
+    steps and second are of the load only. noise: metric -> spread of the repeats. second: errors of the second half, as
+    given and fitted; only with --fit."""
 
     load: Load
     again: tuple[Load, ...]
@@ -54,7 +54,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All loads; rankings: of each trace that ran under several policies."""
+    """All compared loads. rankings: for each trace that ran under several policies (names, table)."""
 
     loads: tuple[Compared, ...]
     rankings: tuple[tuple[str, pd.DataFrame], ...]
@@ -64,12 +64,13 @@ class Comparison:
 def compare(
     loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
 ) -> Comparison:
-    """Simulates every load, and fits `names` first. folder: of the simulated runs. Raises TestbedError in one line."""
-    # runs of one trace and policy: the first one's trace is simulated and compared with the mean of all
+    """Fits the scalars `names`, if any, and simulates every load. folder: for the simulated runs. Raises TestbedError
+    with a message of one line."""
+    # of runs of one trace and policy, the first one's trace is simulated and compared with the mean of all
     groups = list(grouped(loads, lambda load: (load.key, load.policy)).values())
     firsts = [group[0] for group in groups]
     for load in firsts:
-        load.config(overrides)  # what is wrong is said before anything runs
+        load.config(overrides)  # raises errors before anything runs
     fitted = fit(firsts, names, overrides, scratch, command) if names else None
     compared = []
     for group in tqdm(groups, desc="fidelity", unit="run", disable=None, leave=False):
@@ -98,10 +99,10 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
 
 
 def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
-    """A note where the run's device is another than the one that is simulated, by its name, or has no data sheet."""
+    """A note if the device of the run is not the simulated one, judged by name, or if it has no data sheet."""
     said, device = load.measured.manifest.get("device"), config.device
     known = None if said is None else device_of_run(str(said))
-    is_own = device.kind == "cpu" or device.path is not None  # of which no driver says a name that we know
+    is_own = device.kind == "cpu" or device.path is not None  # drivers report no name that we know
     if said is not None and known != device.name and (known is not None or not is_own):
         return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
     if device.kind == "cpu" and config.raw["cost"].get("name") == "roofline":
@@ -110,8 +111,8 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
 
 
 def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
-    """A note where prices were fitted on another device, or to another number of its threads; and where times that are
-    compared are of different clocks (backend.pace=probe_scaled)."""
+    """A note if step times were fitted on another device, or to another number of threads. Another note if the compared
+    times are not scaled in the same way (backend.pace=probe_scaled)."""
     clocks = {probe_of(one.measured.manifest) for one in group}
     notes: tuple[str, ...] = ()
     if config.raw["cost"].get("name") == "calibrated":
@@ -135,7 +136,7 @@ def _second_half(
 
 
 def _named(run: Run, key: str) -> Run:
-    """The run under its load's key, so that repeats pair although a client's clock sent them microseconds apart."""
+    """The run with its load's key as fingerprint, so that repeats match although their send times differ slightly."""
     return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
 
 
@@ -175,11 +176,11 @@ def as_json(found: Comparison) -> dict[str, Any]:
     return safe
 
 
-# --- what it says ---
+# --- formatting ---
 
 
 def metric_name(path: str) -> str:
-    """`ttft_s.p99` as TTFT P99."""
+    """The name of a metric in tables: "TTFT P99" for `ttft_s.p99`."""
     return " ".join(_WORDS[part] for part in path.split(".") if part != "throughput")
 
 

@@ -1,4 +1,4 @@
-"""Values of measured files, checked where they stand. Every refusal is one line: place, field, value, what to do."""
+"""Checked access to values of measured files. Every error is one line with place, field, value and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from testbed.foreign_text import parsed
 from testbed.traces.readers.fields import json_object, name_text, refuse, token_count
 from testbed.traces.readers.open_text import existing_file, open_text
 
-MAX_S = 1e8  # three years: more is surely another unit
-_MAX_FIELD = 2**31 - 1  # characters of one field of a CSV, whose own limit a list of 20,000 gaps passes
+MAX_S = 1e8  # three years; a larger value must be in another unit
+_MAX_FIELD = 2**31 - 1  # characters of a CSV field; a list of 20,000 gaps exceeds the default limit
 
 
 def read_text(path: Path) -> str:
-    """The text of a measured file, plain or packed. Raises TraceError if there is none."""
+    """The text of a measured file, plain or compressed. Raises TraceError if there is none."""
     file = existing_file(path, "a measured run")
     try:
         with open_text(file) as stream:
@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
 
 
 def json_value(text: str, place: str) -> Any:
-    """Raises TraceError if the text is not JSON."""
+    """The value of a JSON text. Raises TraceError if it is not JSON."""
     try:
         return parsed(json.loads, text)
     except ValueError as error:
@@ -39,14 +39,14 @@ def json_value(text: str, place: str) -> Any:
 
 
 def json_lines(text: str, file: Path) -> Iterator[Fields]:
-    """The object on each line that is not empty. Raises TraceError where it is none."""
+    """The object on each line that is not empty. Raises TraceError if a line is no object."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield Fields(json_object(line, f"{file}:{number}"), f"{file}:{number}")
 
 
 def csv_rows(text: str, file: Path) -> Iterator[Fields]:
-    """Each row of a CSV, whose first names the columns. Raises TraceError where it is none."""
+    """Each row of a CSV whose first line names the columns. Raises TraceError if it is no CSV."""
     csv.field_size_limit(_MAX_FIELD)
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     try:
@@ -59,7 +59,7 @@ def csv_rows(text: str, file: Path) -> Iterator[Fields]:
 
 
 def csv_columns(text: str) -> list[str]:
-    """The names in the first line; none where it is not one of a CSV."""
+    """The column names in the first line; empty if it is not a line of a CSV."""
     csv.field_size_limit(_MAX_FIELD)
     try:
         return [name.strip() for name in next(csv.reader(text.splitlines()[:1]), [])]
@@ -69,9 +69,9 @@ def csv_columns(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a measured file, and where it stands; values are checked as they are asked for. Raises TraceError.
+    """An object of a measured file and its place. Values are checked when they are read, and raise TraceError.
 
-    prefix: of its fields' names, within a larger object.
+    prefix: of the field names in errors, if it is part of a larger object.
     """
 
     values: Mapping[str, Any]
@@ -80,13 +80,13 @@ class Fields:
 
     @classmethod
     def of(cls, value: Any, place: str, name: str, prefix: str = "") -> Fields:
-        """Of what should be an object, and is called so."""
+        """Fields of `value`, which errors call `name`. Raises TraceError if it is not an object."""
         if not isinstance(value, dict):
             raise refuse(place, name, value, "an object")
         return cls(value, place, prefix)
 
     def get(self, field: str) -> Any:
-        """None where it is absent."""
+        """The value of a field; None if it is absent."""
         return self.values.get(field)
 
     def required(self, field: str, expected: str) -> Any:
@@ -95,12 +95,12 @@ class Fields:
         return self.values[field]
 
     def within(self, field: str) -> Fields:
-        """The object that a field is."""
+        """The object in a field."""
         name = self.prefix + field
         return self.of(self.required(field, "an object"), self.place, name, f"{name}.")
 
     def listed(self, field: str, expected: str = "a list") -> list[Any]:
-        """Text of a list is taken, as CSV has it."""
+        """The list in a field; its JSON text is accepted too, as in a CSV."""
         value = self.get(field)
         try:
             found = parsed(json.loads, value) if isinstance(value, str) else value
@@ -118,7 +118,7 @@ class Fields:
         return name_text(self.required(field, "a name"), self.place, self.prefix + field)
 
     def count(self, field: str) -> int:
-        """A number of tokens, or of other things that must be there: 1 or more."""
+        """A whole number of tokens or the like, 1 or more."""
         value = self.required(field, "a whole number above 0")
         return token_count(value, self.place, self.prefix + field)
 
@@ -126,12 +126,12 @@ class Fields:
         return duration_s(self.get(field), self.place, self.prefix + field, unit_s)
 
     def instant_s(self, field: str) -> float:
-        """On any clock."""
+        """An instant on any clock, in s."""
         value = self.required(field, "an instant in s")
         return real(value, self.place, self.prefix + field, -1e18, "a number of seconds")
 
     def request_id(self, field: str = "request_id", otherwise: object = None) -> str:
-        """A name or a number; where it is absent or empty `otherwise`, or the number of the line."""
+        """The request's id, a name or a number. If absent or empty: `otherwise`, or by default the line number."""
         value = self.get(field)
         if value is None or value == "":
             return str(self.place.rsplit(":", 1)[-1] if otherwise is None else otherwise)
@@ -139,7 +139,7 @@ class Fields:
 
 
 def real(value: Any, place: str, field: str, least: float, expected: str) -> float:
-    """A finite number of at least `least`; text of one is taken, as CSV has it."""
+    """A finite number of at least `least`; text is accepted too, as in a CSV. Raises TraceError for other values."""
     found: float | None = None
     if isinstance(value, str):
         try:
@@ -154,7 +154,7 @@ def real(value: Any, place: str, field: str, least: float, expected: str) -> flo
 
 
 def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float:
-    """A latency in seconds from a number in units of `unit_s`: 0 or more, and not of another unit."""
+    """A latency in seconds, from a number in units of `unit_s`. Raises TraceError unless it is in [0, MAX_S]."""
     found = (
         real(value, place, field, 0.0, "a latency of 0 or more: the clock ran backwards, leave the row out") * unit_s
     )

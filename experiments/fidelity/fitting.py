@@ -1,16 +1,16 @@
-"""At most two scalars, the search for them, and their fit to the first half of each load; the second half judges them.
+"""Fits at most two scalars to the first half of each load; they are evaluated on the second half.
 
-host: device.step_overhead_ns. kernels: device.kernel_factor, how many times as long kernels take; link:
-device.interconnect_factor, the same of collectives. frontend: backend.frontend_ns, before the engine has a request.
+host: device.step_overhead_ns. kernels: device.kernel_factor, a factor on the times of kernels. link:
+device.interconnect_factor, the same for collectives. frontend: backend.frontend_ns, before a request is in the engine.
 
-The halves are apart: only the first half's requests are simulated, and only those of them are scored that had ended in
-the measured run before the last of the half came, which nothing of the second half can have slowed down. In an overload
-hardly any has; then the whole trace is simulated and all of the first half is scored: of the second half the arrivals
-and lengths are load, and what was measured there is not looked at.
+The fit does not use the second half. Only the first half's requests are simulated. Of these, only requests are scored
+that had ended in the measured run before the half's last one arrived, so the second half cannot have slowed them down.
+In an overload hardly any request has ended by then. In this case the whole trace is simulated and all of the first half
+is scored: the second half's arrivals and lengths are used as load, but its measured times are not.
 
-Of a study they are fitted to the first half of each run's stages, of each run by itself, as stages have a rate of their
-own; the other stages judge them. Only the first stages are simulated for the fit: a run has ended with a stage, nearly,
-before the next one begins, so nothing of what judges was looked at.
+In a study they are fitted to the first half of each run's stages, for each run separately, as each stage has its own
+rate; the later stages evaluate them. Only the first stages are simulated for the fit. A stage has almost ended before
+the next one begins, so the fit uses nothing of the later stages.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ NAMES = tuple(KEYS)
 MAX_NAMES = 2
 WHOLE_NS = ("host", "frontend")
 _NS = (1e3, 1e8)  # searched: from 1 us to 100 ms
-_SOME_NS = 1e6  # where the search of one begins that is given as less: around 0 nothing changes
+_SOME_NS = 1e6  # start of the search for a smaller given value, as around 0 nothing changes
 _FACTOR = (1 / 64, 64.0)
-_NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # looked at around a minimum: steps fall otherwise
+_NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # tried around a minimum: the loss is not smooth
 
-Scalars = dict[str, float]  # of each name its key's value: ns, or a factor
+Scalars = dict[str, float]  # name -> value of its key: ns, or a factor
 Loss = Callable[[Scalars], float]
 MIN_REQUESTS = 4  # of a half
-MIN_APART = 0.25  # share of a half: with fewer that had ended in time, the other half is needed as load
+MIN_APART = 0.25  # share of a half; if fewer had ended in time, the second half is needed as load
 _METRICS = ("tpot", "e2e")
 MAX_TRIED = 120  # by the search for two scalars
 
 
 class Found(NamedTuple):
-    """losses: before and after, of what they were fitted to."""
+    """The result of a fit. losses: on the fitted part, before and after the fit."""
 
     given: Scalars
     fitted: Scalars
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 
 def parse_names(text: str | None) -> tuple[str, ...]:
-    """The names of --fit. Raises ConfigError."""
+    """The scalars named by --fit. Raises ConfigError for unknown, repeated or too many names."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     for name in names:
         if name not in NAMES:
@@ -98,13 +98,13 @@ def given_by(config: RunConfig, name: str) -> float:
 
 
 def _metrics(names: Sequence[str]) -> tuple[str, ...]:
-    """What is to be met: a front end shows in TTFT alone, nearly."""
+    """The fitted metrics; TTFT is among them for `frontend`, which has an effect on almost nothing else."""
     return (*_METRICS, "ttft") if "frontend" in names else _METRICS
 
 
 def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
-    """The scalars at which the loss is least, from those of the configuration on. Raises ConfigError in one line, also
-    where one changes nothing."""
+    """The scalars with the smallest loss; the search starts at those of the configuration. Raises ConfigError with a
+    message of one line, also if a scalar has no effect."""
     given = {name: given_by(config, name) for name in names}
     base = loss(given)
     for changed in given:
@@ -116,14 +116,14 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
             )
     fitted, notes = _search(loss, given)
     losses = loss(given), loss(fitted)
-    if losses[1] > losses[0]:  # the search stopped beside what was given
+    if losses[1] > losses[0]:  # the search missed the given values
         fitted, losses = dict(given), (losses[0], losses[0])
     return Found(given, fitted, losses, (*notes, *_at_edge(given, fitted)))
 
 
 def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
-    """Over logarithms: golden section with parabolas for one scalar, Nelder and Mead's simplex for two. Also what to
-    say of the search."""
+    """Searches over logarithms: bounded (golden section and parabolas) for one scalar, Nelder-Mead for two. Returns the
+    scalars and notes on the search."""
     from scipy import optimize  # slow to import
 
     def values(logs: Sequence[float]) -> Scalars:
@@ -141,7 +141,7 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
         "xatol": 2e-3, "fatol": 1e-7, "maxfev": MAX_TRIED,
         "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
     }  # fmt: skip
-    minimum: Any = optimize.minimize  # its stubs know no initial simplex
+    minimum: Any = optimize.minimize  # the type stubs lack initial_simplex
     both = minimum(
         lambda logs: loss(values(logs)), np.array(start), method="Nelder-Mead", bounds=bounds, options=options
     )
@@ -156,7 +156,7 @@ def _edges(name: str) -> tuple[float, float]:
 
 
 def _at_edge(given: Scalars, fitted: Scalars) -> list[str]:
-    """Nobody's fault where it stayed as given, or is a time of nothing."""
+    """Notes on scalars at the edge of the search range, except for given values and times near 0."""
     said = []
     for name, value in fitted.items():
         low, high = _edges(name)
@@ -174,28 +174,28 @@ def _at_edge(given: Scalars, fitted: Scalars) -> list[str]:
 
 class Fit(NamedTuple):
     found: Found
-    num_scored: dict[str, int]  # of each load
-    not_apart: tuple[str, ...]  # loads of which the second half was load
+    num_scored: dict[str, int]  # load -> scored requests
+    not_apart: tuple[str, ...]  # loads for which the second half was simulated as load
     num_simulations: int
 
 
 class _Half(NamedTuple):
     load: Load
-    trace: Trace  # its first half; or the whole one, if is_apart is not
+    trace: Trace  # the first half, or the whole trace if not is_apart
     is_apart: bool
     scored: tuple[str, ...]
     measured: dict[str, float]  # means of the scored requests
 
 
 def halves(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Request ids of the first and of the second half, by arrival."""
+    """The request ids of the first and of the second half, by arrival."""
     ids = [row.request_id for row in trace.rows]
     return tuple(ids[: len(ids) // 2]), tuple(ids[len(ids) // 2 :])
 
 
 def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], folder: Path, command: str) -> Fit:
-    """Minimises the squared log errors of mean TPOT and mean E2E (with `frontend` of mean TTFT too), summed over loads.
-    Raises ConfigError in one line."""
+    """Minimises the squared log errors of mean TPOT and mean E2E (with `frontend` also mean TTFT), summed over loads.
+    Raises ConfigError with a message of one line."""
     configs = [load.config(overrides) for load in loads]
     _check(names, loads, configs)
     metrics = [f"{name}_s" for name in _metrics(names)]
@@ -257,7 +257,7 @@ def _means(run: Run, ids: Sequence[str], metrics: Sequence[str]) -> dict[str, fl
 
 
 class Fitted(NamedTuple):
-    """who: the predictor that it makes, in the tables of the stages that judge it. found: of each run."""
+    """The fits of a study. who: the predictor's name in the tables of the later stages. found: run name -> fit."""
 
     who: str
     found: dict[str, Found]
@@ -266,8 +266,8 @@ class Fitted(NamedTuple):
 def fit_study(
     runs: Sequence[StudyRun], names: Sequence[str], overrides: Sequence[str], variants: Sequence[str], command: str
 ) -> tuple[list[StudyRun], list[Fitted]]:
-    """The runs with this simulator, fitted, among the predictors of their later stages: under the overrides, and
-    under each of `variants` too. Runs of one stage have none. Raises ConfigError in one line."""
+    """The runs with the fitted simulator added to the predictors of their later stages, under the overrides and under
+    each of `variants`. Runs of one stage get none. Raises ConfigError with a message of one line."""
     work = [(words, run) for words in ("", *variants) for run in runs if len(run.stages) > 1]
     if not work:
         raise ConfigError("--fit: no run of the study has two stages, one to fit to and one to judge; leave it out")
@@ -285,7 +285,7 @@ def fit_study(
 
 
 def _num_fitted(run: StudyRun) -> int:
-    """The first stages, which it is fitted to."""
+    """The number of first stages, to which the scalars are fitted."""
     return len(run.stages) // 2
 
 

@@ -1,4 +1,4 @@
-"""Which format a measured file has: by its content, or as --format says."""
+"""Determines the format of a measured file, by its content or from --format, and reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
 
-Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]  # every run of a file; raises TestbedError in one line
+Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]  # all runs of a file; TestbedError has one line
 STUDY, RUN_FOLDER = "study", "run-folder"
 READERS: dict[str, Reader] = {
     "vllm-bench": vllm_bench.read_vllm_bench,
@@ -28,14 +28,14 @@ FORMATS = (*READERS, STUDY, RUN_FOLDER)
 
 
 class Files(NamedTuple):
-    """What the files hold: runs with their requests, or runs of which only aggregates are known."""
+    """The content of the files: runs with their requests, and runs of which only aggregates are known."""
 
     measured: list[MeasuredRun]
     study: list[StudyRun]
 
 
 def read_files(files: list[Path], given: list[str], format_name: str | None = None) -> Files:
-    """Reads each file as its format. given: the user's overrides. Raises TestbedError in one line."""
+    """Reads each file in its format. given: the user's overrides. Raises TestbedError with a message of one line."""
     found = Files([], [])
     for file in files:
         text = read_text(file)
@@ -63,7 +63,7 @@ def check_format(name: str | None) -> None:
 
 
 def recognise(text: str) -> str | None:
-    """The format of a file's text; None: none of them."""
+    """The format of a file's text; None if it is not recognised."""
     start = text.lstrip()[:1]
     if start == "[":
         return STUDY
@@ -76,7 +76,7 @@ def recognise(text: str) -> str | None:
 
 
 def _first_object(text: str) -> dict[str, Any]:
-    """The object that the text is, or that its first line is; empty: none."""
+    """The JSON object in the first line or in the whole text; empty if there is none."""
     for part in (text.lstrip().splitlines()[0], text):
         try:
             found = json.loads(part)

@@ -1,6 +1,6 @@
-"""Reports of GuideLLM (`benchmarks.json`): each of its benchmarks is a load.
+"""Reads reports of GuideLLM (`benchmarks.json`); each of its benchmarks is a load.
 
-Read are benchmarks[].requests.successful (errored and incomplete ones are counted), and of each request
+It reads benchmarks[].requests.successful (errored and incomplete requests are only counted), and of each request
 request_start_time (older: start_time) in s, request_latency in s (older: from start_time to end_time), prompt_tokens,
 output_tokens, time_to_first_token_ms and inter_token_latency_ms (mean of the request, without the first token).
 """

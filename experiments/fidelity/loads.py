@@ -1,7 +1,7 @@
-"""A load: one measured run, its trace, and the configuration that simulates it. From files and from run folders.
+"""A load: one measured run, its trace, and the configuration that simulates it; from files and from run folders.
 
-Of a run folder the configuration is its own, its trace keeps what prompts share, and its steps are kept; requests that
-did not end well are left out of trace and records.
+For a run folder the configuration is the run's own, the trace keeps shared prefixes, and the steps are kept. Requests
+that did not complete are left out of trace and records.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Part, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
-_KEPT = {  # of a run, where the user chooses another option of the group
+_KEPT = {  # settings of the run that are kept if the user chooses another option of the group
     "scheduler": ("max_num_seqs", "max_num_batched_tokens", "max_model_len"), "device": ("tensor_parallel_size",)
 }  # fmt: skip
 _RECORDED = ("record.steps=true", "record.token_times=true", "record.decisions=false", "record.operators=false")
-_SAME_S = 0.1  # two files are of one load where no request was sent further apart
-_TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that are no policy
+_SAME_S = 0.1  # two files are repeats of one load if send times differ by at most this
+_TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that do not belong to the policy
 
 
 @dataclass(frozen=True)
 class Load:
-    """settings: what the run itself says, before the user's overrides; `saved`: of a folder, its whole configuration.
+    """One measured run. settings: the run's own, before the user's overrides. saved: a run folder's configuration.
 
-    key: equal for runs of one trace; policy: equal for runs under one policy.
+    key: equal for runs of one trace. policy: equal for runs under one policy.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Load:
     notes: tuple[str, ...]
 
     def config(self, overrides: Sequence[str]) -> RunConfig:
-        """The simulation's configuration. Raises ConfigError in one line."""
+        """The configuration of the simulation. Raises ConfigError with a message of one line."""
         if self.saved is None:
             return composed((*_RECORDED, *self.settings), overrides)
         given = replaced(self.settings, overrides)
@@ -67,7 +67,7 @@ class Load:
 
 
 def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Limits and ranks of the run that a group's new option would lose."""
+    """Limits and ranks of the run that would be lost if an override chooses another option of their group."""
     keys = {item.partition("=")[0] for item in overrides}
     return [
         f"{group}.{name}={saved[group][name]}"
@@ -80,7 +80,7 @@ def _carried(saved: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Path) -> list[Load]:
-    """A load of each measured run. Raises TestbedError in one line."""
+    """One load for each measured run. Raises TestbedError with a message of one line."""
     loads: list[Load] = []
     for run in runs:
         settings = list(run.settings)
@@ -110,7 +110,7 @@ def _is_repeat(one: Trace, other: Trace) -> bool:
 
 
 def folder_load(run: Run, name: str, folder: Path) -> Load:
-    """A run folder of ours: backend real, vllm (also imported), or sim. Raises TestbedError in one line."""
+    """The load of a run folder: backend real, vllm (also imported), or sim. Raises TestbedError with one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
     is_simulated = run.manifest.get("backend") == "sim"
@@ -151,13 +151,13 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
 
 
 def _policy(run: Run) -> str:
-    """What decides and on what, but for the pool's size, which follows from the device."""
+    """The settings that decide, without sizes of the pool, which follow from the device, and without paths."""
     kept = {key: value for key, value in run.flat_config.items() if key.split(".")[0] not in _TIMING}
     return repr(sorted((key, value) for key, value in kept.items() if not key.endswith(("_blocks", "_gib", "path"))))
 
 
 def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: bool) -> Trace:
-    """The run's trace with the recorded arrivals and output lengths, only of the requests that are kept."""
+    """The run's trace with the recorded arrivals and output lengths, with only the kept requests."""
     file = run.path / TRACE_FILE
     whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
     by_id = {row.request_id: row for row in whole}
@@ -178,7 +178,7 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
 
 
 def _output(row: TraceRequest, num_tokens: int) -> Part:
-    """The row's own output where it is as long; else as many of its tokens, or synthetic ones."""
+    """The row's own output if it has `num_tokens` tokens; else as many tokens of its span, or synthetic ones."""
     part = row.output
     if part is not None and part.num_tokens == num_tokens:
         return part

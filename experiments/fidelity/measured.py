@@ -1,7 +1,7 @@
-"""What was measured, whatever tool wrote it: requests with their own clock, and how they become trace and run folder.
+"""Measured runs of any tool: requests with times on the tool's clock, and their conversion to a trace and a run folder.
 
-A reader (one module a format) gives `MeasuredRun`; `trace_of` and `write_folder` make of it what the simulator runs and
-what `analysis` compares. Nothing here knows a format.
+A reader (one module for each format) returns `MeasuredRun`. `trace_of` makes the trace that the simulator runs, and
+`write_folder` the run folder that `analysis` compares. This module does not know the formats.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
-MEASURED = "measured\n"  # in the file `done` of a run folder that a measured run was written as
-_ROUNDING_S = 2e-6  # clients write microseconds: first and last token of one instant may differ by that
+MEASURED = "measured\n"  # content of the file `done` in the run folder of a measured run
+_ROUNDING_S = 2e-6  # clients round to microseconds, so equal instants of first and last token may differ by this
 
 
 class MeasuredRequest(NamedTuple):
-    """One request that ended well. gaps_s: between what the client received; None: not recorded."""
+    """One completed request. gaps_s: between the chunks that the client received; None: not recorded."""
 
     request_id: str
     sent_s: float  # on the file's clock
@@ -55,7 +55,7 @@ class MeasuredRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One measured run of one load. settings: what the file says of the engine, as overrides."""
+    """One measured run of one load. settings: the engine's settings in the file, as overrides."""
 
     name: str
     source: str  # the tool, in words
@@ -68,7 +68,8 @@ def measured(
     name: str, source: str, requests: Iterable[MeasuredRequest], file: Path, settings: Sequence[str] = (),
     num_failed: int = 0, notes: Sequence[str] = (),
 ) -> MeasuredRun:  # fmt: skip
-    """What every reader ends in. Raises TraceError for no request, or an id that two have."""
+    """Makes the result of every reader. Raises TraceError without any request, for an id that occurs twice, or for
+    arrivals too far apart."""
     rows = sorted((row.checked() for row in requests), key=lambda row: row.sent_s)
     if not rows:
         why = f": all {num_failed} failed" if num_failed else ""
@@ -93,12 +94,12 @@ def measured(
 
 
 def arrivals_ns(run: MeasuredRun) -> list[int]:
-    """Of each request, from the first one's on."""
+    """The arrival of each request after the first one, ns."""
     return [round((row.sent_s - run.requests[0].sent_s) * 1e9) for row in run.requests]
 
 
 def trace_of(run: MeasuredRun) -> Trace:
-    """The requests as they came: unique synthetic prompts, as many tokens as there were, at their own instants."""
+    """The requests as a trace: unique synthetic prompts, with the measured token counts and arrivals."""
     rows = [
         TraceRequest(
             row.request_id, arrival_ns, (Span(content_key("measured", row.request_id), 0, row.num_prompt_tokens),),
@@ -110,7 +111,7 @@ def trace_of(run: MeasuredRun) -> Trace:
 
 
 def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> Run:
-    """The measured run as a run folder, without steps. config: as the simulation of it has it."""
+    """Writes the measured run as a run folder, without steps. config: that of its simulation."""
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
@@ -125,7 +126,7 @@ def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folde
 def write_folder(
     folder: Path, requests: pa.Table, steps: pa.Table, config: dict[str, Any], manifest: dict[str, Any], trace: Trace
 ) -> Run:
-    """A run folder of what was measured, which says so. trace: in the place of that of the manifest."""
+    """Writes a run folder, marked as a measured run. trace: replaces that of the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(requests, folder / "requests.parquet")
     pq.write_table(steps, folder / "steps.parquet")

@@ -1,4 +1,4 @@
-"""Where `testbed fidelity` writes: a folder of runs, rid of what a former one left; the marked part of a document."""
+"""Outputs of `testbed fidelity`: removes the runs of an earlier command, writes the marked part of a document."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->
 
 
 def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
-    """Raises ConfigError where a measured run lies among the runs that --overwrite removes."""
+    """Raises ConfigError if a measured run is in the folder `runs`, in which --overwrite removes runs."""
     for path in inputs:
         if path.resolve().is_relative_to(runs.resolve()):
             raise ConfigError(f"{path} lies in {runs}, which --overwrite renews; choose another --out")
 
 
 def remove_runs(runs: Path) -> None:
-    """Removes `<runs>/<load>/{measured,simulated,fitted}` of former commands, and nothing that they did not write."""
+    """Removes `<runs>/<load>/{measured,simulated,fitted}` of earlier commands, and nothing that they did not write."""
     for load in sorted(path for path in runs.glob("*") if path.is_dir()):
         for folder in (load / "measured", *(load / name for name in _SIMULATED)):
             if not folder.is_symlink() and _is_ours(folder):
@@ -43,7 +43,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def check_page(page: Path | None) -> None:
-    """Raises ConfigError if the document has no place for the result."""
+    """Raises ConfigError if the document does not exist or lacks the marks for the result."""
     if page is None:
         return
     if not page.is_file():
@@ -54,7 +54,7 @@ def check_page(page: Path | None) -> None:
 
 
 def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> None:
-    """Replaces what stands between the marks. arguments: of the command; its files are named without their folders."""
+    """Replaces the text between the marks. arguments: of the command; its files are named without their folders."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
     words = [Path(word).name if Path(word).exists() and word != str(page) else word for word in arguments]

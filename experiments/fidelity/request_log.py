@@ -1,7 +1,7 @@
-"""A log of requests as CSV or JSONL with the columns of docs/fidelity.md, for what has no reader of its own.
+"""Reads a log of requests as CSV or JSONL with the columns of docs/fidelity.md, for tools without their own reader.
 
-arrival_s, num_prompt_tokens, num_output_tokens, ttft_s, e2e_s; optional request_id, tpot_s, token_times_s (the instants
-of the tokens after the arrival, a list; in CSV as text) and failed (true, 1: the request is left out).
+arrival_s, num_prompt_tokens, num_output_tokens, ttft_s, e2e_s; optional request_id, tpot_s, token_times_s (a list of
+the tokens' instants after the arrival; in CSV as text) and failed (true, 1: the request is left out).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from testbed.traces.readers.fields import refuse
 NEEDED = ("arrival_s", "num_prompt_tokens", "num_output_tokens", "ttft_s", "e2e_s")
 COLUMNS = ("request_id", *NEEDED, "tpot_s", "token_times_s", "failed")
 _FAILED, _ENDED_WELL = ("true", "1"), ("false", "0", "")
-_NEAR_S = 1e-3  # of the first and last token's instants to TTFT and E2E
+_NEAR_S = 1e-3  # allowed difference of the first and last token's instants from TTFT and E2E
 
 
 def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
@@ -67,7 +67,8 @@ def _row(row: Fields) -> MeasuredRequest:
 
 
 def _token_gaps(times: tuple[float, ...], row: MeasuredRequest) -> tuple[float, ...]:
-    """Gaps between the tokens' instants: as many as tokens, none backwards, from the row's TTFT to its E2E."""
+    """The gaps between the tokens' instants. Raises TraceError unless there is one instant for each token, ascending,
+    from the row's TTFT to its E2E."""
     place = row.place
     if len(times) != row.num_output_tokens:
         has = f"field 'token_times_s' has {len(times)} instants"

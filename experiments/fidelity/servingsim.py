@@ -1,9 +1,9 @@
-"""Requests of LLMServingSim: its own CSV (times in ns), and `requests.jsonl` of its benchmark of a real vLLM.
+"""Reads requests of LLMServingSim: its own CSV (times in ns), and `requests.jsonl` of its benchmark of a real vLLM.
 
-In the CSV `output` counts prompt and output together, as its own TPOT does; `ITL` is a list of gaps as text. In
-requests.jsonl instants are of the engine's monotonic clock, arrival_time of the wall. The engine notes queued_ts only
-between two steps, so arrivals are arrival_time, shifted by the smallest difference of the two: the request that waited
-least waited not at all.
+In the CSV `output` counts prompt and output together, as LLMServingSim's TPOT does; `ITL` is a list of gaps as text. In
+requests.jsonl instants are on the engine's monotonic clock, except for arrival_time on the wall clock. The engine
+records queued_ts only between two steps. So arrivals are arrival_time, shifted by the smallest difference of the two,
+which assumes that the request with the shortest wait did not wait.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[Measu
     every = list(json_lines(text, file))
     ended = [row for row in every if row.get("output_toks") and row.get("first_token_ts") is not None]
     known = [row.instant_s("queued_ts") - row.instant_s("arrival_time") for row in ended if _has_wall(row)]
-    # what turns the wall's clock into the engine's: 0 where they are one
+    # the offset from the wall clock to the engine's clock; 0 if both are the same
     offset_s = min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
     rows = [_bench_row(row, offset_s) for row in ended]
     return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), len(every) - len(ended))]

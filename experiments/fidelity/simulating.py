@@ -1,4 +1,4 @@
-"""One simulation of a measured run's trace: its configuration from what the run says and the user's overrides."""
+"""Simulates the trace of a measured run; the configuration comes from the run's settings and the user's overrides."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHOWN = (
     "scheduler.max_num_batched_tokens", "device.step_overhead_ns", "backend.frontend_ns",
     "backend.frontend_ns_per_token",
 )  # fmt: skip
-_CAPTURING = ("roofline", "tables")  # cost models that know captured steps
+_CAPTURING = ("roofline", "tables")  # cost models that model captured (CUDA graph) steps
 
 
 def variant(words: str) -> list[str]:
-    """The overrides of one --beside. Raises ConfigError if they are none."""
+    """The overrides of one --beside. Raises ConfigError if they are not valid."""
     try:
         overrides = shlex.split(words)
     except ValueError as error:
@@ -36,7 +36,7 @@ def variant(words: str) -> list[str]:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for what cannot be laid over a measured run."""
+    """Raises ConfigError for overrides that cannot be applied to a measured run."""
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or key.startswith(("-", "+", "~")):
@@ -49,8 +49,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Both as one list of overrides: of a key that both have, the user's value; options of groups come first. What the
-    run says for a cost model goes where the user chooses one that does not read it."""
+    """Both as one list of overrides. The user's value wins for a key that both have; options of groups come first. The
+    run's settings of the cost model are dropped if the user chooses one that does not read them."""
     given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
     kept = [item for item in settings if item.partition("=")[0] not in given]
     if given.get("cost", "roofline") not in _CAPTURING:
@@ -59,18 +59,18 @@ def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def replaced(overrides: Sequence[str], newer: Sequence[str]) -> list[str]:
-    """The overrides with newer values in the place of those of the same keys."""
+    """The overrides, with newer values instead of those of the same keys."""
     keys = {item.partition("=")[0] for item in newer}
     return [*(item for item in overrides if item.partition("=")[0] not in keys), *newer]
 
 
 def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
-    """The configuration that a measured run's settings and the user's overrides make."""
+    """The configuration from a measured run's settings and the user's overrides."""
     return compose_config(["backend=sim", *laid_over(settings, overrides)])
 
 
 def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run:
-    """Simulates the trace into the folder. Raises TestbedError in one line where the run is not whole."""
+    """Simulates the trace; `folder` gets the run. Raises TestbedError with one line if the run does not complete."""
     result = execute(replace(config, overwrite=True), folder, command=command, trace=trace)
     if result.status != "complete" or result.exit_status:
         raise TestbedError(result.message)
@@ -78,7 +78,7 @@ def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run
 
 
 def described(config: RunConfig) -> str:
-    """What was used, in one line."""
+    """The configuration in one line."""
     raw = config.raw
     model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
     words = [model, f"device={config.device.name}", f"cost={config.cost_name}",

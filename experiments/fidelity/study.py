@@ -1,8 +1,8 @@
-"""A study of which only aggregates are public: its runs, their workloads as traces, what was measured and predicted.
+"""A study of which only aggregates are public: its runs, their workloads as traces, measured and predicted values.
 
-The file is a JSON list of runs (docs/fidelity.md has the fields). A run's stages send so many requests each, at random
-instants or evenly; a prompt is a system prompt and a question, unique or one of as many as the file says; every output
-has output_len tokens.
+The file is a JSON list of runs (docs/fidelity.md has the fields). Each stage of a run sends `duration x rate` requests,
+at random instants or evenly. A prompt is a system prompt and a question, either unique or one of a given number. Every
+output has output_len tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
 METRICS = ("e2e_mean", "ttft_mean", "itl_mean", "tpot_mean", "e2e_p90", "e2e_p99", "ttft_p90", "ttft_p99")
-FIELDS = ("workload", "measured_ms")  # an object that has them is a run of such a study
-OURS = "this simulator"  # among the predictors; those of --beside are called so too, with a comma and overrides
-MAX_REQUESTS = 2_000_000  # of a run: a simulation keeps them all
-ARRIVALS = ("exponential", "even")  # gaps between the requests of a stage: drawn, and scaled to fill it; or all alike
-WHOLE = "all"  # of a run, beside its stages
-_RECOMMENDED_SINCE = (0, 8)  # vLLM draws as the checkpoint recommends what a request does not say
-_ASYNC_SINCE = (0, 14)  # it plans ahead by default
-_SORTS_UNTIL = (0, 20)  # top_k and top_p take a sort, or kernels that take as long
-_MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, if twice max_num_seqs are not fewer
-_COUNTS = (  # whose fields are called as keys are
+FIELDS = ("workload", "measured_ms")  # an object that has these is a run of a study
+OURS = "this simulator"  # its name among the predictors; rows of --beside add a comma and their overrides
+MAX_REQUESTS = 2_000_000  # of a run, as a simulation keeps all of them in memory
+ARRIVALS = ("exponential", "even")  # gaps within a stage: random and scaled to fill it, or all equal
+WHOLE = "all"  # the part of the whole run, next to its stages
+_RECOMMENDED_SINCE = (0, 8)  # vLLM uses the checkpoint's sampling parameters that a request does not set
+_ASYNC_SINCE = (0, 14)  # vLLM plans ahead by default
+_SORTS_UNTIL = (0, 20)  # top_k and top_p use a sort, or kernels that take as long
+_MAX_CAPTURED = 512  # tokens of a step that vLLM captures by default, unless 2 x max_num_seqs is smaller
+_COUNTS = (  # settings whose fields have the names of the keys
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
     "cache.num_gpu_blocks",
 )  # fmt: skip
@@ -47,7 +47,7 @@ _READ = {  # the fields of a run, of its workload and of a stage
     "workload.": {"system_prompt_len", "question_len", "output_len", "stages", "arrivals", *_SHARED},
     "workload.stages.": {"duration", "rate"},
 }  # fmt: skip
-RECORDED = ["record.steps=false", "record.token_times=false"]  # what the means need
+RECORDED = ["record.steps=false", "record.token_times=false"]  # the means need neither
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
 
@@ -61,7 +61,7 @@ class Stage(NamedTuple):
         return round(self.duration_s * self.rate)
 
     def instants_s(self, arrivals: str, seed: int, name: str) -> list[float]:
-        """When its requests are sent; all within it. name: of the draws."""
+        """The instants at which its requests are sent, all within the stage. name: of the stream of random numbers."""
         if arrivals == "even":
             shares = np.arange(self.num_requests) / self.num_requests
         else:
@@ -71,7 +71,7 @@ class Stage(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """So many different prompts come in turn, each with the next of the system prompts."""
+    """The prompts of a run: `num_prompts` different ones in turn, each with the next of the system prompts."""
 
     num_system_tokens: int
     num_question_tokens: int
@@ -79,7 +79,7 @@ class Prompts(NamedTuple):
     num_prompts: int
 
     def of(self, run: str, request: int) -> tuple[Span, Span]:
-        """The prompt of the run's request of this number."""
+        """The prompt of the run's request with this index."""
         return (
             Span(content_key(run, "system", request % self.num_systems), 0, self.num_system_tokens),
             Span(content_key(run, "question", request % self.num_prompts), 0, self.num_question_tokens),
@@ -88,7 +88,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StudyRun:
-    """One run. settings: what the file says of the engine, as overrides."""
+    """One run of a study. settings: the engine's settings in the file, as overrides."""
 
     name: str
     place: str
@@ -100,15 +100,15 @@ class StudyRun:
     num_output_tokens: int
     measured_ms: Parts
     predicted_ms: dict[str, Parts]
-    unread: tuple[str, ...]  # fields that mean nothing here
+    unread: tuple[str, ...]  # fields that are not read
 
     @property
     def parts(self) -> tuple[str, ...]:
         return (WHOLE, *(f"stage{number}" for number in range(len(self.stages))))
 
     def num_gaps(self, part: str) -> float | None:
-        """Gaps between what the client received, by the measured means: fewer than tokens - 1 where they came in
-        chunks. None where there are none, or ITL is not known."""
+        """The number of gaps in the client's stream, by the measured means: fewer than tokens - 1 if chunks had several
+        tokens. None if there are no gaps, or ITL is unknown."""
         known = self.measured_ms[part]
         if self.num_output_tokens < 2 or not known.get("itl_mean"):
             return None
@@ -116,7 +116,7 @@ class StudyRun:
 
 
 def read_study(values: list[Any], file: Path, given: list[str]) -> list[StudyRun]:
-    """The runs of a study's list. given: the user's overrides. Raises TestbedError in one line."""
+    """The runs of a study. given: the user's overrides. Raises TestbedError with a message of one line."""
     if not values:
         raise TraceError(f"{file}: an empty list; expected at least one run")
     return [_run(value, f"{file}: run {number + 1}", given) for number, value in enumerate(values)]
@@ -131,7 +131,7 @@ def check_names(runs: Iterable[StudyRun]) -> None:
 
 
 def trace_of(run: StudyRun, seed: int) -> Trace:
-    """The workload; ids are `stage<n>-<i>`. seed: of its instants."""
+    """The workload as a trace; request ids are `stage<n>-<i>`. seed: of the arrival instants."""
     rows: list[TraceRequest] = []
     for number, stage in enumerate(run.stages):
         for i, instant_s in enumerate(stage.instants_s(run.arrivals, seed, f"{run.name} {number}")):
@@ -142,8 +142,8 @@ def trace_of(run: StudyRun, seed: int) -> Trace:
 
 
 def means(simulated: Run, run: StudyRun) -> Parts:
-    """The study's metrics of a simulated run, ms, by stage of arrival. ITL: of all gaps together, so as TPOT, as all
-    outputs are of one length; of one token there is neither."""
+    """The study's metrics of a simulated run, ms, by stage of arrival. Mean ITL over all gaps equals mean TPOT, as all
+    outputs have the same length; outputs of one token have neither."""
     frame = simulated.requests
     stage = frame["request_id"].str.partition("-")[0].to_numpy()
     ttft, tpot, e2e = (numbers(frame, f"{name}_s") for name in ("ttft", "tpot", "e2e"))
@@ -210,7 +210,7 @@ def _unread(run: Fields) -> tuple[str, ...]:
     found = [f"{at}{name}" for at, values in objects for name in values if name not in _READ[at]]
     for part, metrics in run.within("measured_ms").values.items():
         is_part = part == WHOLE or part in [f"stage{number}" for number in range(len(work.values["stages"]))]
-        unknown = [name for name in metrics if name not in METRICS or name == "tpot_mean"]  # which follows from others
+        unknown = [name for name in metrics if name not in METRICS or name == "tpot_mean"]  # computed from others
         found += [f"measured_ms.{part}.{name}" for name in unknown] if is_part else [f"measured_ms.{part}"]
     return tuple(dict.fromkeys(found))
 
@@ -241,7 +241,7 @@ def _stages(work: Fields) -> tuple[Stage, ...]:
         stage = Fields.of(item, place, field, f"{field}.")
         length = stage.duration_s("duration")
         stages.append(Stage(start_s, length, real(stage.get("rate"), place, f"{field}.rate", 1e-6, "a rate above 0")))
-        num = length * stages[-1].rate  # not yet whole: rates may be absurd
+        num = length * stages[-1].rate  # not rounded yet, as the rate may be absurdly large
         if round(num) < 1:
             raise TraceError(
                 f"{place}: field '{field}' sends no request ({length:g} s at {stages[-1].rate:g} a second); expected "
@@ -260,7 +260,7 @@ def _stages(work: Fields) -> tuple[Stage, ...]:
 
 
 def _parts(parts: Fields, num_output: int) -> Parts:
-    """With TPOT, which follows from the means of E2E and TTFT where every output has as many tokens."""
+    """The metrics of each part, ms. TPOT is computed from mean E2E and TTFT, as all outputs have the same length."""
     found: Parts = {}
     for part in parts.values:
         known = parts.within(part)

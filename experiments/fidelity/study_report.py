@@ -1,4 +1,4 @@
-"""A study's runs simulated, set beside what was measured and what others predicted, and said as lines of Markdown."""
+"""Simulates the runs of a study, compares them with measurements and with other predictors, and formats the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, St
 from experiments.wiring.costs import build_cost
 from testbed.foreign_text import shown
 
-MERGED = 0.05  # of the gaps: where so many more are missing, ITL is not between tokens
+MERGED = 0.05  # if the number of gaps deviates by more than this share, ITL is not between tokens
 NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
     "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
@@ -40,7 +40,7 @@ class Score(NamedTuple):
 
 
 def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> None:
-    """Raises TestbedError for a configuration that cannot be priced, before anything is simulated."""
+    """Builds every cost model before anything is simulated. Raises TestbedError if one cannot be built."""
     for more in ([], *map(variant, variants)):
         for run in runs:
             build_cost(composed(run.settings, [*overrides, *more]))
@@ -57,7 +57,7 @@ def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: 
 
 
 def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str], command: str) -> list[StudyRun]:
-    """The runs with what this simulator says of them under more overrides, as if they were other predictors'."""
+    """The runs with this simulator's results under further overrides added, as if from another predictor."""
     found = list(runs)
     for words in reversed(variants):
         simulated = simulate_study(runs, [*overrides, *variant(words)], command)
@@ -84,7 +84,7 @@ def scores(found: Sequence[Simulated], part: str) -> list[Score]:
 
 
 def _mape(predicted: Sequence[dict[str, float]], measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Per metric that every run has: the mean of |predicted - measured| / measured, a share."""
+    """For each metric that every run has: the mean of |predicted - measured| / measured, a share."""
     found = {}
     for name in METRICS:
         pairs = [(mine.get(name), real.get(name)) for mine, real in zip(predicted, measured, strict=True)]
@@ -95,7 +95,7 @@ def _mape(predicted: Sequence[dict[str, float]], measured: Sequence[dict[str, fl
 
 
 def notes_on(found: Sequence[Simulated]) -> list[str]:
-    """Runs whose measured ITL cannot be between tokens, a line each; fields that nothing read."""
+    """One line for each run whose measured ITL cannot be between tokens, and one that names fields not read."""
     lines = []
     for one in found:
         gaps, tokens = one.run.num_gaps(WHOLE), one.run.num_output_tokens
@@ -124,11 +124,11 @@ def as_json(found: Sequence[Simulated], fits: Sequence[Fitted]) -> dict[str, Any
     }  # fmt: skip
 
 
-# --- what it says ---
+# --- formatting ---
 
 
 def study_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
-    """Configurations, signed errors of each run, the predictors beside each other, and what was fitted."""
+    """Configurations, signed errors of each run, the errors of all predictors, and the fitted scalars."""
     lines = ["## Configurations", ""]
     lines += [f"- {one.run.name} ({one.run.engine}): {one.used}" for one in found]
     lines += ["", "## Signed errors, %, (simulated - measured) / measured", "", _signed(found), ""]
@@ -147,7 +147,7 @@ def _summed_up(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
 
 
 def page_lines(found: Sequence[Simulated], fits: Sequence[Fitted]) -> list[str]:
-    """The same, short: errors of whole runs, the predictors beside each other."""
+    """A short version of `study_lines`: signed errors of whole runs, the errors of all predictors, fitted scalars."""
     lines = ["## Signed errors of whole runs, %", "", _signed(found, stages=False), "", *_summed_up(found, fits)]
     return [f"{line.removeprefix('## ')}:" if line.startswith("## ") else line for line in lines]
 
@@ -176,7 +176,7 @@ def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:
 
 
 def _mape_table(rows: Sequence[Score]) -> str:
-    """Where a predictor has not all runs, this simulator's error over its runs stands in brackets."""
+    """If a predictor lacks runs, this simulator's error over the same runs is given in brackets."""
     most = max(row.num_runs for row in rows)
     cells = []
     for row in rows:
@@ -191,9 +191,10 @@ def _mape_table(rows: Sequence[Score]) -> str:
 
 
 def lowest_lines(rows: Sequence[Score]) -> list[str]:
-    """Of each column, who is lowest of those that predict every run; then where others beat us on their own runs.
+    """For each column the predictor with the lowest error of those that predict every run; then the columns in which
+    others are better than this simulator on the runs that they predict.
 
-    Rows of --beside are none of them: they are this simulator under other overrides, chosen with the result in sight.
+    Rows of --beside do not count: they are this simulator under overrides that may be chosen with the result known.
     """
     rows = [row for row in rows if not row.who.startswith(f"{OURS}, ")]
     most = max(row.num_runs for row in rows)

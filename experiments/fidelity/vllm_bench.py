@@ -1,8 +1,8 @@
-"""Results of `vllm bench serve --save-result --save-detailed` (and --append-result: one a line).
+"""Reads results of `vllm bench serve --save-result --save-detailed` (with --append-result: one on each line).
 
-Lists of one entry a request: input_lens, output_lens, ttfts (s), itls (lists of s), start_times (s, when it was sent),
-errors (texts, empty: none), latencies (s, newer versions; else TTFT and all gaps together). A request that failed has
-no TTFT. A gap is between two chunks of the stream, which may hold several tokens.
+Lists with one entry for each request: input_lens, output_lens, ttfts (s), itls (lists of s), start_times (s, when it
+was sent), errors (texts, empty for none), latencies (s, in newer versions; else the sum of TTFT and all gaps). A failed
+request has no TTFT. A gap is between two chunks of the stream, which may have several tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experiments.fidelity.fields import Fields, json_value
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
-MARKS = ("ttfts", "itls", "input_lens")  # any of them, or what the aggregates are called
+MARKS = ("ttfts", "itls", "input_lens")  # any of these, or of AGGREGATES, identifies the format
 AGGREGATES = ("mean_ttft_ms", "request_throughput")
 
 
@@ -28,7 +28,7 @@ def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun
 
 
 def _documents(text: str, file: Path) -> Iterator[Fields]:
-    """Each result: the file as a whole, or its lines."""
+    """Each result: the whole file, or each of its lines."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if len(lines) > 1 and lines[0][1].rstrip().endswith("}"):
         for number, line in lines:
@@ -50,7 +50,7 @@ def _one(result: Fields, file: Path, name: str, given: list[str]) -> MeasuredRun
 
 
 def _rows(result: Fields) -> list[Fields]:
-    """Of each request its values in the lists, which are all of one length."""
+    """The values of each request in the lists. Raises TraceError if lists are missing or of different lengths."""
     values, place = result.values, result.place
     if "ttfts" not in values or "input_lens" not in values:
         raise TraceError(f"{place}: no values of single requests; run vllm bench serve with --save-detailed")

@@ -1,4 +1,4 @@
-"""`testbed tables`: measured operator tables of one device: import them, list what there is, show and draw them."""
+"""`testbed tables`: imports, lists, shows and draws operator tables, the measured kernel times of one device."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _show(arguments: list[str]) -> int:
 
 
 def _open(name: str) -> OperatorTables:
-    """A file, or the package's tables of a device."""
+    """The tables of a file, or of a device in the installed package."""
     if Path(name).suffix == ".parquet" or Path(name).is_file():
         return read_operator_tables(name)
     from experiments.tables.aiconfigurator import load

@@ -1,9 +1,9 @@
 """Tables of the PyPI package aiconfigurator-core: kernels of vLLM, SGLang and TensorRT-LLM, measured by NVIDIA.
 
-Reads `systems/data/<gpu>/{gemm,attention,comm}/<engine>/<version>/*.parquet` as columns, from start to end. What the
-columns mean there was taken from how the package's own code and its collectors use them (docs/tables.md): latencies are
-ms of one call; a decode's `step` are the positions before its own token; message sizes are numbers of elements, and an
-all-gather's is that of the gathered whole; a `window_size` of 0 is none.
+Reads `systems/data/<gpu>/{gemm,attention,comm}/<engine>/<version>/*.parquet` as whole columns. The meaning of the
+columns follows from how the package's code and its collectors use them (docs/tables.md): latencies are ms of one call;
+`step` of a decode is the number of positions before its own token; message sizes are numbers of elements, for an
+all-gather those of the gathered whole; a `window_size` of 0 means no window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, check_rows
 
 PACKAGE = "aiconfigurator_core"
-Kept = tuple[tuple[str, ...], int]  # dtypes of products, head size
+Kept = tuple[tuple[str, ...], int]  # dtypes of GEMMs, head size
 ENGINES = ("vllm", "sglang", "trtllm")
 LICENCE = "Apache-2.0"
 _ELSE = "import tables of your own (testbed tables import), or choose cost=roofline"
@@ -41,9 +41,9 @@ _NCCL = ("kernel_source", "op_name", "nccl_dtype", "num_gpus", "message_size", "
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the package has of one device and engine."""
+    """The tables that the package has of one device and engine."""
 
-    device: str  # in our library, or theirs where ours lacks it
+    device: str  # name in our device library, or the package's name if the library lacks it
     engine: str
     version: str
     operators: tuple[str, ...]
@@ -54,10 +54,10 @@ def load(
     device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None,
     kept: Kept | None = None,
 ) -> OperatorTables:  # fmt: skip
-    """The tables of a device (our name or theirs) and an engine; version: None is the newest that is whole.
+    """The tables of a device (our name or theirs) and an engine. version: None is the newest complete one.
 
-    systems: the package's folder `systems`; None finds the installed package. kept: only products of these dtypes and
-    attention of this head size, and no doubts. Raises ConfigError, ProfileError.
+    systems: the package's folder `systems`; None finds the installed package. kept: read only GEMMs of these dtypes and
+    attention of this head size, and add no standing doubts. Raises ConfigError, ProfileError.
     """
     root = systems_folder(systems)
     system = _system(root, device)
@@ -92,7 +92,7 @@ def load(
 
 
 def coverage() -> list[Coverage]:
-    """What there is, a line for each device and engine, from the files' footers alone."""
+    """The tables of the installed package, one entry for each device and engine; counted without reading them."""
     root, found = systems_folder(), []
     for system in _systems(root):
         for engine in ENGINES:
@@ -141,7 +141,7 @@ def systems_folder(given: Path | None = None) -> Path:
 
 
 def _package_version(systems: Path) -> str:
-    """From the folder beside the package that pip leaves."""
+    """The package's version, from the dist-info folder next to it."""
     named = sorted(systems.parent.parent.glob(f"{PACKAGE}-*.dist-info"))
     return named[-1].name.split("-")[1].removesuffix(".dist") if named else "of unknown version"
 
@@ -151,7 +151,7 @@ def _systems(root: Path) -> list[str]:
 
 
 def _system(root: Path, device: str) -> str:
-    """Their name of a device that is called by ours or theirs."""
+    """Their name of a device, from our name or theirs. Raises ConfigError if there are no tables of it."""
     named = THEIR_DEVICES.get(device, device)
     with_data = [system for system in _systems(root) if any((root / "data" / system / "gemm").glob("*/*/*.parquet"))]
     if named not in with_data:
@@ -162,24 +162,24 @@ def _system(root: Path, device: str) -> str:
 
 
 def _version_key(version: str) -> tuple[tuple[int, str], ...]:
-    """1.3.0rc20 after 1.3.0rc5, 0.24.0 after 0.9.0."""
+    """A sort key for versions: 1.3.0rc20 comes after 1.3.0rc5, and 0.24.0 after 0.9.0."""
     parts = version.replace("rc", ".rc.").split(".")
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
 def _versions(folder: Path, file: str) -> list[str]:
-    """Those that have the file, the newest last."""
+    """The versions that have the file, the newest last."""
     return sorted((found.parent.name for found in folder.glob(f"*/{file}")), key=_version_key)
 
 
 def _whole_versions(folder: Path, engine: str) -> list[str]:
-    """Those that have products and attention, the newest last."""
+    """The versions that have GEMMs and attention, the newest last."""
     versions = _versions(folder / "gemm" / engine, "gemm_perf.parquet")
     return [name for name in versions if (folder / "attention" / engine / name).is_dir()]
 
 
 def _version(folder: Path, engine: str, wanted: str | None) -> str:
-    """The wanted version, or the newest, of those that are whole."""
+    """The wanted version, or the newest one, of the complete versions. Raises ConfigError if there is none."""
     whole = _whole_versions(folder, engine)
     if not whole:
         raise ConfigError(f"aiconfigurator-core has no tables of {engine} on {folder.name}; {_ELSE}")
@@ -191,7 +191,7 @@ def _version(folder: Path, engine: str, wanted: str | None) -> str:
 
 
 def _nearest(folder: Path, file: str, version: str | None) -> Path | None:
-    """The file of this version, else of the newest before it, else of the oldest behind; None: the newest."""
+    """The file of this version, else of the newest before it, else of the oldest after it. version None: the newest."""
     versions = _versions(folder, file)
     if not versions:
         return None
@@ -202,8 +202,8 @@ def _nearest(folder: Path, file: str, version: str | None) -> Path | None:
 
 
 def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
-    """The columns of a Parquet file, with `time_ns` of its latencies. Raises ProfileError if one is missing, or the
-    file."""
+    """The columns of a Parquet file, and `time_ns` from its latencies. Raises ProfileError if the file or a column is
+    missing."""
     if not file.is_file():
         raise ProfileError(f"no file at {file}; the package was expected to have it")
     try:
@@ -218,7 +218,7 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
 
 
 def _typed(table: Any, file: Path) -> Any:
-    """Texts, latencies and whole numbers as such. Raises ProfileError for a column that has something else."""
+    """The table with columns cast to text, float (latency) or int. Raises ProfileError if a column cannot be cast."""
     for index, name in enumerate(table.column_names):
         is_text = name.endswith("_dtype") or name in ("kernel_source", "op_name")
         wanted = pa.string() if is_text else pa.float64() if name == "latency" else pa.int64()
@@ -232,13 +232,13 @@ def _typed(table: Any, file: Path) -> Any:
 
 
 def _description(file: Path) -> str:
-    """What the source calls the device."""
+    """The source's name for the device."""
     names = pq.read_schema(file).names
     return str(pq.read_table(file, columns=["device"])["device"][0]) if "device" in names else ""
 
 
 def _dtypes(column: Any) -> Any:
-    """By our names; those that are not `half` are ours, or have none: fp8_block, int8_wo, nvfp4, ..."""
+    """The dtypes by our names: only `half` differs. Those without such a name stay: fp8_block, int8_wo, nvfp4, ..."""
     return pc.replace_substring_regex(column, "^half$", "float16")
 
 
@@ -273,7 +273,7 @@ def _attention(file: Path, operator: str, label: Any, kept: Kept | None) -> Any:
 
 
 def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
-    """Of messages whose sizes are numbers of elements."""
+    """The bytes of messages whose sizes are numbers of elements."""
     widths = dtypes
     for name in pc.unique(dtypes).to_pylist():
         if name not in _DTYPE_BYTES:
@@ -288,7 +288,7 @@ def _all_reduce(file: Path, label: Any) -> Any:
 
 
 def _nccl(file: Path, label: Any) -> list[Any]:
-    """All-reduces and all-gathers; the others are not in the schema."""
+    """The all-reduces and all-gathers; the schema has no other collectives."""
     table = _read(file, _NCCL)
     return [
         _collective(table.filter(pc.equal(table["op_name"], operator)), operator, "nccl_dtype", file, label)
@@ -297,7 +297,7 @@ def _nccl(file: Path, label: Any) -> list[Any]:
 
 
 def _collective(table: Any, operator: str, dtype: str, file: Path, label: Any) -> Any:
-    """dtype: the column that has it."""
+    """The rows of one kind of collective. dtype: name of the dtype column."""
     return label(
         table.num_rows, operator=operator, kernel=table["kernel_source"], dtype=_dtypes(table[dtype]),
         num_bytes=_num_bytes(table["message_size"], table[dtype], file), num_ranks=table["num_gpus"],
@@ -306,7 +306,7 @@ def _collective(table: Any, operator: str, dtype: str, file: Path, label: Any) -
 
 
 def _standing_doubts(rows: Any) -> list[str]:
-    """What these tables never have, said once, with what was found in them."""
+    """Doubts about what these tables always lack, with the numbers found in them."""
     prefill = rows.filter(pc.equal(rows["operator"], "attention_prefill"))
     doubts = []
     if prefill.num_rows and pc.max(prefill["context"]).as_py() == 0:

@@ -1,4 +1,4 @@
-"""From what a source has to rows of the schema: columns by name, nulls for the rest; CSVs, with bad values named."""
+"""Conversion of a source's data to rows of the schema, and reading of CSVs with errors that name the bad value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNIT_NS = {"ms": 1e6, "us": 1e3, "ns": 1.0}
 
 
 def rows_of(num_rows: int, **columns: Any) -> pa.Table:
-    """A table of OPERATOR_COLUMNS with these columns: arrays, or one value for all rows; null where none is given."""
+    """A table with OPERATOR_COLUMNS. columns: arrays, or one value for all rows; a column that is not given is null."""
     arrays = []
     for name, kind in OPERATOR_COLUMNS.items():
         of_type, given = pa.type_for_alias(kind), columns.pop(name, None)
@@ -37,9 +37,9 @@ def rows_of(num_rows: int, **columns: Any) -> pa.Table:
 
 
 def latencies_ns(latencies: Any, place: str) -> Any:
-    """A column of latencies, ms, in ns. Raises ProfileError, naming the row, where no kernel can have taken so long."""
+    """Latencies in ms converted to ns. Raises ProfileError that names the row if a time is impossible for a kernel."""
     values = pc.multiply(latencies.cast(pa.float64()), _UNIT_NS["ms"]).fill_null(float("nan"))
-    fits = pc.and_(pc.greater_equal(values, LEAST_NS), pc.less_equal(values, MOST_NS))  # false where NaN
+    fits = pc.and_(pc.greater_equal(values, LEAST_NS), pc.less_equal(values, MOST_NS))  # false for NaN
     row = pc.index(fits, False).as_py()
     if row >= 0:
         value = latencies[row].as_py()
@@ -53,10 +53,10 @@ def _span(unit: str) -> str:
 
 
 class CsvTable:
-    """A CSV's columns, read when they are asked for. Raises ProfileError naming file, line, column and value."""
+    """The columns of a CSV, converted on demand. Errors are ProfileErrors that name file, line, column and value."""
 
     def __init__(self, path: Path, needed: Sequence[str]) -> None:
-        """needed: columns that must be there."""
+        """needed: columns that must be in the file."""
         self.path = path
         if not path.is_file():
             raise ProfileError(f"no file at {path}; docs/tables.md says what each source has")
@@ -78,12 +78,12 @@ class CsvTable:
         return name in self._table.column_names
 
     def texts(self, name: str) -> np.ndarray[Any, Any]:
-        """Strings, with "" for what is empty."""
+        """A column as strings; "" for empty cells."""
         found: np.ndarray[Any, Any] = self._table[name].fill_null("").to_numpy()
         return found
 
     def numbers(self, name: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
-        """Floats, NaN for what is empty where it may be."""
+        """A column as floats; NaN for empty cells, which raise an error unless `may_be_empty`."""
         column = self._table[name]
         if column.null_count and not may_be_empty:
             raise self._refused(name, pc.index(column.is_null(), True).as_py(), "a number")
@@ -102,26 +102,26 @@ class CsvTable:
         return values.astype(np.int64)
 
     def times(self, name: str, unit: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
-        """Times in ns, NaN for what is empty where it may be."""
+        """A column of times in ns; NaN for empty cells, which raise an error unless `may_be_empty`."""
         values: np.ndarray[Any, Any] = self.numbers(name, may_be_empty=may_be_empty) * _UNIT_NS[unit]
         with np.errstate(invalid="ignore"):
             self.refuse_where((values < LEAST_NS) | (values > MOST_NS), name, _span(unit))
         return values
 
     def refuse_where(self, is_bad: np.ndarray[Any, Any], name: str, expected: str) -> None:
-        """Raises ProfileError for the first of the rows where the column has what it may not."""
+        """Raises ProfileError for the first bad row of a column, if there is one."""
         if is_bad.any():
             raise self._refused(name, int(is_bad.argmax()), expected)
 
     def _refused(self, name: str, row: int, expected: str) -> ProfileError:
-        """What to raise for a value. row: from 0; the file's line is two further, behind its header."""
+        """The error for a value. row: from 0; its line in the file is row + 2, after the header."""
         value = self._table[name][row].as_py()
         text = "empty" if value is None else shown(value)
         return ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
 
 
 def reason(error: Exception) -> str:
-    """The first line of what a library says, with what cannot be printed escaped."""
+    """The first line of a library's error message, with unprintable characters escaped."""
     return _plain((str(error).splitlines() or [type(error).__name__])[0], 160)
 
 
@@ -131,8 +131,8 @@ def _plain(text: str, length: int = 40) -> str:
 
 
 def _read(path: Path) -> pa.Table:
-    """All columns as texts. Raises ProfileError, naming the line where pyarrow does."""
-    bad: list[Any] = []  # pyarrow's InvalidRow: number from 1, with the header, only where one thread reads
+    """All columns as texts. Raises ProfileError, which names the line if pyarrow does."""
+    bad: list[Any] = []  # pyarrow's InvalidRow; its number (from 1, header included) is only set with one thread
 
     def refuse_row(row: Any) -> str:
         bad.append(row)

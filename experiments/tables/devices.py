@@ -1,4 +1,4 @@
-"""Devices and models of the library as `testbed tables` takes them, and AIConfigurator's names of them."""
+"""Look-up of devices and models of the library for `testbed tables`, and AIConfigurator's names of the devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from testbed.foreign_text import unknown
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
-THEIR_DEVICES = {  # AIConfigurator's names of ours
+THEIR_DEVICES = {  # our name -> AIConfigurator's
     "a100": "a100_sxm",
     "b200": "b200_sxm",
     "b300": "b300_sxm",
@@ -24,7 +24,7 @@ OUR_DEVICES = {theirs: ours for ours, theirs in THEIR_DEVICES.items()}
 
 
 def chosen(group: str, given: str) -> str:
-    """What --device or --model says. Raises ConfigError if the library does not have it."""
+    """The value of --device or --model. Raises ConfigError if the library does not have it."""
     known = options(group)
     if given not in known:
         raise ConfigError(unknown(f"--{group} is {given!r}", given, known))
@@ -32,7 +32,7 @@ def chosen(group: str, given: str) -> str:
 
 
 def found(group: str, entry: str | None, called: str) -> str:
-    """The library's entry of what a source calls so. Raises ConfigError if there is none."""
+    """The library's entry for the source's name `called`. Raises ConfigError if there is none (`entry` is None)."""
     if entry is None:
         problem = f"the library has no {group} {called!r}; say which it is with --{group}"
         raise ConfigError(unknown(problem, called, options(group)))
@@ -40,7 +40,7 @@ def found(group: str, entry: str | None, called: str) -> str:
 
 
 def device_spec(name: str) -> DeviceSpec | None:
-    """The data sheet of a device of the library; None of another."""
+    """The data sheet of a device of the library; None if the library does not have it."""
     return compose_config([f"device={name}"]).device if name in options("device") else None
 
 

@@ -1,5 +1,5 @@
-"""What of a table to distrust: points off their neighbours, times that fall while a size grows, times that the data
-sheet does not allow. Says it in at most ten sentences with numbers; changes nothing.
+"""Doubtful points of a table: points off their neighbours, times that fall while a size grows, and times that the data
+sheet does not allow. They are reported in at most ten sentences with numbers; the tables are not changed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, SIZES, OperatorTables
 
 MAX_DOUBTS = 10
-OFF = 1.5  # times the interpolation between neighbours
-FALLS = 0.85  # of the time at a smaller size
-GAP = 4.0  # neighbours further apart than this factor say nothing about what lies between
-SLOW = 20.0  # times the data sheet's time: half of a table's products above that are of another unit or device
-_LEAST_SLOW_NS = 5_000.0  # of the data sheet's time: below, launches make even a right time so slow
-_LEAST_SHARE = 0.2  # of the data sheet's time that large points can take: caches help, but not so much
-_LEAST_LOAD_NS = 100_000.0  # of the data sheet's time: from here on, launches and latencies are small beside it
-_APART = ("num_heads", "num_kv_heads", "head_dim", "num_ranks")  # sizes along which nothing is compared
+OFF = 1.5  # a point is off if it differs by more than this factor from the interpolation between its neighbours
+FALLS = 0.85  # a time falls if it is below this share of the time at a smaller size
+GAP = 4.0  # neighbours further apart than this factor are not used for interpolation
+SLOW = 20.0  # if the median GEMM takes more than this times the data sheet's time, unit or device is wrong
+_LEAST_SLOW_NS = 5_000.0  # data sheet's time from which on SLOW is tested; below, launches may dominate
+_LEAST_SHARE = 0.2  # if the median large point takes less than this share of the data sheet's time, it is an error
+_LEAST_LOAD_NS = 100_000.0  # a point is large if the data sheet's time is above this: launches are negligible
+_APART = ("num_heads", "num_kv_heads", "head_dim", "num_ranks")  # sizes along which points are not compared
 _KEYS = tuple(name for name in OPERATOR_COLUMNS if name not in ("operator", "time_ns", "licence"))
 
 
 @dataclass(slots=True)
 class _Found:
-    """Points that one test found. worst: the largest factor; where: the sizes of that point, in words."""
+    """The points that one test found. worst: the largest factor; where: the sizes of that point, as text."""
 
     points: set[int] = field(default_factory=set)  # their rows
     worst: float = 1.0
@@ -40,7 +40,7 @@ class _Found:
         return len(self.points)
 
     def add(self, points: _Points, rows: Any, factor: Any, least: float) -> None:
-        """Of these rows, those whose factor is above `least`."""
+        """Adds those of the rows whose factor is above `least`."""
         above = factor > least
         self.points.update(rows[above].tolist())
         if above.any() and factor.max() > self.worst:
@@ -48,9 +48,9 @@ class _Found:
 
 
 def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
-    """The same tables with their doubts. spec: the device's data sheet, if the library has it.
+    """The tables with doubts added. spec: the device's data sheet, if the library has it.
 
-    Raises ProfileError where times are far below what the device can do: their unit is another.
+    Raises ProfileError if times are far below what the device allows, so that their unit must be wrong.
     """
     found: list[tuple[int, str]] = []
     for operator in OPERATORS:
@@ -67,7 +67,7 @@ def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
 
 
 def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[tuple[int, str]]:
-    """(how many points, the sentence) of each dtype."""
+    """(number of points, sentence) for each dtype with doubts."""
     dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
     for dtype in sorted(set(dtypes)):
         some = rows.filter(dtypes == dtype)
@@ -102,7 +102,7 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
 
 
 def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
-    """Products of a whole table that take many times what the data sheet says, launches left aside."""
+    """A doubt if the median of all large GEMMs takes many times the data sheet's time."""
     dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
     factors: list[float] = []
     for dtype in sorted(set(dtypes)):
@@ -120,7 +120,7 @@ def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
 
 
 class _Points:
-    """Rows as numbers; what was measured several times is one point, its mean."""
+    """Rows as numbers; rows of the same sizes are one point, with their mean time."""
 
     def __init__(self, rows: Any) -> None:
         codes = np.empty((rows.num_rows, len(_KEYS)), dtype=np.int64)
@@ -131,12 +131,12 @@ class _Points:
             else:
                 codes[:, index] = column.fill_null(-1).to_numpy(zero_copy_only=False)
         self.sizes, point = np.unique(codes, axis=0, return_inverse=True)
-        self.of_row = point.reshape(-1)  # of each row the point that it is
+        self.of_row = point.reshape(-1)  # the point of each row
         self.time_ns = np.bincount(self.of_row, rows["time_ns"].to_numpy()) / np.bincount(self.of_row)
 
     def along(self, axis: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """(an order in which points that differ in this size alone stand together, that size growing; for each place
-        the number of its row of points)."""
+        """(an order of the points in which those that differ only in this size are adjacent, with this size ascending;
+        for each place in that order the number of the line of points that it belongs to)."""
         index = _KEYS.index(axis)
         others = [column for column in range(len(_KEYS)) if column != index]
         order = np.lexsort((self.sizes[:, index], *self.sizes.T[others]))
@@ -150,9 +150,10 @@ class _Points:
 
 
 def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
-    """Compares each point that has a neighbour on both sides with the line between them, sizes and times in logs.
+    """Compares each point that has a neighbour on both sides with the line between them, in logarithms.
 
-    A point that is off makes its neighbours look so as well: of points side by side the one that is off most counts.
+    A point that is off makes its neighbours look off, too: of adjacent points only the one with the largest factor
+    counts.
     """
     order, line = points.along(axis)
     size = points.sizes[order, _KEYS.index(axis)].astype(np.float64)
@@ -177,7 +178,8 @@ def _falling(points: _Points, axis: str, found: _Found) -> None:
 
 
 def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec, found: _Found) -> None:
-    """Points that took less than the data sheet's rates allow; a unit that is wrong shows as most of them."""
+    """Finds points that took less time than the data sheet's rates allow. Raises ProfileError if the median large point
+    took far less, as the unit must be wrong."""
     bound, time_ns = bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy()
     large = bound > _LEAST_LOAD_NS
     if large.sum() >= 10:

@@ -1,4 +1,4 @@
-"""One figure an operator: measured points of a few lines of its table, beside the least time of the data sheet."""
+"""One figure for each operator: measured points along a few lines of its table, and the data sheet's least time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
 
 _MAX_LINES = 6
-_MARKER, _SMALL_MARKER, _MANY = 3.4, 2.2, 80  # points of a line from which on their markers are small
-_AXES = {  # operator: what grows along a line, its label, what tells lines apart
+_MARKER, _SMALL_MARKER, _MANY = 3.4, 2.2, 80  # with more than 80 points, a line has small markers
+_AXES = {  # operator: the size that grows along a line, its label, the sizes that distinguish lines
     "gemm": ("m", "rows m", ("n", "k")),
     "attention_prefill": ("new_tokens", "new tokens of each prompt or chunk", ("batch", "context")),
     "attention_decode": ("context", "context of each decode (tokens)", ("batch",)),
@@ -47,7 +47,7 @@ _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
 def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Path) -> Iterator[Path]:
-    """Writes `<stem>-<operator>.png` and `.svg` for each operator that has sizes. model: whose shapes to look for."""
+    """Writes `<stem>-<operator>.png` and `.svg` for each operator with sizes. model: the one whose shapes are drawn."""
     spec, sheet = model_spec(model), device_spec(tables.device)
     for operator in operators:
         if operator in _AXES:
@@ -56,7 +56,7 @@ def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Pat
 
 
 def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, sheet: DeviceSpec | None) -> Figure:
-    """Left: times over a size, points measured and lines of the data sheet's full rates; right: one over the other."""
+    """Left: times over a size, as measured points and as lines at the data sheet's full rates. Right: their ratio."""
     rows, about = _of_model(tables.select(operator), operator, model)
     axis, says, _ = _AXES[operator]
     lines = list(_lines(rows, operator, model))
@@ -91,7 +91,7 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
 
 
 def _log(panel: Axes, says: str) -> None:
-    """Logarithmic axes with plain numbers: sizes in powers of two (1k is 1,024), times and factors in decades."""
+    """Sets logarithmic axes with plain numbers: sizes in powers of two (1k is 1,024), times and ratios in decades."""
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
     panel.set_xlabel(says)
@@ -107,7 +107,7 @@ def _size(value: float) -> str:
 
 
 def _of_model(rows: Any, operator: str, model: ModelSpec) -> tuple[Any, str]:
-    """The rows of one dtype, and of the heads that are nearest to the model's; and what they are of, in words."""
+    """The rows of one dtype, for attention also of the heads nearest to the model's; and these heads as text."""
     dtypes = pc.value_counts(rows["dtype"]).to_pylist()
     names = [count["values"] for count in sorted(dtypes, key=lambda count: -count["counts"])]
     wanted = [] if operator.startswith("all_") else [model.dtype, "float16"]
@@ -127,7 +127,7 @@ def _of_model(rows: Any, operator: str, model: ModelSpec) -> tuple[Any, str]:
 
 
 def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, Any]]:
-    """(label, rows along the axis) of a few lines: products of the model's shapes, others spread over what there is."""
+    """(label, rows along the axis) of a few lines: GEMMs of the model's shapes, others spread over the table."""
     axis, _, keys = _AXES[operator]
     counted = rows.group_by(list(keys), use_threads=False).aggregate([([], "count_all")]).to_pylist()
     most = max(group["count_all"] for group in counted)
@@ -136,7 +136,7 @@ def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, An
         groups = list(_nearest_products(groups, model))
     elif operator == "elementwise":
         groups = list(_of_each_kernel(groups, model))
-    elif operator == "attention_mixed":  # one chunk, beside more and more decodes
+    elif operator == "attention_mixed":  # one chunk with a growing number of decodes
         chunk = min(((g["new_tokens"], g["context"]) for g in groups), key=lambda c: (c[1], abs(np.log(c[0] / 512))))
         groups = [group for group in groups if (group["new_tokens"], group["context"]) == chunk]
     groups.sort(key=lambda group: tuple(group[key] for key in keys))
@@ -153,7 +153,7 @@ def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, An
 
 
 def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
-    """For each projection of a layer the [k, n] that is nearest to its own, none twice."""
+    """For each projection of a layer the [k, n] that is nearest to its own; none is repeated."""
     hidden, inner = model.hidden_size, model.intermediate_size
     q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     up = (model.num_mlp_matrices - 1) * inner
@@ -167,7 +167,7 @@ def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterato
 
 
 def _of_each_kernel(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
-    """For each layer the row that is as wide as one of the model's, else its widest."""
+    """For each kernel the group with a width of the model's (the widest of these), else its widest group."""
     q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     own = (model.hidden_size, model.intermediate_size, q_size + kv_size)
     for kernel in sorted({group["kernel"] for group in groups}):

@@ -1,10 +1,10 @@
-"""Tables of LLMServingSim's profiler: layers of vLLM, run one at a time by its own engine.
+"""Tables of LLMServingSim's profiler: layers of vLLM, run one at a time by vLLM's own engine.
 
-Reads a folder with `meta.yaml` and `tp<n>/{dense,per_sequence,attention}.csv`, or one above several of them. The CSVs
-name layers and give no shapes: those come from the model that meta.yaml names. What ran is one rank's part of the
-model, alone on one device, so there are no collectives. `kv_prefill` and `kv_decode` count positions that are computed
-before; `time_us` is of one layer. `skew_fit.csv` is a correction that their simulator applies to batches of unequal
-contexts, fitted and not measured: it is not imported.
+Reads a folder with `meta.yaml` and `tp<n>/{dense,per_sequence,attention}.csv`, or a folder above several of these. The
+CSVs name layers without shapes; the shapes come from the model that meta.yaml names. The profiler ran one rank's part
+of the model on one device, so there are no collectives. `kv_prefill` and `kv_decode` count positions computed before;
+`time_us` is of one layer. `skew_fit.csv` is a correction of their simulator for batches of unequal contexts. It is
+fitted, not measured, and therefore not imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Rows = Callable[..., Any]
 
 
 def read(folder: Path, device: str | None = None, model: str | None = None) -> OperatorTables:
-    """device, model: names in our library where theirs are not found there. Raises ConfigError, ProfileError."""
+    """Reads the tables below a folder. device, model: names in our library, which take precedence over the names in
+    meta.yaml. Raises ConfigError, ProfileError."""
     metas = sorted(folder.rglob("meta.yaml")) or sorted(folder.parent.glob("meta.yaml"))
     if not metas:
         raise ProfileError(
@@ -45,7 +46,7 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
     for file in metas:
         meta = _meta(file)
         gpu = str(meta.get("gpu", meta["hardware"]))
-        known = device_named(gpu, meta["hardware"])  # hardware: the name of their folder, which tells less
+        known = device_named(gpu, meta["hardware"])  # hardware: their folder's name, less specific
         described[found("device", known, meta["hardware"]) if device is None else chosen("device", device)] = gpu
         if device is not None and known not in (None, device):
             others[f"meta.yaml says {shown(gpu)}, and --device is {device}: are these tables of that device?"] = None
@@ -71,13 +72,13 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
 
 
 def _engine(meta: dict[str, Any]) -> dict[str, Any]:
-    """How vLLM was configured."""
+    """The configuration of vLLM in meta.yaml."""
     engine = meta.get("engine_effective")
     return engine if isinstance(engine, dict) else {}
 
 
 def _meta(file: Path) -> dict[str, Any]:
-    """meta.yaml. Raises ProfileError if it does not say which model ran on what."""
+    """The content of meta.yaml. Raises ProfileError if it lacks model, hardware, variant or vLLM's version."""
     try:
         meta = parsed(yaml.safe_load, file.read_bytes())
     except (ValueError, yaml.YAMLError) as error:
@@ -93,7 +94,7 @@ def _meta(file: Path) -> dict[str, Any]:
 
 
 def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tuple[str, ...]) -> list[Any]:
-    """The tables of one degree of tensor parallelism, `tp<n>`. without: layers that are not taken."""
+    """The tables of one degree of tensor parallelism, `tp<n>`. without: layers that are left out."""
     text = folder.name.removeprefix("tp")
     size = int(text) if text.isdigit() else 0
     if not whole(1, 1024)(size):
@@ -111,11 +112,11 @@ def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tupl
 
 
 _LAYER_FILES = (("dense.csv", "tokens"), ("per_sequence.csv", "sequences"))
-_STABLE = ("layernorm", "final_layernorm", "qk_norm", "sampler")  # the profiler copies these of one rank to all tp<n>
+_STABLE = ("layernorm", "final_layernorm", "qk_norm", "sampler")  # the profiler copies these from tp1 to every tp<n>
 
 
 def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
-    """Raises ProfileError where the shape that ran is no share of the model's."""
+    """Raises ProfileError if a profiled size does not divide the model's."""
     ran = _engine(meta).get("hf_overrides")
     if not isinstance(ran, dict):
         return
@@ -129,7 +130,7 @@ def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]]:
-    """(operator, n, k) of each layer on one of `size` ranks; k: None where there is no product."""
+    """(operator, n, k) of each layer on one of `size` ranks; k is None unless the layer is a GEMM."""
     hidden, inner = spec.hidden_size, spec.intermediate_size // size
     q_size = spec.num_attention_heads * spec.head_dim // size
     kv_size = spec.num_kv_heads_per_rank(size) * spec.head_dim
@@ -153,7 +154,7 @@ def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]
 def _layers(
     file: Path, column: str, widths: dict[str, tuple[str, int, int | None]], label: Rows, without: tuple[str, ...]
 ) -> Any:
-    """column: the number of rows that a layer computes."""
+    """The table of single layers. column: the one with the number of rows that a layer computes."""
     csv = CsvTable(file, ("layer", column, "time_us"))
     names = csv.texts("layer")
     csv.refuse_where(~np.isin(names, list(widths)), "layer", f"one of {', '.join(widths)}")
@@ -168,7 +169,7 @@ def _layers(
 
 
 def _attention(file: Path, spec: ModelSpec, size: int, label: Rows) -> list[Any]:
-    """Decodes alone, a chunk alone, and both in one call; a decode attends to its own token too."""
+    """The tables of decodes only, of a chunk only, and of both in one call. A decode also attends to its own token."""
     csv = CsvTable(file, (*_ATTENTION, "time_us"))
     chunk, before, decodes, context = (csv.counts(name, 0) for name in _ATTENTION)
     csv.refuse_where((chunk == 0) & (decodes == 0), "prefill_chunk", "a chunk or decodes")

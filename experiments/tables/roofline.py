@@ -1,7 +1,7 @@
-"""The least time that a data sheet allows each point of a table: arithmetic and traffic at the full rates.
+"""The least time that a data sheet allows for each point of a table: FLOPs and bytes at the full rates.
 
-The formulas of docs/cost-models.md, for one call, column by column, without efficiencies, floors and tiles. They stand
-here again, as RooflineCost prices steps of one model one by one, and would count narrow types at the rate of wide ones.
+The formulas of docs/cost-models.md for one call, vectorised, without efficiencies, floors and tiles. They are repeated
+here because RooflineCost estimates single steps of one model, and counts narrow types at the rate of wide ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_bound(operator: str, dtype: str) -> bool:
 
 
 def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
-    """The least ns of each row, all of this operator and of one dtype that `has_bound`."""
+    """The least time of each row, ns. All rows are of this operator and of one dtype for which `has_bound`."""
     sizes = {name: numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
     if operator in ("all_reduce", "all_gather"):
         ranks, index = np.unique(rows["num_ranks"].to_numpy(), return_inverse=True)
@@ -34,7 +34,7 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
         m, n, k = sizes["m"], sizes["n"], sizes["k"]
-        written = max(2, width)  # bytes of an element: those of narrow types are wider than what they read
+        written = max(2, width)  # bytes of an output element: GEMMs of narrow types write wider ones
         flops, num_bytes = 2 * m * n * k, width * k * n + written * m * n + width * m * k
     elif operator == "elementwise":
         flops, num_bytes = 0 * sizes["m"], width * sizes["m"] * sizes["n"]
@@ -44,13 +44,13 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
 
 
 def _collective_ns_per_byte(operator: str, size: int, spec: DeviceSpec) -> float:
-    """At the rate of what joins the devices, NVLink or a slot, and without latencies."""
+    """ns per byte at the rate of the link between devices (NVLink or PCIe), without latencies."""
     links = Collectives(size, collectives_of(size, spec).link_bytes_per_s, 0)
     return links.all_reduce_ns(1) if operator == "all_reduce" else links.all_gather_ns(1)
 
 
 def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: int) -> tuple[FloatArray, FloatArray]:
-    """FLOPs and bytes of attention, each position within the window."""
+    """FLOPs and bytes of attention, limited to the window."""
     q_size = numbers(rows, "num_heads") * numbers(rows, "head_dim")
     kv_size = 2 * numbers(rows, "num_kv_heads") * numbers(rows, "head_dim")
     kv_size = kv_size * np.array([_BYTES.get(name or "", width) for name in rows["kv_dtype"].to_pylist()])

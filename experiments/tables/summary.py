@@ -1,4 +1,4 @@
-"""What `testbed tables` prints: coverage, engines, ranges, doubts. Plain text, one line a thing."""
+"""The output of `testbed tables` as plain lines: coverage, engines, ranges, doubts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine_lines(tables: OperatorTables) -> Iterator[str]:
 
 
 def range_lines(tables: OperatorTables, operators: Iterable[str]) -> Iterator[str]:
-    """For each operator: dtypes, kernels, and the span of each size and of the times."""
+    """For each operator its dtypes, kernels, and the range of each size and of the times."""
     yield f"{tables.device} ({tables.device_description}), {_names(tables.rows, 'engine')}"
     for operator in operators:
         rows = tables.select(operator)
@@ -52,7 +52,7 @@ def doubt_lines(tables: OperatorTables) -> list[str]:
 
 
 def _names(rows: Any, column: str) -> str:
-    """Different values, the most frequent first."""
+    """The distinct values of a column, the most frequent first."""
     counts = pc.value_counts(rows[column]).to_pylist()
     counts.sort(key=lambda count: -count["counts"])
     names = [str(count["values"]) for count in counts]

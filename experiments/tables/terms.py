@@ -1,5 +1,5 @@
-"""Terms of a data sheet, fitted to a device's tables: what experiments/conf/device/*.yaml has of products, with
-few rows and with many, and of all-reduces over NVLink."""
+"""Fits terms of a data sheet to a device's tables: those in experiments/conf/device/*.yaml for GEMMs with few rows, for
+GEMMs with many rows, and for all-reduces over NVLink."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OperatorTables
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
-_MIN_BYTES, _MAX_ROWS = 8e6, 64  # of products that read weights, as those of a decode step do
-_LARGE, _MANY_ROWS = 2048, (128, 8192)  # of those that compute, as a prefill's do
-_MESSAGES = (2**17, 2**26)  # bytes of those that steps of a model of some billion weights send
+_MIN_BYTES, _MAX_ROWS = 8e6, 64  # GEMMs bound by reading weights, as in a decode step
+_LARGE, _MANY_ROWS = 2048, (128, 8192)  # GEMMs bound by FLOPs, as in a prefill
+_MESSAGES = (2**17, 2**26)  # message sizes, in bytes, in steps of a model with some billion weights
 _TIMED_WITH_LAUNCHES = "_eager"
 _MIN_POINTS = 20
 
 
 def term_lines(tables: OperatorTables) -> list[str]:
-    """The fitted terms beside those of the library's device; none where the tables have too few points, or the library
-    no such device."""
+    """Lines with the fitted terms next to those of the library's device. Empty if the tables have too few points, or
+    the library lacks the device."""
     spec = device_spec(tables.device)
     return [] if spec is None else [*_products(tables, spec), *_all_reduces(tables, spec)]
 
 
 def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
-    """time = floor + the longer of bytes / (rate x efficiency) and of FLOPs / (rate x efficiency), in whole tiles of
-    rows, in the mean of absolute log errors."""
+    """Fits GEMMs: time = floor + max(bytes / (rate x efficiency), FLOPs / (rate x efficiency)), with rows rounded up to
+    whole tiles. The loss is the mean absolute log error."""
     rows = tables.select("gemm")
     m, n, k, ns = (numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
     is_16_bit = np.isin(rows["dtype"].to_pylist(), ("bfloat16", "float16"))
@@ -66,7 +66,7 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
 
 
 def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
-    """The fastest kernel for each message, as an engine chooses it."""
+    """Fits all-reduces, of which the fastest kernel for each message is taken, as an engine chooses it."""
     rows = tables.select("all_reduce")
     best: dict[tuple[int, int], float] = {}
     points = zip(*(rows[name].to_pylist() for name in ("kernel", "num_bytes", "num_ranks", "time_ns")), strict=True)

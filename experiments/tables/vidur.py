@@ -1,9 +1,9 @@
 """Tables of Vidur's profiler: kernels of Sarathi-Serve's layers and collectives of PyTorch, in float16.
 
-Reads from one folder what is there of `mlp.csv`, `attention.csv` (both of one model) and `all_reduce.csv`,
-`all_gather.csv`. Each CSV has its shapes in its own columns, and times as `time_stats.<what>.median` in ms, whole us. A
-decode's `kv_cache_size` are the positions before its own token; `size` is in bytes of what each rank sends, which for
-an all-gather is its share. Collectives across nodes are left out: the schema has no nodes.
+Reads those of `mlp.csv`, `attention.csv` (both of one model), `all_reduce.csv` and `all_gather.csv` that are in a
+folder. Each CSV has its shapes in its own columns, and times as `time_stats.<what>.median` in ms, rounded to us.
+`kv_cache_size` of a decode is the number of positions before its own token. `size` is the bytes that each rank sends,
+for an all-gather its share. Collectives across nodes are left out, as the schema has no nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from testbed.specs.operator_tables import OperatorTables
 LICENCE = "MIT"
 _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 _GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
-_OTHERS = {  # their names, and those that cost=tables looks for where there is one
+_OTHERS = {  # their names -> the names that cost=tables looks for, if there is one
     "emb": "emb", "input_layernorm": "layernorm", "post_attention_layernorm": "layernorm", "attn_rope": "rotary_emb",
     "mlp_act": "act_fn", "add": "add",
 }  # fmt: skip
@@ -36,7 +36,8 @@ _FILES = ("mlp.csv", "attention.csv", "all_reduce.csv", "all_gather.csv")
 
 
 def read(folder: Path, device: str | None) -> OperatorTables:
-    """device: its name in our library; the files do not say. Raises ConfigError, ProfileError."""
+    """Reads the tables in a folder. device: its name in our library, as the files do not state it. Raises ConfigError,
+    ProfileError."""
     if device is None:
         raise ConfigError("vidur's files do not name their device; say which it is with --device")
     files = [folder / name for name in _FILES if (folder / name).is_file()]
@@ -59,7 +60,7 @@ def read(folder: Path, device: str | None) -> OperatorTables:
 
 
 def _mlp(file: Path, label: Any) -> list[Any]:
-    """The products and the other layers of one rank, a table each."""
+    """The GEMMs and the other layers of one rank, one table each."""
     csv = CsvTable(file, (*_SHAPE, "use_gated_mlp", *(_time(name) for name in _GEMMS)))
     heads, kv_heads, hidden, inner, rows, size = (csv.counts(name) for name in _SHAPE)
     head = hidden // heads
@@ -77,7 +78,7 @@ def _mlp(file: Path, label: Any) -> list[Any]:
         time_ns = csv.times(_time(name), "ms")
         tables.append(label(csv.num_rows, operator="gemm", kernel=name, m=rows, n=n, k=k, time_ns=time_ns))
     for name, n in widths.items():
-        if csv.has(_time(name)):  # not all models have all of them
+        if csv.has(_time(name)):  # not every model has all layers
             time_ns = csv.times(_time(name), "ms", may_be_empty=True)
             had = np.isfinite(time_ns)
             label_one = partial(label, operator="elementwise", kernel=_OTHERS[name])
@@ -112,7 +113,7 @@ def _attention(file: Path, label: Any) -> list[Any]:
 
 
 def _collective(file: Path, operator: str, label: Any) -> tuple[Any, int]:
-    """Those within a node, as rank 0 timed them; and how many others there are."""
+    """The collectives within a node, as timed by rank 0; and the number of other rows, which are left out."""
     csv = CsvTable(file, (*_COLLECTIVE, _time(operator)))
     ranks, num_bytes = csv.counts("num_workers"), csv.counts("size")
     csv.refuse_where(csv.texts("collective").astype(str) != operator, "collective", operator)

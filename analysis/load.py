@@ -60,7 +60,7 @@ class Run:
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """`requests.parquet`; token_ns stays an Arrow list column."""
+        """The content of `requests.parquet`; token_ns stays an Arrow list column."""
         return read_frame(self.path / "requests.parquet", REQUEST_COLUMNS)
 
     @cached_property

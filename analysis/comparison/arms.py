@@ -175,7 +175,7 @@ def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
     return list(joined.values())
 
 
-_SAME_RATE = 1.1  # seeds alone let the rates of short traces differ by some per cent
+_SAME_RATE = 1.1  # the rates of short traces differ by a few percent between seeds
 _FROM_MEMORY = ("num_gpu_blocks", "num_cpu_blocks", "gpu_memory_utilization", "swap_space_gib")
 
 
@@ -212,7 +212,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     runs = [run for arm in arms for run in arm.runs]
     keys = load_keys(runs, replicated)
     groups = grouped(runs, lambda run: repr([run.flat_config.get(key) for key in keys]))
-    offered = {  # requests/s, the mean
+    offered = {  # mean requests/s
         name: sum(run.summary["throughput"]["offered_per_s"] or 0.0 for run in members) / len(members)
         for name, members in groups.items()
     }
@@ -253,7 +253,7 @@ def runs_on(arm: Arm, keys: Collection[Key]) -> list[Run]:
 
 
 def decided_alike(run: Run) -> str:
-    """A key that is equal for simulated runs that took the same decisions; for a real run it is unique."""
+    """A key that is equal for simulated runs with the same decisions; for real runs it is unique (the folder)."""
     is_known = run.manifest.get("backend") == "sim" and run.manifest.get("digest")
     return str(run.manifest["digest"]) if is_known else str(run.path)
 

@@ -206,7 +206,7 @@ def _order(values: Sequence[tuple[float, float]], threshold: float) -> dict[str,
     return {"num_told_apart": told_apart, "num_same_order": same}
 
 
-# --- step by step ---
+# --- comparison of steps ---
 
 REGIONS = ("decode", "prefill", "mixed")
 _SHAPE = ["region", "decodes", "prefill", "context"]

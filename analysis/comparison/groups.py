@@ -127,7 +127,7 @@ def check_warm_up(runs: Sequence[Run]) -> None:
 
 
 def stated_slo(runs: Sequence[Run]) -> SLO | None:
-    """The same of the SLO."""
+    """The SLO that the runs state; None if none does. Raises RunFolderError if they differ."""
     found = list(dict.fromkeys(run.slo for run in runs if run.slo is not None))
     if len(found) > 1:
         some = f"{len(found)} different SLOs ({found[0]}, {found[1]})"

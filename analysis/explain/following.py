@@ -37,8 +37,8 @@ class Stretch:
     num_other_prefill_tokens: int = 0  # prefill tokens of other requests
     slowed_ns: int = 0  # length of the steps that had such tokens
     num_slowed: int = 0  # number of these steps
-    holders: tuple[tuple[str, int], ...] = ()  # the requests with the most KV blocks at its end, and these numbers
-    takers: tuple[tuple[str, int], ...] = ()  # the requests with the most tokens per step, if above 1, and these
+    holders: tuple[tuple[str, int], ...] = ()  # (id, KV blocks) of the requests that held most at its end
+    takers: tuple[tuple[str, int], ...] = ()  # (id, tokens) of the requests that got most, if more than 1
 
     def extend(self, later: Stretch) -> None:
         self.last_step, self.end_ns, self.holders = later.last_step, later.end_ns, later.holders or self.holders

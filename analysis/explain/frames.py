@@ -98,7 +98,7 @@ def preemptions(source: Source) -> pd.DataFrame:
 
 
 def stretches(source: Source, request_id: str) -> pd.DataFrame:
-    """The stretches of one request, one row each, which tile [queued_ns, finish_ns]: `...explain.following.Stretch`."""
+    """The stretches (`following.Stretch`) of one request, one row each; they cover [queued_ns, finish_ns]."""
     follower = Told(source, request_id).follower
     assert follower is not None
     return pd.DataFrame([asdict(one) for one in follower.stretches()])

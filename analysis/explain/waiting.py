@@ -72,7 +72,7 @@ class _Wait:
 
 
 class Engine:
-    """One replica's requests and steps, in order of time. `take` each step, then `close`."""
+    """One replica's requests and steps, in order of time. Call `take` for each step, then `close`."""
 
     def __init__(self, replica: int, lives: list[Life]) -> None:
         self.rows: list[WaitRow] = []
@@ -118,7 +118,7 @@ class Engine:
     def head(self, name: str, index: int) -> None:
         """A hook for subclasses, called when it is known that request `name` was the queue's head in step `index`."""
 
-    # --- time passes ---
+    # --- advancing time ---
 
     def _pass(self, now_ns: int) -> None:
         """Lets the current step last until `now_ns`, and ends the waits of requests that finished by then."""
@@ -141,7 +141,7 @@ class Engine:
         while self._arrivals and self._arrivals[0][0] <= plan_ns:
             queued_ns, name = self._arrivals.popleft()
             finish_ns = self._finish_ns[name]
-            if finish_ns is not None and finish_ns <= self.start_ns:  # no step has seen it
+            if finish_ns is not None and finish_ns <= self.start_ns:  # it ended before any step saw it
                 self._record(name, _Wait("queued", queued_ns, label=IN_FLIGHT), finish_ns)
                 continue
             wait = _Wait("queued", queued_ns, self.index, dict(self._spent))
@@ -212,7 +212,7 @@ class Engine:
             at_head[cause] = at_head.get(cause, 0) + ns
             self.head(name, index)
 
-    # --- a wait ends ---
+    # --- the end of a wait ---
 
     def _end(self, name: str, now_ns: int) -> None:
         wait = self.waits.pop(name, None)

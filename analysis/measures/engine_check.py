@@ -60,7 +60,7 @@ class EngineCheck:
         self._num_impossible = 0  # steps that end after the next one starts, or not after their own start
         self._first_impossible = (0, 0, 0)  # row, start, end
         self._step_nulls: frozenset[str] = frozenset()
-        self._is_fit = not self._nulls and len(requests) > 0  # until steps overlap
+        self._is_fit = not self._nulls and len(requests) > 0  # set to False when steps overlap
         ended = requests.where(lambda piece: piece.is_known("finish_ns"))
         preempted = requests.where(lambda piece: piece.whole("num_preemptions") > 0)
         self._num_open = len(requests) - len(ended)
@@ -82,7 +82,7 @@ class EngineCheck:
         self._may_skip_tokens = 0  # uncached ones of requests with a preemption between first schedule and token
         self._num_late = 0  # requests seen before their arrival, or after a step that could have seen them
         self._last_start_ns = np.iinfo(np.int64).min
-        self._num_in_system = 0  # by the requests, at the start of the steps that follow
+        self._num_in_system = 0  # from the requests' instants, at the start of the next steps to be added
         self._sums = dict.fromkeys(_SUMS, 0)
         self._busy_ns = 0  # total length of the steps
         self._busy_at_queued_ns = self._busy_at_finish_ns = 0  # summed over requests

@@ -94,7 +94,7 @@ def km_positions(num_between: IntArray, levels: Iterable[float]) -> list[Positio
 
 
 def km_quantiles(observed: FloatArray, censored: FloatArray, levels: Iterable[float]) -> list[float | None]:
-    """Quantiles at `levels` (see `km_positions`)."""
+    """The quantiles at `levels` (see `km_positions`)."""
     before = np.searchsorted(np.sort(censored), observed, side="left")
     positions = km_positions(np.bincount(before, minlength=censored.size + 1), levels)
     ranks = sorted({rank for position in positions if position is not None for rank in position[:2]})

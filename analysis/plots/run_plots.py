@@ -105,7 +105,7 @@ def gantt(
     """The phases of requests, one row each by arrival: queued, prefill, decode, and preempted (out of the batch).
 
     source: a run or a frame of requests. Drawn are the first `max_rows` requests that are in the system at some time
-    within [from_s, to_s), optionally only those of `request_ids`; if there are more, the title states how many. The
+    within [from_s, to_s) and, if given, in `request_ids`; if there are more, the title states how many. The
     times of preemptions are known only for a run with record.decisions=true; for others the number of preemptions is
     next to a request's name. Recomputation is drawn as the phase that the preemption interrupted.
     """

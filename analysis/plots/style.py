@@ -186,7 +186,7 @@ def marker_handles(num: int) -> list[Line2D]:
 
 
 def time_unit(seconds: FloatArray) -> tuple[float, str]:
-    """(factor, unit) that makes the largest of `seconds` readable: ms below 10 s, else s."""
+    """(factor, unit) for values in seconds: ms if all are below 10 s, else s."""
     known = seconds[~np.isnan(seconds)]
     return (1e3, "ms") if not known.size or float(known.max()) < 10.0 else (1.0, "s")
 

@@ -232,7 +232,7 @@ def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
     """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out if there
     are sessions: later turns arrive only when earlier ones have been served."""
     where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
-    if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # none has turns
+    if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # no session has several turns
         offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()

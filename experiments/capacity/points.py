@@ -134,7 +134,7 @@ def run_point(
             num = result.manifest["trace"]["num_requests"] or num_requests
             load = Load(False, num, watch.num_failed, watch.over)
         elif result.status != "complete":
-            raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is not kept
+            raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is deleted
         else:
             requests, duration_s = load_run(result.folder).requests, result.summary["duration_s"]
             load = count_load(requests, slo, duration_s, by_session=by_session)

@@ -180,7 +180,7 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
 
 def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
     """Runs all searches to their ends."""
-    in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine is measured alone
+    in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine must not share the machine
     try:
         with (
             TemporaryDirectory(prefix="testbed-capacity-") as scratch,
@@ -205,7 +205,7 @@ class _Search:
         self.arm, self._seeds, self._folder, self._is_whole = arm, seeds, folder, is_whole
         self._rates = search(arm.start, tolerance, looks_beside=arm.is_simulated)
         self.ask: Ask | None = next(self._rates)
-        self._bracket = Bracket(None, None)  # until it has ended
+        self._bracket = Bracket(None, None)  # set when the search has ended
         self._tried: dict[float, list[Load]] = {}  # rate -> one load for each seed
         self._notes: dict[str, None] = {}
 

@@ -53,7 +53,7 @@ Loss = Callable[[Scalars], float]
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half; if fewer had ended in time, the second half is needed as load
 _METRICS = ("tpot", "e2e")
-MAX_TRIED = 120  # by the search for two scalars
+MAX_TRIED = 120  # simulations in the search for two scalars
 
 
 class Found(NamedTuple):

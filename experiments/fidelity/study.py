@@ -40,7 +40,7 @@ _COUNTS = (  # settings whose fields have the names of the keys
     "device.tensor_parallel_size", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "cache.block_size",
     "cache.num_gpu_blocks",
 )  # fmt: skip
-_SHARED = ("num_unique_system_prompts", "num_users_per_system_prompt")  # inference-perf's; absent: all are unique
+_SHARED = ("num_unique_system_prompts", "num_users_per_system_prompt")  # without them all prompts are unique
 _READ = {  # the fields of a run, of its workload and of a stage
     "": {"name", "model", "device", "engine", "dtype", "workload", "measured_ms", "predicted_ms",
          *(key.partition(".")[2] for key in _COUNTS)},

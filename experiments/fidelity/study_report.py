@@ -69,7 +69,7 @@ def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequenc
 
 
 def scores(found: Sequence[Simulated], part: str) -> list[Score]:
-    """Each predictor's errors in one part of the runs, this simulator first."""
+    """The errors of each predictor in one part (all, stage0, ...) of the runs, this simulator first."""
     runs = [one for one in found if part in one.run.parts]
     others = list(dict.fromkeys(who for one in runs for who in one.run.predicted_ms))
     rows = []

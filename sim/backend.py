@@ -1,4 +1,4 @@
-"""The simulated backend: prices a plan instead of running it. Knows cost models; knows no clock and no queues."""
+"""The simulated backend: estimates the time of a plan instead of running it. Knows cost models; no clock, no queues."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from testbed.streams import draw
 
 
 class SchedulerTime(Value):
-    """What the scheduler itself costs on the CPU before the device starts, beyond what the cost model says: for each
-    step, each of its rows, and each 1,024 tokens of their contexts. (A real run measures its own.)"""
+    """The scheduler's CPU time before the device starts, added to the cost model's schedule_ns: a constant for each
+    step, for each of its sequences, and for each 1,024 tokens of their contexts. (A real run measures its own.)"""
 
     FIELDS: ClassVar = ("ns", "ns_per_seq", "ns_per_1k_tokens")
     __slots__ = FIELDS
@@ -39,7 +39,7 @@ class SchedulerTime(Value):
 
 @mypyc_attr(free_list_len=1)
 class SimWork(Value):
-    """What a step costs. It lasts at least 1 ns, also one that only preempts."""
+    """The time and the outcomes of a simulated step. duration_ns is at least 1, even if the step only preempts."""
 
     FIELDS: ClassVar = ("duration_ns", "spans", "outcomes")
     __slots__ = FIELDS
@@ -51,15 +51,16 @@ class SimWork(Value):
 
 
 class SimBackend:
-    """Prices plans. Rows are forced and draw no tokens, except beams: which fork and which are dropped is drawn.
+    """Estimates step times. Outputs are forced, so no tokens are sampled, except in beam search, which is imitated at
+    random.
 
-    A beam search keeps `beam_width` live beams. In each step, every one that lives on draws its parent among the beams
-    before, all equally likely: a beam that nobody drew is dropped, one drawn m times has m - 1 forks. From the prompt,
-    the one row there is, all of them come. Tokens are made up; siblings differ, and none stops a sequence, so a search
-    lasts until its length limit. All is a hash of (seed, group, position): it depends neither on the rest of the batch
-    nor on how steps are counted. The order of the outcomes is the real engine's (real/beams.py).
+    A beam search keeps `beam_width` live beams. In each step, every new beam chooses its parent among the old beams,
+    all equally likely. An old beam without children is dropped; one with m children has m - 1 forks. All beams of the
+    first step come from the prompt's only row. Tokens are made up: siblings differ, and no token stops a sequence, so a
+    search lasts until its length limit. Choices and tokens are hashes of (seed, group, position): they do not depend on
+    the rest of the batch or on the number of the step. Outcomes have the order of the real engine (real/beams.py).
 
-    seed: of the draws. vocab_size: made-up tokens lie below it. eos_token_id: the model's, which is not made up.
+    seed: of the random choices. vocab_size: made-up tokens are below it. eos_token_id: the model's; never made up.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class SimBackend:
         return SimWork(max(1, spans.total_ns), spans, self._outcomes(plan) if plan.has_beams else None)
 
     def _price(self, shape: BatchShape) -> Spans:
-        """The spans of one step. Raises ConfigError for what a cost model of a user's may not return."""
-        cost: Any = self.cost  # a user's model may answer anything
+        """Returns the spans of one step. Raises ConfigError if a user's cost model returns an invalid value."""
+        cost: Any = self.cost  # a user's model may return anything
         priced = cost.price(shape)
         spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
         own_ns = self._scheduler_time.of(shape)
@@ -92,7 +93,7 @@ class SimBackend:
         return Spans(spans.schedule_ns + own_ns, spans.prepare_ns, spans.swap_ns, spans.forward_ns, spans.sample_ns)
 
     def _checked(self, priced: Any) -> Spans:
-        """What a model returned, as spans of Python's integers: others (numpy's) are not exact."""
+        """Returns a cost model's result as Spans of Python integers, as numpy's are not exact. Raises ConfigError."""
         model = type(self.cost).__name__
         try:
             schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, priced)
@@ -109,7 +110,8 @@ class SimBackend:
         return whole
 
     def of_replica(self, number: int) -> SimBackend:
-        """The same prices for another replica, with draws of its own; replica 0 has this one's."""
+        """Returns a backend with the same cost model for another replica, with its own seed. Replica 0 keeps this
+        backend's seed."""
         seed = draw(self._seed, "replica", number) if number else self._seed
         return SimBackend(
             self.cost, seed=seed, vocab_size=self._vocab_size, eos_token_id=self._eos_token_id,
@@ -117,11 +119,11 @@ class SimBackend:
         )  # fmt: skip
 
     def transfer_ns(self, num_blocks_out: int, num_blocks_in: int) -> int:
-        """What the link takes to move these blocks: the swap part of the price of a step that does nothing else."""
+        """Returns the time of a transfer of these blocks over the link: the swap span of a step that does only that."""
         return self._price(BatchShape(0, 0, (), 0, num_blocks_out, num_blocks_in)).swap_ns
 
     def _outcomes(self, plan: BatchPlan) -> tuple[Outcome, ...] | None:
-        """One for each beam row that samples, in the order of the rows."""
+        """Returns one outcome for each beam row that samples, in row order; None without such rows."""
         rows = [row for row in plan.scheduled if row.samples and not row.forced]
         assert all(row.sampling.beam_width for row in rows), "the simulator draws for beams alone"
         outcomes: list[Outcome] = []
@@ -130,7 +132,7 @@ class SimBackend:
         return tuple(outcomes) or None
 
     def _part(self, rows: list[ScheduledSequence]) -> list[Outcome]:
-        """How the beams of one group go on."""
+        """Returns the outcomes of the beams of one group: their children, or that they are dropped."""
         position = rows[0].start + rows[0].num_tokens
         assert all(row.start + row.num_tokens == position for row in rows), "the beams of a group are of one length"
         num_children = [0] * len(rows)
@@ -142,7 +144,7 @@ class SimBackend:
         ]
 
     def _tokens(self, row: ScheduledSequence, first: int, num_tokens: int) -> tuple[int, ...]:
-        """Different tokens, from a drawn one on, none of which stops the sequence."""
+        """Returns `num_tokens` different tokens, counting up from the one after `first`; none stops the sequence."""
         tokens: list[int] = []
         token = first
         while len(tokens) < num_tokens:
@@ -152,14 +154,14 @@ class SimBackend:
         return tuple(tokens)
 
     def _draw(self, row: ScheduledSequence, position: int, index: int) -> int:
-        """64 random bits: by the request's seed (testbed/seeds.py), else by the group's number."""
+        """Returns 64 random bits, keyed by the request's seed (testbed/seeds.py) if it has one, else by group_id."""
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
 
 
 def _is_whole(spans: Spans) -> bool:
-    """Whether these are Python's integers, and none is negative."""
+    """Whether all spans are Python integers and none is negative."""
     is_positive = spans.schedule_ns >= 0 and spans.prepare_ns >= 0 and spans.swap_ns >= 0
     return is_positive and spans.forward_ns >= 0 and spans.sample_ns >= 0 and isinstance(spans.total_ns, int)
 
@@ -169,7 +171,7 @@ def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:
 
 
 def refuse_unforced(request_id: str, num_output_tokens: int | None) -> None:
-    """The simulator cannot know what a model would say. Raises RequestError for an output that is not forced."""
+    """Raises RequestError for a request whose output is not forced: the simulator has no model to sample from."""
     if num_output_tokens is None:
         raise RequestError(
             f"request {request_id!r} forces no output, and the simulator has no model to sample from; "

@@ -15,39 +15,39 @@ from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
-MAX_NS: Final = 2**62 - 1  # of an instant: sums of two fit into 64 bits; compiled code boxes larger ints
+MAX_NS: Final = 2**62 - 1  # latest instant: a sum of two fits into 64 bits; compiled code boxes larger ints
 
 
 class PricedBackend(Protocol):
-    """What this driver can drive: a plan in, a duration out."""
+    """A backend for this driver: takes a plan and returns how long it takes."""
 
     def start(self, plan: BatchPlan) -> SimWork: ...
 
 
 class Executor(Protocol):
-    """Answers the loop's commands, given at `now_ns`: a Device, or a tape."""
+    """Answers the loop's commands, which are given at `now_ns`. Implemented by Device and RecordedDevice (a tape)."""
 
     def execute(self, command: Execute, now_ns: int) -> Resume: ...
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
-        """With what a loop that waits goes on; None: nobody would wake it."""
+        """Returns the answer that ends the loop's wait (until_ns None: no known end); None: it would wait forever."""
         ...
 
 
 def run(loop: Loop, backend: PricedBackend) -> int:
-    """Drives the loop to its end on a device of these prices; returns the simulated instant of it in ns."""
+    """Drives the loop to its end on a device with this backend's step times. Returns the simulated end time in ns."""
     return drive(loop, Device(backend))
 
 
 def drive(loop: Loop, device: Executor) -> int:
-    """Drives the loop to its end; returns the simulated instant of it in ns."""
+    """Drives the loop to its end. Returns the simulated end time in ns."""
     env = simpy.Environment()
     env.run(env.process(_engine(env, loop, device)))
     return int(env.now)
 
 
 def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]:
-    """One engine as a SimPy process. It is alone: its steps follow one another, and only its waits are events."""
+    """A single engine as a SimPy process. Only its waits are SimPy events: no other process needs to see its steps."""
     now_ns = int(env.now)
     try:
         command: WaitUntil | Execute = next(loop)
@@ -70,23 +70,23 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
 
 
 class Device:
-    """The simulated device: launched steps follow one another on it, the host's part of each before its own. Each
-    answer is at least 1 ns after the one before it.
+    """The simulated device. Launched steps run on it one after the other, each after the host's part of it. Each answer
+    is at least 1 ns later than the previous one.
 
-    The host schedules and prepares a step while the device is at the one before, if that is in flight; what of a step
-    is neither (moves, forward pass, sampling) is the device's.
+    The host's part of a step (scheduling and preparation) overlaps with the step in flight, if there is one. All other
+    spans (swaps and copies, forward pass, sampling) are the device's part.
     """
 
     def __init__(self, backend: PricedBackend) -> None:
         self._backend = backend
-        self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # with the instant at which the device is done
+        self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # (instant at which the device is done, step)
         self._free_ns = self._answered_ns = 0
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
         return None if until_ns is None else Resume(max(now_ns, until_ns))
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
-        """The answer to a command of `now_ns`. Raises ConfigError for a price that leads beyond what instants say."""
+        """Returns the answer to a command given at `now_ns`. Raises ConfigError for a step that ends after MAX_NS."""
         if command.plan is not None:
             work = self._backend.start(command.plan)
             now_ns += work.spans.schedule_ns + work.spans.prepare_ns
@@ -106,8 +106,8 @@ class Device:
 
 
 def too_late(duration_ns: int) -> ConfigError:
-    """What to say of a step that ends beyond what instants can say."""
-    duration_s = Decimal(duration_ns).scaleb(-9)  # of any length
+    """Returns the error for a step that ends after MAX_NS."""
+    duration_s = Decimal(duration_ns).scaleb(-9)  # may be too large for a float
     return ConfigError(
         f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {duration_s:.2e} s; check the prices (cost, "
         "the device's rates, backend.schedule_ns)"

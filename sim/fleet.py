@@ -1,8 +1,8 @@
 """Replicas behind a router, in SimPy time: one process for each engine, one for the router.
 
-Order at one instant: transfers that end, commits in replica order, the session arrivals that they cause, routing, plans
-in replica order (`sim.replica.Phases`). It is kept by priorities of SimPy's events, never by the order in which
-processes were scheduled.
+Order of events at one instant: ends of transfers, commits in replica order, the session arrivals that these commits
+release, routing, plans in replica order (`sim.replica.Phases`). The priorities of SimPy's events give this order; it
+never depends on the order in which processes were scheduled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from testbed.routing.routers import Router
 
 
 class Fleet:
-    """Some replicas, one inbox for all of them, and the router between.
+    """Replicas, one source inbox for all of them, and the router between.
 
-    backends: of each replica. replicas_per_link: how many share one PCIe link; None: swaps are not on the link but a
-    part of each step. Give each loop its inbox of `inboxes`, then `run`.
+    backends: one for each replica. replicas_per_link: how many replicas share one PCIe link; None: swaps do not use a
+    link, but are a part of each step. Build each replica's loop with its inbox of `inboxes`, then call `run`.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Fleet:
         self._per_link = replicas_per_link
         self._replicas: list[Replica] = []
         self._over = self._env.event()
-        self._failure: BaseException | None = None  # what a process ended with
+        self._failure: BaseException | None = None  # the first error that ended a process
         self._num_left = len(backends)  # loops that have not ended
         self._routing: simpy.Process | None = None
         self._routes_at: int | None = None
 
     def run(self, loops: Sequence[Loop], schedulers: Sequence[Scheduler]) -> int:
-        """Drives the loops to their ends; returns the simulated instant of it in ns.
+        """Drives the loops to their ends. Returns the simulated end time in ns.
 
-        Raises what a loop raises: LivelockError when work remains on a replica and nothing will ever move.
+        Raises the first error that a loop raises: LivelockError if a replica has work left and can never continue.
         """
         env = self._env
         self._dispatcher.attach(schedulers)
@@ -92,14 +92,14 @@ class Fleet:
             self._over.succeed()
 
     def _route_all(self) -> Process:
-        """Sends each event of the inbox to a replica, at its instant."""
+        """Sends each event of the source inbox to a replica, at the event's instant."""
         env = self._env
         while True:
             self._routes_at = next_ns = self._dispatcher.next_ns()
             try:
                 if next_ns is None:
                     self._close_if_over()
-                    yield env.event()  # until a request that ends brings a new one
+                    yield env.event()  # until an ended request releases a new event, which interrupts this wait
                 else:
                     yield self._phases.at_routing(max(next_ns, int(env.now)))
             except simpy.Interrupt:
@@ -108,7 +108,7 @@ class Fleet:
                 self._replicas[number].wake()
 
     def _guarded(self, process: Process) -> Process:
-        """Ends the run with the very error that a process ends with; SimPy itself would raise a copy."""
+        """Ends the run with the original error that ended a process; SimPy itself would raise a copy."""
         try:
             yield from process
         except GeneratorExit:
@@ -121,12 +121,12 @@ class Fleet:
     # --- ends ---
 
     def _route_again(self) -> None:
-        """Requests have ended: what their sessions send next may be due before what was awaited."""
+        """Called when requests have ended: next turns of their sessions may be due before the event that is awaited."""
         if self._dispatcher.next_ns() != self._routes_at and self._routing is not None:
             self._routing.interrupt()
 
     def _close_if_over(self) -> None:
-        """Lets the loops end once nothing will ever move: those with work left raise LivelockError."""
+        """Lets the loops end if no event can come any more: loops with work left then raise LivelockError."""
         if self._dispatcher.next_ns() is None and all(replica.is_idle for replica in self._replicas):
             self._dispatcher.close()
             for replica in self._replicas:

@@ -1,4 +1,4 @@
-"""The front end of a server: what lies between a client and the engine. Knows no engine."""
+"""The API server between a client and the engine, as a delay of the inbox's events. Knows no engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from testbed.records.sender import Sender
 
 
 class FrontEnd:
-    """An inbox whose events reach the engine `time_ns` after they came.
+    """An inbox whose events reach the engine `time_ns` after their own instant.
 
-    Instants of arrival stay those of the client, so TTFT and E2E have the time in them, once. A closed-loop turn passes
-    the front end again. sender: whose clients have their last token only when it has sent it; None: at the commit.
+    Arrival times stay those of the client, so TTFT and E2E include the delay once. A closed-loop turn is delayed again.
+    sender: the token delivery; think times then count from the delivery of the last token; None: from the commit.
     """
 
     def __init__(self, source: Inbox, time_ns: int, sender: Sender | None = None) -> None:
@@ -30,7 +30,7 @@ class FrontEnd:
         return None if next_ns is None else next_ns + self._time_ns
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        """The loop has had what these emitted recorded, and so sent, before it says so."""
+        """Passes on ended requests. The loop has recorded their tokens before, so the sender already knows these."""
         if self._sender is None:
             self._source.finished(requests, now_ns)
             return

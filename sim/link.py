@@ -1,8 +1,8 @@
 """The PCIe link between a device and its host: transfers queue, one at a time in each direction. Knows no plans.
 
-Full duplex: what is swapped out and what is swapped in do not slow each other down. The link serves a queue in the
-order of requests; how long a transfer takes (latency and bytes over bandwidth) is priced by the cost model. Several
-replicas may share one link: then they wait for each other.
+Full duplex: swap-outs and swap-ins do not slow each other down. Each direction serves its transfers first come, first
+served. The cost model gives the time of a transfer (latency, plus bytes over bandwidth). Several replicas can share one
+link; then they wait for each other.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ class HostLink:
         self._env = env
         self._out = simpy.Resource(env)
         self._in = simpy.Resource(env)
-        self.busy_out_ns = 0  # time that transfers have taken so far, without their waiting
+        self.busy_out_ns = 0  # summed time of all transfers that were started, without their waiting
         self.busy_in_ns = 0
 
     def move_out(self, duration_ns: int) -> simpy.Process:
-        """A transfer that queues now; the process ends with it."""
+        """Returns the process of a transfer that queues now. The process ends with the transfer."""
         self.busy_out_ns += duration_ns
         return self._env.process(self._move(self._out, duration_ns, []))
 
     def move_in(self, duration_ns: int, after: Iterable[simpy.Event]) -> simpy.Process:
-        """A transfer that queues once `after` has happened: what it reads is there, what it overwrites is saved."""
+        """Returns the process of a transfer that queues after all events of `after`: the blocks that it reads are then
+        written, and the blocks that it overwrites are saved."""
         self.busy_in_ns += duration_ns
         return self._env.process(self._move(self._in, duration_ns, list(after)))
 
@@ -44,14 +45,14 @@ class HostLink:
 
 
 class SwapsUnderWay:
-    """The swap-outs of one replica that have not ended, by the blocks that must not be touched before."""
+    """The swap-outs of one replica that have not ended, by the blocks that must not be used before they end."""
 
     def __init__(self) -> None:
-        self._by_gpu_block: dict[int, simpy.Process] = {}  # is read: must not be overwritten
-        self._by_cpu_block: dict[int, simpy.Process] = {}  # is written: must not be read
+        self._by_gpu_block: dict[int, simpy.Process] = {}  # source blocks: must not be overwritten yet
+        self._by_cpu_block: dict[int, simpy.Process] = {}  # destination blocks: must not be read yet
 
     def __bool__(self) -> bool:
-        """Whether one has not ended. Forgets those that have."""
+        """Whether any swap-out has not ended. Forgets those that have ended."""
         if self._by_gpu_block:
             for blocks in (self._by_gpu_block, self._by_cpu_block):
                 for block in [block for block, transfer in blocks.items() if transfer.processed]:
@@ -59,20 +60,21 @@ class SwapsUnderWay:
         return bool(self._by_gpu_block)
 
     def add(self, pairs: Iterable[tuple[int, int]], transfer: simpy.Process) -> None:
-        """pairs: (GPU block, CPU block). A later transfer of a block ends later: it takes the earlier one's place."""
+        """Adds a swap-out. pairs: (GPU block, CPU block). It replaces an earlier transfer of the same block, which ends
+        earlier."""
         for gpu_block, cpu_block in pairs:
             self._by_gpu_block[gpu_block] = transfer
             self._by_cpu_block[cpu_block] = transfer
 
     def before_writing(self, gpu_blocks: Iterable[int]) -> list[simpy.Process]:
-        """What must end before these GPU blocks are overwritten."""
+        """Returns the swap-outs that must end before these GPU blocks are overwritten."""
         return list(_found(self._by_gpu_block, gpu_blocks))
 
     def before_reading(self, cpu_blocks: Iterable[int]) -> list[simpy.Process]:
-        """What must end before these CPU blocks are read."""
+        """Returns the swap-outs that must end before these CPU blocks are read."""
         return list(_found(self._by_cpu_block, cpu_blocks))
 
 
 def _found(transfers: dict[int, simpy.Process], blocks: Iterable[int]) -> Iterator[simpy.Process]:
-    """The transfers of these blocks, each once."""
+    """Yields the transfers of these blocks, each once."""
     return iter(dict.fromkeys(transfers[block] for block in blocks if block in transfers))

@@ -19,7 +19,7 @@ from testbed.routing.dispatch import ReplicaInbox
 
 
 class _At(simpy.Event):
-    """Happens at an instant, after all that SimPy does at that instant, in order of `rank`."""
+    """An event at an instant, after all ordinary SimPy events of that instant, ordered by `rank`."""
 
     def __init__(self, env: simpy.Environment, instant_ns: int, rank: int) -> None:
         super().__init__(env)
@@ -29,10 +29,10 @@ class _At(simpy.Event):
 
 
 class Phases:
-    """The order of what happens at one instant in a fleet of `num_replicas`.
+    """The order of the events of one instant in a fleet of `num_replicas`.
 
-    An abort is seen by a plan. What it brings at that very instant is routed when all plans of the instant are made,
-    and they do not see it.
+    Plans see the aborts of their instant. An arrival that such an abort releases at the same instant is routed after
+    all plans of that instant, which do not see it.
     """
 
     def __init__(self, env: simpy.Environment, num_replicas: int) -> None:
@@ -42,11 +42,11 @@ class Phases:
 
     @property
     def is_late(self) -> bool:
-        """Whether replicas have planned at this instant."""
+        """Whether a replica has planned at this instant."""
         return self._planned_ns == int(self.env.now)
 
     def planning(self) -> None:
-        """A replica plans now."""
+        """Notes that a replica plans now."""
         self._planned_ns = int(self.env.now)
 
     def at_commit(self, instant_ns: int, replica: int) -> simpy.Event:
@@ -61,9 +61,9 @@ class Phases:
 
 
 class Replica:
-    """link None: swaps are a part of each step; else they go over the link.
+    """One replica. link: over which its swaps go; None: swaps are a part of each step.
 
-    on_idle: is told whenever nothing but an event from the router would get the replica on.
+    on_idle: called whenever the replica can continue only with an event from the router.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Replica:
         self._on_idle = on_idle
         self._swaps = SwapsUnderWay()
         self._command: WaitUntil | Execute | None = None  # None: the loop has ended
-        self._is_stuck = False  # whether only an event would end the circles that it goes round in
-        self._answer: Resume | None = None  # to the command to execute, unless transfers go beside it
+        self._is_stuck = False  # whether the loop repeats the same preemptions, which only an event can end
+        self._answer: Resume | None = None  # to the present Execute command, unless its step involves the link
 
     # --- the process ---
 
@@ -115,11 +115,11 @@ class Replica:
                         answer = Resume(result.end_ns, result)
                     yield self._phases.at_commit(answer.now_ns, self.number)
                     self._resume(answer)
-            except simpy.Interrupt:  # something has changed: look again
+            except simpy.Interrupt:  # the inbox has changed: look again
                 continue
 
     def _boundary(self, until_ns: int | None) -> simpy.Event:
-        """The instant at which the loop goes on."""
+        """Returns the event with which a waiting loop continues."""
         instant_ns = self._inbox.next_ns() if until_ns is None else until_ns
         if instant_ns is None and self._inbox.is_open:
             return self._env.event()  # an interrupt will come
@@ -140,20 +140,20 @@ class Replica:
         if isinstance(command, Execute) and not (command.plan is not None and self._meets_transfers(command.plan)):
             self._answer = self._device.execute(command, now_ns)
 
-    # --- what comes from outside ---
+    # --- events from outside ---
 
     @property
     def is_idle(self) -> bool:
-        """Whether only an event would get the loop on, and none has come."""
+        """Whether the loop can continue only with an event, and none has come."""
         return (self._is_waiting or self._is_stuck) and self._inbox.next_ns() is None
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the loop has nothing to do, and knows of no instant at which it will."""
+        """Whether the loop has nothing to do, and no instant is known at which it will have."""
         return isinstance(self._command, WaitUntil) and self._command.until_ns is None
 
     def wake(self) -> None:
-        """Something came to the inbox now, or it was closed: a loop that waits goes on; a step is not cut."""
+        """Called when an event came to the inbox, or the inbox was closed: ends a wait, but never cuts a step short."""
         self._is_stuck = False
         if self._is_waiting and self.process is not None and self.process is not self._env.active_process:
             self.process.interrupt()
@@ -161,21 +161,21 @@ class Replica:
     # --- swaps on the link ---
 
     def _meets_transfers(self, plan: BatchPlan) -> bool:
-        """Whether the step has to do with the link."""
+        """Whether the step swaps over the link, or runs while swap-outs are under way."""
         return self._link is not None and bool(plan.swap_out or plan.swap_in or self._swaps)
 
     def _step_beside_transfers(self, plan: BatchPlan) -> Generator[simpy.Event, Any, StepResult]:
-        """One step, its transfers on the link. Raises ConfigError as a Device does.
+        """Runs one step with its transfers on the link. Raises ConfigError as a Device does.
 
-        Swap-outs go on behind it. Swap-ins run beside its computation, layer by layer: it ends when both have. The
-        computation starts when the swap-outs have ended whose blocks it writes.
+        Its swap-outs may continue after the step. Its swap-ins overlap with its computation, layer by layer: the step
+        ends when both have ended. The computation waits for swap-outs of the blocks that it writes.
         """
         assert self._link is not None
         env, swaps, start_ns = self._env, self._swaps, int(self._env.now)
         work = self._backend.start(plan)
         num_out, num_in = len(plan.swap_out), len(plan.swap_in)
         moves_ns = self._backend.transfer_ns(num_out, num_in) if num_out or num_in else 0
-        spans = work.spans.replace(swap_ns=max(0, work.spans.swap_ns - moves_ns))  # without what the link takes
+        spans = work.spans.replace(swap_ns=max(0, work.spans.swap_ns - moves_ns))  # without the time of transfers
         if spans.schedule_ns:
             yield env.timeout(spans.schedule_ns)
         if plan.swap_out:
@@ -199,7 +199,7 @@ class Replica:
 
 
 def written_blocks(plan: BatchPlan, block_size: int) -> list[int]:
-    """The GPU blocks that a step writes: the slots of the tokens that it computes, and its copies."""
+    """Returns the GPU blocks that a step writes: those of the tokens that it computes, and targets of its copies."""
     blocks = [target for _, target in plan.copies]
     for row in plan.scheduled:
         last = (row.start + row.num_tokens - 1) // block_size

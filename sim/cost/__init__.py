@@ -1,1 +1,1 @@
-"""Cost models: what a step costs, as integer ns. They know shapes of batches, models and devices; no clock, no core."""
+"""Cost models: the time of a step, in whole ns. They know batch shapes, models and devices; no clock, no scheduler."""

@@ -1,7 +1,7 @@
-"""One attention kernel over the chunks and the decodes of a step, as the roofline prices it: in tiles of query rows.
+"""The roofline's time of one attention kernel over the chunks and decodes of a step, counted in tiles of query rows.
 
-A tile is some rows of queries of one head, or of all heads that read the same K and V where the kernel packs them, and
-goes through all keys that its last row sees. Its arithmetic takes as long as a full tile's, whatever of it is masked.
+A tile is a number of query rows of one head; if the kernel packs heads, of all heads that read the same K and V. It
+iterates over all keys that its last row sees. A tile that is partly masked or not full takes as long as a full one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from testbed.core.plan import PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.ranges import MAX_SIZE
 
-# of the query tiles of chunks: how many, the keys that they go through, those of the longest, positions read, positions
-# written, and the keys of whole waves
+# The query tiles of all chunks: their number, the sum of their keys, the keys of the longest one, positions read,
+# positions written, and the keys of whole waves (see _whole_waves)
 Tiles = tuple[i64, i64, i64, i64, i64, i64]
 
 
 class MixedAttention:
-    """The kernel of all `layers` of one rank, which has `num_heads` heads of queries; `group` of them read the same K
-    and V. ns_per_pair: of a (query, key) pair; kv_ns_per_token, qo_ns_per_token: of one position's traffic."""
+    """The attention kernels of all `layers` of one rank with `num_heads` query heads, of which each `group` reads the
+    same K and V. ns_per_pair: of a (query, key) pair; kv_ns_per_token, qo_ns_per_token: of one position's traffic."""
 
     def __init__(
         self, device: DeviceSpec, layers: int, num_heads: int, group: int, window: int | None, *, ns_per_pair: float,
@@ -32,22 +32,22 @@ class MixedAttention:
         self._tokens_per_tile: i64 = rows // packed
         self._tile_keys: i64 = device.attention_tile_keys
         self._tiled_heads: i64 = num_heads // packed
-        self._reach: i64 = MAX_SIZE if window is None else window + self._tokens_per_tile - 1  # keys of a tile
+        self._reach: i64 = MAX_SIZE if window is None else window + self._tokens_per_tile - 1  # most keys of a tile
         self._unpacked = float(group // packed)
         self._tile_ns_per_key = ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._kv_ns_per_token, self._qo_ns_per_token = kv_ns_per_token, qo_ns_per_token
         self._floor_ns = device.kernel_factor * layers * device.attention_floor_ns
 
     def ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
-        """Each decode is a tile. It takes the longest of: all tiles shared evenly; the longest tile; whole waves of
-        tiles that are at least as long as one of them. Each grows with any work added.
+        """Returns the kernels' time. Each decode is a tile. The arithmetic takes the longest of: all tiles, shared
+        evenly by the multiprocessors; the longest tile; whole waves of tiles. Additional work shortens none of these.
 
-        K and V of a chunk are read once, written once for new tokens. Heads that are not packed come by turns: the more
-        tiles a turn has, the less is left in the caches of what the heads share.
+        K and V of a chunk are read once, and written once for new tokens. Heads that are not packed are processed in
+        turn. The more tiles a turn has, the less of the K and V that heads share is still cached for the next one.
         """
         tiles, keys, alone, num_read, num_tokens, waves = of_chunks
         if num_decodes:
-            alone = max(alone, longest if longest else context // num_decodes)  # 0: not said
+            alone = max(alone, longest if longest else context // num_decodes)  # 0: not known, the mean is taken
             tiles, keys = tiles + num_decodes, keys + context
             num_read, num_tokens = num_read + context, num_tokens + num_decodes
         alone = min(alone, self._reach) + self._tile_keys
@@ -71,13 +71,13 @@ class MixedAttention:
         return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
 
     def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
-        """Keys that one multiprocessor goes through in whole waves of tiles that are at least as long as a chunk's
-        first or last one, the most of these. A chunk's first is its shortest, but for a last one that a window cuts.
+        """Returns the most keys that one multiprocessor processes in whole waves of tiles. A wave counts the tiles that
+        have at least the keys of some chunk's first tile (its shortest, unless a window cuts its last) or last tile.
         """
-        if len(prefills) == 1:  # most steps have one: without a list a price takes two thirds of the time
+        if len(prefills) == 1:  # most steps have one chunk: without a list `price` takes two thirds of the time
             whole, first, last = self._levels(prefills[0])
             return max(self._wave_keys(whole, first), self._wave_keys(whole + 1, last))
-        levels: list[tuple[i64, i64]] = []  # keys of a tile, how many tiles have as many
+        levels: list[tuple[i64, i64]] = []  # (least keys of a tile, number of tiles)
         for chunk in prefills:
             whole, first, last = self._levels(chunk)
             levels += [(first, whole), (last, 1)]
@@ -92,21 +92,21 @@ class MixedAttention:
         return -(-tiles * self._tiled_heads // self._num_sms) * (keys + self._tile_keys)
 
     def _levels(self, chunk: PrefillChunk) -> tuple[i64, i64, i64]:
-        """How many tiles stand before a chunk's last one, the keys that each of them has at least, and the last one's,
-        if they are fewer."""
+        """Returns the number of tiles before a chunk's last one, the least keys of any of them, and the keys of the
+        last one, which count at most as many as that."""
         start, length = i64(chunk.start), i64(chunk.num_tokens)
         whole = -(-length // self._tokens_per_tile) - 1
         first = min(start + min(length, self._tokens_per_tile), self._reach)
         return whole, first, min(first, self._last_keys(start, length, whole))
 
     def _last_keys(self, start: i64, length: i64, whole: i64) -> i64:
-        """Of a chunk's last tile, behind `whole` full ones."""
+        """Returns the keys of a chunk's last tile, which follows `whole` full tiles."""
         rows = self._tokens_per_tile
         return min(start + length, self._reach - rows + length - whole * rows)
 
     def _keys_of(self, start: i64, length: i64, num_tiles: i64) -> i64:
-        """Positions that the tiles of a chunk go through: each up to its own last token, back to the window's reach."""
+        """Returns the summed keys of a chunk's tiles: each reads up to its last token, as far back as the window."""
         rows, whole = self._tokens_per_tile, num_tiles - 1
-        growing = min(whole, max(i64(0), (self._reach - start) // rows))  # tiles that still see everything before them
+        growing = min(whole, max(i64(0), (self._reach - start) // rows))  # tiles that see everything before them
         grown = growing * start + rows * growing * (growing + 1) // 2
         return grown + (whole - growing) * self._reach + self._last_keys(start, length, whole)

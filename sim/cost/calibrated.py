@@ -1,11 +1,11 @@
-"""A step's time by a fit to measured steps: curves over the number of tokens, and coefficients for all else.
+"""Step times from a fit to measured steps: curves over the number of rows, and coefficients for everything else.
 
-The form is the roofline's with its numbers measured instead of looked up. What all rows share (projections, MLP, norms,
-launches) is a curve over them, piecewise linear and never falling: over the tokens of a step, or as many as the graph
-has in which the profiled engine replays it; one for steps of decodes only, and one for steps with prefills. Attention
-is linear in decode context and in how far contexts lie below the longest (both apart for steps with prefills), in
-prefill context, in (query, key) pairs, and in those of a chunk's own tokens beside that.
-Prices are integers from plain arithmetic; sim/cost/calibration.py fits them.
+The form is that of the roofline, with measured numbers instead of a data sheet's. The work of all rows (projections,
+MLP, norms, launches) is a piecewise linear, never falling curve over the rows of a step: its tokens, or the rows of the
+graph in which the profiled engine replays it. One curve is for steps of decodes only, one for steps with prefills.
+Attention is linear in the decodes' context, in how far contexts are below the longest (both have separate coefficients
+for steps with prefills), in the prefills' context and (query, key) pairs, and in the pairs among a chunk's own tokens.
+Step times are integers from plain arithmetic. sim/cost/calibration.py makes the fit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Curve = tuple[tuple[int, float], ...]  # (rows, ns): knots, rows ascending
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What each unit costs, in ns."""
+    """The time of each unit, in ns."""
 
     decode_context_token: float = 0.0  # K and V of one position, read for one decode
-    decode_skew_token: float = 0.0  # a position that a decode lacks of the longest: what tiles or padding cost
-    mixed_decode: float = 0.0  # a decode row of a step with prefills, beside its share of the curve
-    mixed_decode_context_token: float = 0.0  # a position of a decode in a step with prefills, instead of the first
-    mixed_decode_skew_token: float = 0.0
+    decode_skew_token: float = 0.0  # a position that a decode has less than the longest: cost of tiles or padding
+    mixed_decode: float = 0.0  # a decode row of a step with prefills, in addition to its share of the curve
+    mixed_decode_context_token: float = 0.0  # as decode_context_token, which it replaces in steps with prefills
+    mixed_decode_skew_token: float = 0.0  # as decode_skew_token, likewise
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
-    prefill_own_pair: float = 0.0  # one among its own tokens, beside that: kernels differ in what of the mask they skip
+    prefill_own_pair: float = 0.0  # a pair among its own tokens, added to prefill_pair: kernels skip masks differently
     logits_row: float = 0.0  # a row whose logits are needed: LM head
-    swap_call: float = 0.0  # a direction that swaps at all
+    swap_call: float = 0.0  # each direction (out, in) in which the step swaps
     swapped_out_block: float = 0.0
     swapped_in_block: float = 0.0
     copied_block: float = 0.0
@@ -52,10 +52,10 @@ class Coefficients:
 
 
 class Quality(NamedTuple):
-    """Relative errors |predicted - measured| / measured of steps whose shape the fit had not seen.
+    """Relative errors |predicted - measured| / measured of steps whose shapes were left out of the fit.
 
-    bias: of the sum of all steps, above 0 if predictions are too long. noise: median relative deviation of repeats from
-    the mean of their shape, which no model can beat; None without repeats.
+    bias: relative error of the sum of all steps, above 0 if predictions are too long. noise: median relative deviation
+    of repeats from the mean of their shape, which no model can beat; None without repeats.
     """
 
     num_steps: int
@@ -68,7 +68,7 @@ class Quality(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fit. decode_curve, prefill_curve: ns over the rows of a step. quality: by region, and of `all`."""
+    """A fit. decode_curve, prefill_curve: ns over the rows of a step. quality: for each region, and for `all`."""
 
     manifest: ProfileManifest
     decode_curve: Curve
@@ -81,8 +81,8 @@ class Calibration:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class CalibratedCost:
-    """Prices a step by a Calibration. Host work is prepare_ns, swaps and copies are swap_ns, the sampler is sample_ns,
-    all else forward_ns."""
+    """Predicts step times from a Calibration. Host work is prepare_ns, swaps and copies are swap_ns, the sampler is
+    sample_ns, everything else forward_ns."""
 
     def __init__(self, calibration: Calibration, outside: str = "warn") -> None:
         self.calibration = calibration
@@ -90,10 +90,10 @@ class CalibratedCost:
         self._window = calibration.manifest.sliding_window
         self._c = calibration.coefficients
         self._captured = captured_by(calibration.manifest)
-        self._dense: dict[tuple[int, bool, bool], int] = {}  # (tokens, as many as sequences, with prefills) -> ns
+        self._dense: dict[tuple[int, bool, bool], int] = {}  # (tokens, one of each sequence, with prefills) -> ns
 
     def watch(self) -> RangeWatch:
-        """A recorder that sees which steps of a run leave the profiled range."""
+        """Returns a recorder that counts the steps of a run that leave the profiled range."""
         return RangeWatch(self.calibration.ranges, self._outside)
 
     def price(self, shape: BatchShape) -> Spans:
@@ -114,7 +114,7 @@ class CalibratedCost:
         return Spans(0, host_ns, swap_ns, forward_ns, sample_ns)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
-        """The ns of each part that a fit can tell apart; their sum is that of price(shape)."""
+        """Returns the ns of each part that the fit distinguishes; their sum is that of price(shape)."""
         num_decodes, num_samples, has_prefills = shape.num_decodes, shape.num_samples, bool(shape.prefills)
         num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
         parts = {
@@ -155,7 +155,7 @@ class CalibratedCost:
         return to_ns(mixed_ns + skew * c.mixed_decode_skew_token)
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
-        """Tokens of all chunks, and the ns of their attention."""
+        """Returns the number of tokens of all chunks, and the ns of their attention."""
         num_tokens = reads = pairs = own_pairs = 0
         for chunk in shape.prefills:
             num_tokens += chunk.num_tokens
@@ -167,7 +167,7 @@ class CalibratedCost:
         return num_tokens, to_ns(len(shape.prefills) * c.prefill + reads * c.prefill_context_token + pairs_ns)
 
     def _dense_ns(self, num_tokens: int, shape: BatchShape) -> int:
-        """num_tokens: of the shape, on which with its kind alone this depends."""
+        """Returns the ns of the work of all rows. It depends only on the cached key: num_tokens and kind of `shape`."""
         has_prefills = bool(shape.prefills)
         kind = num_tokens, num_tokens == shape.num_decodes + len(shape.prefills), has_prefills
         found = self._dense.get(kind)
@@ -178,12 +178,13 @@ class CalibratedCost:
 
 
 def captured_by(manifest: ProfileManifest) -> Captured:
-    """By the engine that was profiled."""
+    """Returns the captured sizes of the engine that was profiled."""
     return Captured(manifest.captured_decodes, manifest.captured_tokens)
 
 
 def curve_at(curve: Curve, num_rows: int) -> float:
-    """The value of a curve: level before its first knot; beyond its last as its last rising piece goes on."""
+    """Returns the value of a curve: constant below its first knot, and beyond its last knot with the slope of its last
+    rising piece."""
     if num_rows <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
     right = min(bisect_right(curve, (num_rows, float("inf"))), len(curve) - 1)

@@ -1,9 +1,9 @@
-"""Fits a Calibration to a profile, and says how well it predicts shapes that it has not seen. scipy lives here.
+"""Fits a Calibration to a profile, and measures how well it predicts shapes that it was not fitted to. Uses scipy.
 
-The parts of a step (host, swap, forward, sampler) are fitted each to its own span, by non-negative least squares on
-what is a relative error of the whole step: (predicted - measured) / expected. `expected` is first what was measured,
-then what the fit before predicts: noise that only lengthens steps would otherwise pull a relative fit below the mean,
-and a run is a sum of steps.
+Each part of a step (host, swap, forward, sampler) is fitted to its own span, by non-negative least squares on errors
+relative to the whole step: (predicted - measured) / expected. `expected` is first the measured time of the step, then
+the time that the previous fit predicts. With measured times throughout, noise that only lengthens steps would pull the
+fit below the mean, and a run is a sum of steps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Floats = NDArray[np.float64]
 
 
 def calibrate(profile: Profile, num_folds: int = 5) -> Calibration:
-    """Fits all steps, and cross-validates: whole shapes are left out, so that repeats tell nothing of one another.
+    """Fits all steps, and cross-validates. A fold leaves out whole shapes, so that no repeat of a left-out step helps.
 
-    Folds are dealt by a fixed permutation: the same profile gives the same fit. Raises ProfileError on fewer than
-    MIN_SHAPES different shapes.
+    Shapes are assigned to folds by a fixed permutation: the same profile gives the same fit. Raises ProfileError on
+    fewer than MIN_SHAPES different shapes.
     """
     manifest, steps = profile
     shapes = list(dict.fromkeys(step.shape for step in steps))
@@ -55,7 +55,7 @@ def calibrate(profile: Profile, num_folds: int = 5) -> Calibration:
 
 
 def _quality(steps: Sequence[MeasuredStep], predicted: Floats) -> dict[str, Quality]:
-    """Errors of all steps and of each region."""
+    """Returns the errors over all steps and in each region."""
     measured = np.array([step.total_ns for step in steps], dtype=np.float64)
     regions = np.array([step.shape.kind for step in steps])
     found = {}
@@ -78,7 +78,7 @@ def _quality(steps: Sequence[MeasuredStep], predicted: Floats) -> dict[str, Qual
 
 
 def _noise(steps: Sequence[MeasuredStep]) -> float | None:
-    """Median relative deviation of repeats from the mean of their shape."""
+    """Returns the median relative deviation of repeats from the mean of their shape; None without repeats."""
     times: dict[BatchShape, list[int]] = {}
     for step in steps:
         times.setdefault(step.shape, []).append(step.total_ns)
@@ -135,12 +135,12 @@ _NAMES = COEFFICIENTS  # in the order: forward, swap, sampler, host
 
 
 def _parts(step: MeasuredStep) -> tuple[int, int, int, int]:
-    """Host, swap, forward, sampler: parts that add up to the step. What no span covers is the host's; what several
-    cover is taken from the host's, which hides behind the device, and then from the device's."""
+    """Returns host, swap, forward and sampler time, which add up to the step. Time that no span covers counts as host
+    time. Time that several spans cover is taken off the host time, which overlaps with the device, then off forward."""
     schedule, prepare, swap, forward, sample = step.spans
     host = schedule + prepare + step.total_ns - sum(step.spans)
     if not step.shape.num_blocks_moved:
-        host, swap = host + swap, 0  # asking whether there is anything to move
+        host, swap = host + swap, 0  # the time to find that no block is to be moved
     if host < 0:
         forward, host = max(0, forward + host), 0
     return host, swap, forward, sample
@@ -163,7 +163,7 @@ def _sampler(shape: BatchShape) -> tuple[int, ...]:
 def _forward(
     shape: BatchShape, knots: dict[str, list[int]], num_rows: Callable[[BatchShape], int], window: int | None
 ) -> list[float]:
-    """Shares of both curves' pieces, then what each forward coefficient multiplies."""
+    """Returns the factors of both curves' pieces, then the factor of each forward coefficient."""
     has_prefills, num_tokens = bool(shape.prefills), shape.num_tokens
     row: list[float] = []
     for mode, own in knots.items():
@@ -185,7 +185,7 @@ def _forward(
 
 
 def _pieces(knots: list[int], num_rows: int) -> list[float]:
-    """1 for the curve's value at its first knot, then how much of each piece lies below num_rows, from 0 to 1."""
+    """Returns 1 for the curve's value at its first knot, then the share of each piece below num_rows, from 0 to 1."""
     parts = [1.0]
     for low, high in pairwise(knots):
         parts.append(min(1.0, max(0.0, (num_rows - low) / (high - low))))
@@ -193,7 +193,7 @@ def _pieces(knots: list[int], num_rows: int) -> list[float]:
 
 
 def _knots(shapes: Sequence[BatchShape], has_prefills: bool, num_rows: Callable[[BatchShape], int]) -> list[int]:
-    """Rows at which a curve may bend: so that each piece has enough different shapes."""
+    """Returns the rows at which a curve may bend, such that each piece has enough different shapes."""
     distinct = dict.fromkeys(shape for shape in shapes if shape.num_tokens and bool(shape.prefills) == has_prefills)
     counts = Counter(map(num_rows, distinct))
     if not counts:
@@ -222,7 +222,7 @@ def _curve(knots: list[int], increments: list[float]) -> Curve:
 
 
 def _solve(features: Floats, measured: Floats, expected: Floats) -> Floats:
-    """min sum(((features @ x - measured) / expected)**2), x >= 0. A column that is 0 throughout gets 0."""
+    """Returns x >= 0 that minimises sum(((features @ x - measured) / expected)**2); 0 for a column of zeros."""
     from scipy.optimize import nnls  # slow to import, and a simulation does not need it
 
     relative = features / expected[:, None]

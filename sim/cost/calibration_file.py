@@ -1,4 +1,4 @@
-"""A Calibration as a JSON file that a person can read and review, and back again."""
+"""Writes a Calibration to a JSON file that a person can review, and reads it back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEYS = ("manifest", "decode_curve", "prefill_curve", "coefficients_ns", "ranges
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Writes a fit whole or not at all. Coefficients and curves are in ns."""
+    """Writes a fit to a file, whole or not at all. Coefficients and curves are in ns."""
     document = {
         "format": FORMAT,
         "manifest": asdict(calibration.manifest),
@@ -40,7 +40,8 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Raises ProfileError naming the file, the field, its value and what was expected."""
+    """Reads the file that save_calibration wrote. Raises ProfileError with the file, the field, its value and what was
+    expected."""
     file = Path(path)
     if not file.is_file():
         wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"

@@ -1,6 +1,6 @@
-"""What a collective operation between the ranks of tensor parallelism costs: volumes over links, and latencies.
+"""The time of a collective operation between the ranks of tensor parallelism: volumes over links, and latencies.
 
-n ranks, B bytes in all, L one hop, D = ceil(log2 n); the busiest link carries, and the longest chain of hops is:
+n ranks, B bytes in all, L the latency of a hop, D = ceil(log2 n). Volume on the busiest link, longest chain of hops:
 
     all-reduce   ring 2 (n - 1) / n B, 2 (n - 1) L      tree 2 B, 2 D L
                  through a switch also: all from all (n - 1) B, 2 L; or in two halves 2 (n - 1) / n B, 4 L
@@ -8,13 +8,13 @@ n ranks, B bytes in all, L one hop, D = ceil(log2 n); the busiest link carries, 
     gather       into the root's one link: ring (n - 1) / n B, (n - 1) L; tree (n - 1) / n B, D L
     broadcast    ring (scatter, then all-gather) 2 (n - 1) / n B, (n - 1 + D) L; tree (binomial) D B, D L
 
-The library picks the faster, and so does this. (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
-operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binary tree: pipelined, so that its volume
-does not grow with its depth. Where a switch joins all ranks (NVLink), each reads what it needs from every other one
-directly, as vLLM's custom all-reduce does: the whole, or its share of the sum and then the others' shares.
+The fastest counts, as a library picks it. (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
+operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binary tree: pipelined, so its volume does
+not grow with its depth. If a switch joins all ranks (NVLink), each rank can read directly from every other one, as in
+vLLM's custom all-reduce: the whole message, or its share of the sum and then the shares of the others.
 
-Over PCIe an all-reduce of two ranks takes 20 us and its bytes at 15 GB/s if it goes through the host's memory, and
-about 35 GB/s where the cards reach one another. What this cannot say: links that are shared or of unequal speed.
+Over PCIe an all-reduce of two ranks takes 20 us plus its bytes at 15 GB/s through the host's memory, and at about
+35 GB/s if the cards reach one another. Not modelled: links that are shared or of unequal speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PCIE = {"pcie_p2p": (35e9, 5_000), "pcie_host": (15e9, 10_000)}  # bytes/s, ns o
 
 
 def collectives_of(size: int, device: DeviceSpec) -> Collectives:
-    """Between `size` devices of this kind, over the interconnect that it says."""
+    """Returns the collectives between `size` devices of this kind, over its `interconnect`."""
     bytes_per_s = device.interconnect_bytes_per_s * device.interconnect_efficiency
     latency_ns = device.interconnect_latency_ns
     if device.interconnect != "nvlink":
@@ -36,7 +36,7 @@ def collectives_of(size: int, device: DeviceSpec) -> Collectives:
 
 
 class Collectives:
-    """Times in ns (floats, to be rounded once by the caller) of one call between `size` ranks."""
+    """The times of one call between `size` ranks, in ns, as floats that the caller rounds once."""
 
     def __init__(
         self, size: int, link_bytes_per_s: float, latency_ns: int, *, is_switched: bool = False, factor: float = 1.0
@@ -48,7 +48,7 @@ class Collectives:
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
 
     def all_reduce_ns(self, num_bytes: int) -> float:
-        """num_bytes: what each rank has, and gets the sum of."""
+        """num_bytes: of the message that each rank contributes to the sum."""
         if self.size == 1:
             return 0.0
         hops = self.size - 1
@@ -61,17 +61,17 @@ class Collectives:
         return min(ring, tree, whole, halves)
 
     def all_gather_ns(self, num_bytes: int) -> float:
-        """num_bytes: of the gathered whole. The tree's volume is the ring's, and its hops are fewer."""
+        """num_bytes: of the gathered result. The tree has the volume of the ring, and fewer hops."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self._hop_ns
 
     def gather_ns(self, num_bytes: int) -> float:
-        """num_bytes: of the gathered whole, at one rank. The root's link carries as much as in an all-gather."""
+        """num_bytes: of the result, gathered at one rank. The root's link carries as much as in an all-gather."""
         return self.all_gather_ns(num_bytes)
 
     def broadcast_ns(self, num_bytes: int) -> float:
-        """num_bytes: what one rank has, and all get."""
+        """num_bytes: of the message that one rank sends to all."""
         if self.size == 1:
             return 0.0
         hops = self.size - 1

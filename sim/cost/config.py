@@ -15,18 +15,18 @@ FILTERING = ("select", "sort")
 
 @dataclass(frozen=True, slots=True)
 class RooflineConfig:
-    """What is neither the model's nor the device's.
+    """Settings of the engine that belong neither to the model nor to the device.
 
-    logits: with several ranks, whether each gets the whole logits and samples (as vLLM V1), or rank 0 does and tells
-    the others the tokens (as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p` are applied, by a sort
-    of the whole vocabulary (vLLM before 0.21) or by kernels that need none (FlashInfer's).
+    logits: with several ranks, either every rank gets all logits and samples (all_gather, as vLLM V1), or rank 0
+    samples and broadcasts the tokens (gather, as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p`
+    are applied: by a sort of the whole vocabulary (vLLM before 0.21) or by kernels without a sort (FlashInfer's).
     """
 
-    cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger ones run eagerly
-    max_captured_size: int = 512  # rows of decodes alone; sizes are 1, 2, 4, then multiples of 8
+    cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger steps run eagerly
+    max_captured_size: int = 512  # rows of a step with one token of each sequence; sizes: 1, 2, 4, multiples of 8
     max_captured_tokens: int = 2048  # of any other step, as backend.max_captured_tokens; 0: none of these is captured
-    graph_launch_ns: int = 20_000  # host time to replay a graph: an estimate
-    kernel_launch_ns: int = 5_000  # host time of one eager launch: an estimate; it counts where the device waits for it
+    graph_launch_ns: int = 20_000  # host time to replay a graph; an estimate
+    kernel_launch_ns: int = 5_000  # host time of an eager launch, counted if the device waits for it; an estimate
     logits: str = "all_gather"
     filtering: str = "select"
 
@@ -44,10 +44,10 @@ class RooflineConfig:
 
 @dataclass(frozen=True, slots=True)
 class TablesConfig(RooflineConfig):
-    """Beside what the roofline has, which fills what tables lack.
+    """Which tables to use, in addition to the roofline's keys: the roofline predicts the operators that tables lack.
 
-    path: a file of `testbed tables import`; null: those of the installed package aiconfigurator-core, of the device, of
-    `engine` and its version (null: the newest).
+    path: a file that `testbed tables import` wrote; null: the tables of the installed package aiconfigurator-core for
+    the device, `engine` and `version` (null: the newest).
     """
 
     path: str | None = None
@@ -74,12 +74,12 @@ class CalibratedConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Coefficients in seconds. The defaults are of the size of an 8B model in bfloat16 on one H100.
+    """Coefficients in seconds. The defaults have the magnitude of an 8B model in bfloat16 on one H100.
 
     path: a file written by save_fit; its coefficients replace those given here.
     """
 
-    base_s: float = 6e-3  # each step: weights read, launches, host
+    base_s: float = 6e-3  # each step: reading the weights, launches, host
     per_prefill_token_s: float = 2.5e-5
     per_decode_s: float = 2e-5
     per_decode_context_token_s: float = 4.5e-8
@@ -99,9 +99,9 @@ COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != 
 
 @dataclass(frozen=True, slots=True)
 class ConstantConfig:
-    """Every step takes as long."""
+    """Every step takes the same time."""
 
-    step_s: float = 0.01  # length of every step, seconds; there is no host overhead beside it
+    step_s: float = 0.01  # length of every step, seconds; no host overhead is added
 
     def __post_init__(self) -> None:
         require("cost.step_s", self.step_s, 1e-9 <= self.step_s <= 1e6, "from 1e-9 (1 ns) to 1e6 seconds")

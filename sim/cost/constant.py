@@ -1,4 +1,4 @@
-"""Every step costs the same. For teaching, and for checks against queueing theory."""
+"""Every step takes the same time. For teaching, and for checks against queueing theory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.core.plan import BatchShape
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ConstantCost:
-    """Prices any step that computes or moves something at step_s, rounded to ns."""
+    """A step that computes or moves something takes step_s, rounded to ns; any other takes no time."""
 
     def __init__(self, config: ConstantConfig) -> None:
         self.config = config

@@ -1,8 +1,8 @@
-"""What a sampler does beside finding the largest logit: temperature and noise, penalties, filters, log-probabilities.
+"""The work of a sampler in addition to a greedy one: temperature and noise, penalties, filters, log-probabilities.
 
-Counted in kernels and in bytes of each logit, as vLLM's sampler passes over them (0.14, `v1/sample`). What sorting
-costs, and selecting without a sort, was timed by others: docs/results/2026-11-26-sampling-cost.md says by whom, and
-how far this is off.
+Counted in kernels and in bytes of each logit, as vLLM's sampler passes over the logits (0.14, `v1/sample`). The times
+of filters with and without a sort come from published timings: docs/results/2026-11-26-sampling-cost.md has the
+sources, and the errors of this model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LOGIT_BYTES: Final = 4
 
 
 class Passes(NamedTuple):
-    """num_kernels: launches, each with the device's floor. bytes_per_logit: read and written of every row's logits.
-    num_sweeps: passes over one row by one multiprocessor, which take as long however many rows there are."""
+    """num_kernels: launches, each with the device's floor. bytes_per_logit: read and written for each logit of each
+    row. num_sweeps: passes of one multiprocessor over one row; their time does not depend on the number of rows."""
 
     num_kernels: int = 0
     bytes_per_logit: int = 0
@@ -25,19 +25,19 @@ class Passes(NamedTuple):
 
 _TEMPERATURE: Final = Passes(1, 8)
 _DRAW: Final = Passes(4, 28)  # softmax, noise, race, its argmax
-_PENALTIES: Final = Passes(15, 85)  # counts of prompt and output, and what they change
+_PENALTIES: Final = Passes(15, 85)  # token counts of prompt and output, and the changes to the logits
 _MIN_P: Final = Passes(5, 30)
-_LOGPROBS: Final = Passes(10, 28)  # the likeliest ones, and ranks
+_LOGPROBS: Final = Passes(10, 28)  # of the likeliest tokens, and ranks
 _SORT: Final = Passes(60, 400)  # torch.sort, cumulated sum, scatter
-_SORT_TOP_K: Final = Passes(8, 45)  # beside it
-_TOP_K: Final = Passes(12, 35)  # alone: torch.topk
-_SELECT_TOP_P: Final = Passes(10, 20, 2)  # FlashInfer's kernels draw, too
+_SORT_TOP_K: Final = Passes(8, 45)  # top_k in addition to top_p
+_TOP_K: Final = Passes(12, 35)  # top_k only: torch.topk
+_SELECT_TOP_P: Final = Passes(10, 20, 2)  # FlashInfer's kernels also sample
 _SELECT_TOP_K: Final = Passes(10, 20, 6)
 _SELECT_BOTH: Final = Passes(10, 20, 8)
 
 
 class Drawing:
-    """How long sampling by these parameters takes beside a greedy row's; of None nothing.
+    """The time that these sampling parameters add to a greedy sampler; None adds nothing.
 
     filtering: as `cost.filtering`. floor_ns: of a kernel. ns_per_byte: of the device's memory.
     """
@@ -47,7 +47,7 @@ class Drawing:
         ns_per_byte: float,
     ) -> None:  # fmt: skip
         parts = [] if sampling is None else _parts(sampling, filtering)
-        swept_bytes = num_sms * LOGIT_BYTES * sum(part.num_sweeps for part in parts)  # as if all had a row of their own
+        swept_bytes = num_sms * LOGIT_BYTES * sum(part.num_sweeps for part in parts)  # as if every one had a row
         self._step_ns = floor_ns * sum(part.num_kernels for part in parts) + vocab_size * swept_bytes * ns_per_byte
         self._row_ns = vocab_size * sum(part.bytes_per_logit for part in parts) * ns_per_byte
 
@@ -57,12 +57,12 @@ class Drawing:
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether nothing is asked for that takes time."""
+    """Whether the parameters add no work to a greedy sampler."""
     return not _parts(sampling, "sort")
 
 
 def filters(sampling: SamplingParams) -> bool:
-    """Whether rows are drawn from some of the tokens alone, by `cost.filtering`."""
+    """Whether tokens are sampled from a part of the vocabulary only (top_k, top_p), as `cost.filtering` sets how."""
     return _is_drawn(sampling) and (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 

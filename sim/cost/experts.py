@@ -1,8 +1,9 @@
-"""The work of a mixture of experts: how many experts a step touches, and how many rows their products have.
+"""The work of a mixture of experts: how many experts a step touches, and how many rows their GEMMs have.
 
-What a router chooses is not known before a run. Here each token is taken to go to `per_token` of `num_experts`, any of
-them alike and apart from all others: E experts, k a token, n tokens touch E (1 - (1 - k / E)^n) of them on average.
-Trained routers are less even, on one text more so: the real number is lower, and the fullest expert has more rows.
+A router's choices are not known before a run. The assumption here is that each token goes to `per_token` of
+`num_experts`, all equally likely and independent of other tokens. With E experts and k for each token, n tokens then
+touch E (1 - (1 - k / E)^n) experts on average. Trained routers are less even, even more so within one text: the real
+number is lower, and the fullest expert has more rows.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Final
 
 from testbed.specs.model import ModelSpec
 
-MIN_TILE: Final = 16  # rows: the least that tensor cores multiply
+MIN_TILE: Final = 16  # rows: the fewest that tensor cores multiply
 
 
 def expert_products(
     model: ModelSpec, num_ranks: int, num_tokens: int, num_rows: int, most: int
 ) -> list[tuple[str, float, float]]:
-    """(name, FLOPs, bytes) of the products of one layer's experts on one rank; of a model that has some.
+    """Returns (name, FLOPs, bytes) of the GEMMs of one layer's experts on one rank. The model must have experts.
 
-    num_rows: with a captured graph's padding, whose rows are alike: to a router one more token. most: see
+    num_rows: with a captured graph's padding, whose identical rows count as one more token to the router. most: see
     computed_rows.
     """
     experts = model.experts
@@ -35,12 +36,12 @@ def expert_products(
 
 
 def touched_experts(num_experts: int, per_token: int, num_tokens: int) -> float:
-    """The expected number of experts that some token of a step goes to."""
+    """Returns the expected number of experts to which at least one token of a step goes."""
     return num_experts * (1.0 - power(1.0 - per_token / num_experts, num_tokens))
 
 
 def power(base: float, exponent: int) -> float:
-    """base^exponent by squaring: only products, so that it is the same number on every machine."""
+    """Returns base^exponent by squaring: only multiplications, so that it is the same number on every machine."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -51,10 +52,10 @@ def power(base: float, exponent: int) -> float:
 
 
 def computed_rows(touched: float, num_pairs: int, most: int) -> float:
-    """Rows that a product over `num_pairs` (token, expert) pairs computes, in whole tiles of each touched expert.
+    """Returns the rows that a GEMM over `num_pairs` (token, expert) pairs computes, in whole tiles for each expert.
 
-    most: rows of a device's tile. Kernels of experts take smaller ones for fewer rows: the power of two, at least 16,
-    that holds the mean of a touched expert. An expert fills one tile at least, and half of its last one on average.
+    most: rows of the device's tile. Kernels of experts use smaller tiles for fewer rows: the power of two, at least 16,
+    that holds the mean rows of a touched expert. Each has at least one tile, and fills half of its last on average.
     """
     tile = 1
     while tile < most and (tile < MIN_TILE or tile * touched < num_pairs):

@@ -1,8 +1,8 @@
-"""A step's time as a linear function of its shape, with coefficients given or fitted to measured steps.
+"""A step's time as a linear function of its shape, with coefficients that are given or fitted to measured steps.
 
 The features are those on which a transformer's work depends linearly: tokens (projections and MLP), decode context (KV
-read), pairs of prefill attention, blocks moved. What it cannot say: that small batches cost as much as slightly larger
-ones (weights are read once), which the roofline model can.
+read), pairs of prefill attention, blocks moved. Unlike the roofline, it cannot express that a small batch takes as long
+as a slightly larger one (weights are read once).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from testbed.specs.ranges import MAX_SIZE
 MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"
 NUM_REWEIGHTINGS = 5  # the weights have settled by then
-MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and how long it took in ns
+MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and its time in ns
 
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
     """Fitted coefficients, and the relative error |predicted - measured| / measured on steps that a fold left out.
 
-    sliding_window: what attention looked back at in the steps; None: everything.
+    sliding_window: of the attention in the measured steps; None: it attended to everything.
     """
 
     config: LinearConfig
@@ -48,14 +48,14 @@ class LinearFit:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LinearCost:
-    """Prices a step by LinearConfig: swaps and copies of blocks as swap_ns, all else as forward_ns, at least 1 ns.
+    """Predicts step times by LinearConfig: swaps and copies of blocks are swap_ns, everything else is forward_ns. A
+    step takes at least 1 ns; one that computes and moves nothing takes no time.
 
-    A step that computes and moves nothing takes no time.
+    Terms are summed in a fixed order, with copies after all others except swaps, which are rounded on their own. The ns
+    of a term are what it adds to the rounded sum.
 
-    The terms are summed in one order, copies last but the swaps, and each is what it adds to the rounded sum.
-
-    sliding_window: what attention looks back at; None: everything. Raises ConfigError if the file at `config.path` was
-    fitted with another one.
+    sliding_window: of the attention; None: it attends to everything. Raises ConfigError if the file at `config.path`
+    was fitted with another window.
     """
 
     def __init__(self, config: LinearConfig, sliding_window: int | None = None) -> None:
@@ -84,7 +84,7 @@ class LinearCost:
         return Spans(0, 0, swap_ns, forward_ns or (0 if swap_ns else 1), 0)
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
-        """The ns of each term, as price has it."""
+        """Returns the ns of each term; their sum is that of price(shape)."""
         terms = {
             "base": 0.0 if shape.is_empty else self._base_ns,
             "decodes": shape.num_decodes * self._decode_ns,
@@ -105,8 +105,9 @@ class LinearCost:
 def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_window: int | None = None) -> LinearFit:
     """Fits the coefficients by non-negative least squares on the relative error, and cross-validates the fit.
 
-    Folds are dealt by a fixed permutation, so the same steps give the same fit. A coefficient whose feature never
-    occurs in `steps` becomes 0. Raises ConfigError on fewer than MIN_STEPS steps or a time that is not positive.
+    Steps are assigned to folds by a fixed permutation, so the same steps give the same fit. A coefficient whose feature
+    never occurs in `steps` becomes 0. Raises ConfigError on fewer than MIN_STEPS steps, a time that is not positive, or
+    a num_folds that is not from 2 to the number of steps.
     """
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"a linear cost needs at least {MIN_STEPS} measured steps, found {len(steps)}; profile more")
@@ -137,7 +138,7 @@ def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_win
 
 
 def save_fit(fit: LinearFit, path: str | Path, **about: Any) -> None:
-    """Writes a fit as JSON, with what `about` says of its origin (model, device, command, ...)."""
+    """Writes a fit as JSON. about: its origin, written as it is given (model, device, command, ...)."""
     quality = {name: value for name, value in asdict(fit).items() if name != "config"}
     coefficients = {name: getattr(fit.config, name) for name in COEFFICIENTS}
     document = {"format": FORMAT, "coefficients": coefficients, **quality, "about": about}
@@ -145,9 +146,9 @@ def save_fit(fit: LinearFit, path: str | Path, **about: Any) -> None:
 
 
 def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearConfig:
-    """The coefficients of a file that save_fit wrote, for attention that looks back at `sliding_window`.
+    """Returns the coefficients of a file that save_fit wrote.
 
-    Raises ConfigError naming the file and what is wrong with it: also that it was fitted with another window.
+    Raises ConfigError with the file and the fault, also if it was fitted with another window than `sliding_window`.
     """
     file = Path(path)
     if not file.is_file():
@@ -189,7 +190,7 @@ def _check_window(document: dict[str, Any], path: str | Path, wanted: int | None
 
 
 def _features(shape: BatchShape, window: int | None) -> tuple[float, ...]:
-    """What each coefficient multiplies, in the order of COEFFICIENTS."""
+    """Returns the factor of each coefficient, in the order of COEFFICIENTS."""
     return (
         1,
         shape.num_prefill_tokens,
@@ -202,10 +203,10 @@ def _features(shape: BatchShape, window: int | None) -> tuple[float, ...]:
 
 
 def _solve(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients in ns: min sum(((features @ x - measured) / expected)**2), x >= 0.
+    """Returns coefficients x >= 0, in ns, that minimise sum(((features @ x - measured) / expected)**2).
 
-    `expected` is first what was measured, then what the fit before predicts: noise that only lengthens steps would
-    otherwise pull a relative fit below the mean.
+    `expected` is first the measured time, then the time that the previous fit predicts. With measured times throughout,
+    noise that only lengthens steps would pull the fit below the mean.
     """
     from scipy.optimize import nnls  # slow to import, and a simulation does not need it
 

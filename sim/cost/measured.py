@@ -1,10 +1,10 @@
-"""Grids of one model's operators, made of a device's operator tables. Reads tables with pyarrow and numpy, once a run.
+"""Makes grids of one model's operators from a device's operator tables. Uses pyarrow and numpy, once in a run.
 
-A table has other sizes than a model. Along the sizes that a step varies (rows, contexts, bytes) its points are kept,
-and made monotone (isotonic regression of their logarithms, which leaves monotone points as they are) once those that
-lie more than OUTLIER times above or below both neighbours are left out. Across the sizes that a model fixes (a
-product's two, the heads of attention) what is interpolated is how far a measurement lies from the roofline, in the
-logarithm of the sizes.
+The sizes in a table are not those of a model. Along the sizes that vary from step to step (rows, contexts, bytes) the
+points of the table are kept. Points more than OUTLIER times above or below both neighbours are left out, and the others
+are made monotone (isotonic regression of their logarithms, which does not change monotone points). Across the sizes
+that a model fixes (the two of a GEMM, the heads of attention) the ratio of measured time to roofline is interpolated,
+in the logarithm of the sizes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables, alike, product_dtype
 
 OUTLIER = 1.5
-PER_OCTAVE = 8  # points of a prompt's length between two powers of two: its time grows with its square
+PER_OCTAVE = 8  # prompt lengths for each doubling: the time of a prompt grows with the square of its length
 Floats = NDArray[np.float64]
-MakeRoofline = Callable[[ModelSpec, int], RooflineCost]  # of a model on so many ranks
+MakeRoofline = Callable[[ModelSpec, int], RooflineCost]  # (model, number of ranks) -> its roofline
 
 
 def measure(
     tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str | None, window: int | None, make: MakeRoofline
 ) -> Measured:
-    """What the tables have for `model` on `size` ranks. make: the roofline of a model, for what lies between."""
+    """Returns the grids for `model` on `size` ranks. make: makes the rooflines that guide the interpolation."""
     roofline = make(model, size)
     attention = _Attention(tables, model, size, kv_dtype, window, make)
     sources = sorted({f"{s} {e}" for s, e in _pairs(tables.rows, "source", "engine")})
@@ -51,20 +51,20 @@ def measure(
 
 
 def _any(tables: OperatorTables, operator: str, column: str, names: tuple[str, ...], **equal: Any) -> Any:
-    """The rows of an operator that have any of these names."""
+    """Returns the rows of an operator with any of these names in `column`."""
     import pyarrow as pa
 
     return pa.concat_tables([tables.select(operator, **{column: name}, **equal) for name in names])
 
 
 def _pairs(rows: Any, *names: str) -> set[tuple[Any, ...]]:
-    """The different values of some columns."""
+    """Returns the distinct combinations of values in some columns."""
     grouped = rows.group_by(list(names)).aggregate([])
     return set(zip(*(grouped[name].to_pylist() for name in names), strict=True))
 
 
 def _kv_names(kv_dtype: str | None, model: ModelSpec) -> tuple[str, ...]:
-    """What tables call K and V of this type: 16 bits are alike, and so are the kinds of 8."""
+    """Returns the table's names for K and V of this type. 16-bit types count as one, and so do the 8-bit types."""
     name = kv_dtype or ("bfloat16" if model.dtype == "fp8" else model.dtype)
     return alike("fp8" if name.startswith("fp8") else name)
 
@@ -73,7 +73,7 @@ def _kv_names(kv_dtype: str | None, model: ModelSpec) -> tuple[str, ...]:
 
 
 def _medians(sizes: list[Floats], times: Floats) -> list[Floats]:
-    """Each different point once, ascending, and the median of its times."""
+    """Returns the coordinates of each distinct point, ascending, and the median of its times."""
     order = np.lexsort(sizes[::-1])
     points, times = np.column_stack(sizes)[order], times[order]
     starts = np.flatnonzero(np.append(True, (np.diff(points, axis=0) != 0).any(axis=1)))
@@ -82,14 +82,14 @@ def _medians(sizes: list[Floats], times: Floats) -> list[Floats]:
 
 
 def _line(sizes: Iterable[float], times: Iterable[float]) -> tuple[Floats, Floats]:
-    """One time for each size, ascending: medians of repeats, without outliers, never falling."""
+    """Returns one time for each size, ascending: the medians of repeats, without outliers, made never falling."""
     xs, ys = _medians([np.asarray(list(sizes), float)], np.asarray(list(times), float))
     kept = _inliers(ys)
     return xs[kept], _isotonic(ys[kept])
 
 
 def _inliers(ys: Floats) -> NDArray[np.bool_]:
-    """All but the points that lie more than OUTLIER times above both neighbours, or below both."""
+    """Marks all points except those more than OUTLIER times above both neighbours, or below both."""
     kept = np.full(ys.size, True)
     if ys.size > 2:
         low, high = np.minimum(ys[:-2], ys[2:]), np.maximum(ys[:-2], ys[2:])
@@ -98,16 +98,16 @@ def _inliers(ys: Floats) -> NDArray[np.bool_]:
 
 
 def _inliers_of(sizes: list[Floats], values: Floats) -> NDArray[np.bool_]:
-    """The same along the last size, the others fixed. Points are in ascending order."""
+    """Marks inliers along the last size, for each combination of the others. Points are in ascending order."""
     others = np.column_stack([*sizes[:-1], np.zeros(values.size)])
     starts = np.flatnonzero(np.append(True, (np.diff(others, axis=0) != 0).any(axis=1)))
     return np.concatenate([_inliers(part) for part in np.split(values, starts[1:])])
 
 
 def _isotonic(ys: Floats) -> Floats:
-    """Never falling, as near as can be in the logarithm: neighbours that fall take the mean of their logarithms (pool
-    adjacent violators). What never falls stays as it is. scipy has it, and takes 0.2 s to import, in every run."""
-    pools: list[tuple[float, int]] = []  # (mean of the logarithms, how many points)
+    """Returns the nearest never-falling values: falling neighbours get the mean of their logarithms (pool adjacent
+    violators). Never-falling input is not changed. scipy has this, but its import takes 0.2 s in every run."""
+    pools: list[tuple[float, int]] = []  # (mean of the logarithms, number of points)
     logs = np.log(ys).tolist()
     for log in logs:
         mean, num = log, 1
@@ -124,11 +124,11 @@ def _grid(xs: Floats, ys: Floats) -> Grid:
     return Grid([xs.tolist()], ys.tolist())
 
 
-# --- matrix products ---
+# --- GEMMs ---
 
 
 def _products(tables: OperatorTables, roofline: RooflineCost, model: ModelSpec) -> dict[tuple[int, int], Part]:
-    """Over rows, of each product of the model; of one whose sizes are not in the table, from those around them."""
+    """Returns the times of each of the model's GEMMs over rows; sizes not in the table are interpolated."""
     found = {}
     for dtype, width, products in (
         (model.dtype, model.dtype_bytes, roofline.products()[:-1]),
@@ -161,7 +161,7 @@ def _product(lines: _Lines, roofline: RooflineCost, num_in: int, num_out: int, w
 
 
 class _Lines:
-    """Products of a table by their two fixed sizes."""
+    """The GEMMs of a table by their two fixed sizes."""
 
     def __init__(self, tables: OperatorTables, dtype: str) -> None:
         rows = _any(tables, "gemm", "dtype", alike(dtype))
@@ -176,8 +176,8 @@ class _Lines:
         return _line(self._m[chosen], self._time[chosen])
 
     def around(self, num_in: int, num_out: int) -> list[tuple[tuple[Floats, Floats], tuple[int, int], float]]:
-        """(line, its sizes, weight) of the measured products around one: the corners of the smallest rectangle whose
-        corners were all measured, weighted by the logarithms of both sizes; else the nearest one alone."""
+        """Returns (line, its sizes, weight) of the measured GEMMs around these sizes: the corners of the rectangle of
+        neighbouring sizes, weighted by the logarithms of both, if all were measured; else only the nearest GEMM."""
         if not self._pairs:
             return []
         ins = _neighbours(sorted({a: None for a, _ in self._pairs}), num_in)
@@ -191,7 +191,7 @@ class _Lines:
 
 
 def _neighbours(points: list[int], x: int) -> list[tuple[int, float]]:
-    """The points on both sides of x, with weights by the logarithm; at the ends and on a point, that one."""
+    """Returns the points on both sides of x, weighted by the logarithm; on a point or beyond the ends, one point."""
     right = int(np.searchsorted(points, x))
     if right < len(points) and points[right] == x:
         return [(x, 1.0)]
@@ -206,7 +206,7 @@ def _neighbours(points: list[int], x: int) -> list[tuple[int, float]]:
 
 
 class _Attention:
-    """Attention of one head shape: the model's on one rank where it was measured, else the nearest that was."""
+    """Attention of one head shape: the model's on one rank if it was measured, else the nearest measured one."""
 
     def __init__(
         self, tables: OperatorTables, model: ModelSpec, size: int, kv_dtype: str | None, window: int | None,
@@ -217,7 +217,7 @@ class _Attention:
         self._model, self._make, self._own = model, make, make(model, size)
 
     def decode(self) -> Part | None:
-        """ns of one layer over (sequences, context of each)."""
+        """Returns ns of one layer over (sequences, context of each); None without measurements."""
         found = self._ratios("attention_decode", "batch", "context")
         if found is None:
             return None
@@ -227,7 +227,7 @@ class _Attention:
         return _part(axes, _rising(ratios * own), is_exact)
 
     def prefill(self) -> Part | None:
-        """What was measured over the roofline, over (tokens, positions before them)."""
+        """Returns measured time / roofline, over (tokens, positions before them); None without measurements."""
         found = self._ratios("attention_prefill", "new_tokens", "context")
         if found is None:
             return None
@@ -238,13 +238,14 @@ class _Attention:
         return _part([fine, starts], _rising(np.exp(logs) * own) / own, is_exact)
 
     def mixed(self) -> Part | None:
-        """What was measured over the roofline, over (tokens, positions before them, decodes, context of each)."""
+        """Returns measured time / roofline, over (tokens, positions before them, decodes, context of each); None
+        without measurements."""
         found = self._ratios("attention_mixed", "new_tokens", "context", "batch", "decode_context")
         return None if found is None else _part(*found)
 
     def _ratios(self, operator: str, *sizes: str) -> tuple[list[Floats], Floats, bool] | None:
-        """The sizes that were measured, measured time over the roofline's on the grid of them, and whether these heads
-        are the model's own."""
+        """Returns the measured sizes, measured time / roofline on their whole grid, and whether the heads are the
+        model's own; None without measurements."""
         found = self._points(operator, *sizes)
         if found is None:
             return None
@@ -253,7 +254,8 @@ class _Attention:
         return axes, _filled(axes, points, ratio), is_exact
 
     def _points(self, operator: str, *sizes: str) -> Any:
-        """Arrays of the sizes, of measured time over the roofline's, and whether these heads are the model's own."""
+        """Returns arrays of the sizes and of measured time / roofline, and whether the heads are the model's own; None
+        without measurements."""
         fixed = {"head_dim": self._model.head_dim, "window": self._window}
         rows = _any(self._tables, operator, "kv_dtype", self._kv_names, **fixed)
         if operator == "attention_prefill" and rows.num_rows:
@@ -263,7 +265,7 @@ class _Attention:
         heads = self._nearest_heads(_pairs(rows, "num_heads", "num_kv_heads"))
         rows = rows.filter((np.asarray(rows["num_heads"]) == heads[0]) & (np.asarray(rows["num_kv_heads"]) == heads[1]))
         kernels = Counter(rows["kernel"].to_pylist())
-        chosen = max(sorted(kernels), key=lambda name: kernels[name])  # what the engine takes for most sizes
+        chosen = max(sorted(kernels), key=lambda name: kernels[name])  # the kernel that was timed at most sizes
         rows = rows.filter(np.asarray(rows["kernel"].to_pylist()) == chosen)
         *points, times = _medians([np.asarray(rows[name], float) for name in sizes], np.asarray(rows["time_ns"], float))
         theirs = self._own if heads == self._heads else self._make(self._with_heads(*heads), 1)
@@ -273,7 +275,7 @@ class _Attention:
         return *(values[kept] for values in points), ratio[kept], heads == self._heads
 
     def _nearest_heads(self, measured: set[tuple[int, int]]) -> tuple[int, int]:
-        """KV heads count double: their bytes are what a decode reads."""
+        """Returns the measured heads nearest to the model's. KV heads count double: a decode reads their K and V."""
 
         def distance(heads: tuple[int, int]) -> tuple[float, tuple[int, int]]:
             far = abs(np.log(heads[0] / self._heads[0])) + 2 * abs(np.log(heads[1] / self._heads[1]))
@@ -310,13 +312,13 @@ def _prefill_ns(cost: RooflineCost, tokens: float, start: float) -> float:
 
 
 def _refined(points: Floats) -> Floats:
-    """The points, and whole numbers between them."""
+    """Returns the points, and whole numbers between them, PER_OCTAVE for each doubling."""
     steps = np.arange(0, PER_OCTAVE * np.log2(points[-1] / points[0])) / PER_OCTAVE
     return np.unique(np.concatenate([points, np.round(points[0] * 2.0**steps)]))
 
 
 def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
-    """The ratios on the whole grid: where none was measured, that of the nearest point, by logarithms."""
+    """Returns the ratios on the whole grid. A missing point gets that of the nearest measured one, by logarithms."""
     shape, index = (
         tuple(axis.size for axis in axes),
         tuple(np.searchsorted(axis, values) for axis, values in zip(axes, points, strict=True)),
@@ -335,7 +337,7 @@ def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
 
 
 def _rising(times: Floats) -> Floats:
-    """Never falling along either size: each line by isotonic regression, what that leaves by the largest before."""
+    """Makes times never fall along either size: isotonic regression of each line, then a running maximum."""
     for axis in (1, 0):
         times = np.apply_along_axis(_isotonic, axis, times)
     return np.maximum.accumulate(np.maximum.accumulate(times, axis=1), axis=0)
@@ -345,8 +347,8 @@ def _rising(times: Floats) -> Floats:
 
 
 def _messages(tables: OperatorTables, operator: str, size: int) -> Part | None:
-    """Over bytes, between `size` ranks: of several kernels the fastest, as engines choose. Not calls that were timed
-    with the host's launches."""
+    """Returns times over bytes, between `size` ranks. Of several kernels the fastest counts, as engines choose it.
+    Calls that were timed with the host's launches (`_eager`) are left out."""
     rows = tables.select(operator, num_ranks=size)
     if size == 1 or not rows.num_rows:
         return None
@@ -363,8 +365,8 @@ def _messages(tables: OperatorTables, operator: str, size: int) -> Part | None:
 
 
 def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: RooflineCost) -> Part | None:
-    """Of one layer over tokens: two norms, rotary embedding, activation, q- and k-norm where the model has them. None
-    of a layer with experts: no table has what chooses among them and sums them."""
+    """Returns times of one layer over tokens: two norms, rotary embedding, activation, and q- and k-norm for Qwen3.
+    None with experts: no table has the kernels that choose experts and sum their results."""
     if model.experts is not None:
         return None
     q_size, kv_size = (
@@ -377,7 +379,7 @@ def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: 
     lines = []
     for kernel, width in needed:
         rows = tables.select("elementwise", kernel=kernel, n=width)
-        if not rows.num_rows and kernel == "qk_norm":  # measured at one rank's width only: rows of the same length
+        if not rows.num_rows and kernel == "qk_norm":  # some tables have only that of one rank, all heads
             rows = tables.select("elementwise", kernel=kernel, n=(q_size + kv_size) * size)
         if not rows.num_rows:
             return None

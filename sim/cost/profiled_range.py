@@ -1,4 +1,4 @@
-"""How far a profile reaches, and which steps of a run lie outside of it. Knows shapes and nothing of prices."""
+"""The range of shapes in a profile, and the steps of a run that lie outside of it. Knows shapes, but no step times."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 
-REGIONS = ("decode", "prefill", "mixed", "moves")  # the kinds of a shape
+REGIONS = ("decode", "prefill", "mixed", "moves")  # the values of BatchShape.kind
 
-Ranges = dict[str, dict[str, tuple[int, int]]]  # region -> feature -> lowest and highest that was profiled
+Ranges = dict[str, dict[str, tuple[int, int]]]  # region -> feature -> (lowest, highest) that was profiled
 
 
 class Outside(NamedTuple):
-    """A feature of a step that leaves its range. bounds: None, if no such step was profiled at all."""
+    """A feature of a step that is outside its range. bounds: None if no step of that region was profiled."""
 
     feature: str
     value: int
@@ -23,7 +23,7 @@ class Outside(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How far outside, as a ratio above 1 to the nearer bound."""
+        """How far outside the value is, as a ratio above 1 to the nearer bound."""
         if self.bounds is None:
             return float("inf")
         low, high = self.bounds
@@ -38,7 +38,7 @@ class Outside(NamedTuple):
 
 
 def features_of(shape: BatchShape) -> dict[str, int]:
-    """What of a shape has a range, beside its blocks."""
+    """Returns the features of a shape that have a range in its region; `moves_of` gives those of its blocks."""
     features = {}
     if shape.num_decodes:
         features = {
@@ -53,7 +53,7 @@ def features_of(shape: BatchShape) -> dict[str, int]:
 
 
 def moves_of(shape: BatchShape) -> dict[str, int]:
-    """The blocks that a shape moves; they have a range over all regions, from 0."""
+    """Returns the blocks that a shape moves. Their ranges begin at 0 and hold for all regions together."""
     return {
         "num_blocks_swapped_out": shape.num_blocks_swapped_out,
         "num_blocks_swapped_in": shape.num_blocks_swapped_in,
@@ -62,7 +62,7 @@ def moves_of(shape: BatchShape) -> dict[str, int]:
 
 
 def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
-    """The ranges of a profile's shapes; a region without steps is absent."""
+    """Returns the ranges of a profile's shapes. A region without steps is absent, except `moves`."""
     ranges: Ranges = {"moves": dict.fromkeys(moves_of(BatchShape(0, 0, (), 0)), (0, 0))}
     for shape in shapes:
         region = ranges.setdefault(shape.kind, {})
@@ -76,7 +76,7 @@ def profiled_ranges(shapes: Iterable[BatchShape]) -> Ranges:
 
 
 def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
-    """The features of a shape that leave the profiled range."""
+    """Returns the features of a shape that are outside the profiled range."""
     found = []
     region = shape.kind
     bounds = ranges.get(region)
@@ -96,17 +96,17 @@ def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
 
 
 class RangeWatch(Recorder):
-    """Counts the steps of a run whose price is extrapolated. policy: one of OUTSIDE."""
+    """Counts the steps of a run whose time is extrapolated. policy: one of sim.cost.config.OUTSIDE."""
 
     def __init__(self, ranges: Ranges, policy: str) -> None:
         self._ranges = ranges
         self._policy = policy
         self.num_steps = 0
         self.num_outside = 0
-        self._worst: dict[str, tuple[Outside, int]] = {}  # feature -> the farthest, and in how many steps
+        self._worst: dict[str, tuple[Outside, int]] = {}  # feature -> (the farthest value, number of steps)
 
     def committed(self, step: StepView) -> None:
-        """Raises ConfigError at the first step outside, if the policy is to refuse."""
+        """Counts a step. With the policy `refuse` raises ConfigError at the first step outside."""
         if self._policy == "allow":
             return
         self.num_steps += 1
@@ -125,7 +125,7 @@ class RangeWatch(Recorder):
             self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), count + 1
 
     def notes(self) -> list[str]:
-        """One line that says what left the range, by how much, in how many steps; none if nothing did."""
+        """Returns one line with the features that left the range, how far, and in how many steps; none if none did."""
         if not self.num_outside:
             return []
         parts = [f"{item} in {count:,} steps" for item, count in self._worst.values()]

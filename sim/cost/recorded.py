@@ -12,10 +12,10 @@ from testbed.records.tape import Tape
 
 
 class RecordedDevice:
-    """Replays a tape. Each step is planned and committed at the instants of the tape, so the decisions must come out
+    """Replays a tape. Each step is planned and committed at the recorded instants, so the scheduler's decisions must be
     identical. Implements sim.driver.Executor.
 
-    Raises RunFolderError when the scheduler asks for more steps than were recorded.
+    Raises RunFolderError if the scheduler plans more steps than were recorded.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -35,7 +35,7 @@ class RecordedDevice:
         return self._end_oldest()
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
-        """When the loop goes on; of a live tape when it was asked for something again, or told how a step ended."""
+        """Returns the answer to a wait. On a live tape, at the next recorded plan or event, or end of a step before."""
         if not self._tape.is_live:
             return None if until_ns is None else Resume(max(now_ns, until_ns))
         steps, events = self._tape.steps, self._tape.events
@@ -53,11 +53,11 @@ class RecordedDevice:
         return Resume(step.commit_ns, StepResult(step.commit_ns, step.outcomes, step.spans))
 
     def _looked_again_ns(self, number: int) -> int:
-        """When the loop planned again after a launch that it did not wait for. Of that instant an older tape, if there
-        was nothing to plan then, says what was seen to arrive."""
+        """Returns when the loop planned again after a launch that it did not wait for. If there was nothing to plan, an
+        older tape lacks that instant (looked_ns); the last event that the loop saw before the commit then gives it."""
         step = self._tape.steps[number]
         if self._tape.is_live:
-            return step.plan_ns + 1  # then it waits to be asked
+            return step.plan_ns + 1  # the loop then waits to be asked for a step
         if step.looked_ns is not None:
             return step.looked_ns
         if number + 1 < len(self._tape.steps) and self._tape.steps[number + 1].plan_ns < step.commit_ns:

@@ -2,12 +2,12 @@
 
     time = floor + max(flops / (peak x compute efficiency), bytes / (bandwidth x memory efficiency))    (Williams, 2009)
 
-The floor is what every launch of a chain takes beside its work. Weights are read once a step, attention reads the exact
-context of each row, GQA shares K and V between heads. Norms, rotary embedding and activation are one memory-bound
-operator of several kernels. A step with prefills has one attention kernel over chunks and decodes; its arithmetic is
-counted in whole tiles of query rows, and in whole waves of tiles over the multiprocessors. What this cannot say: how
-well a given kernel fills a device at a given shape; the efficiencies stand for that, `tables` and `calibrated` measure
-it. docs/cost-models.md derives the formulas, and tests/cost/test_roofline_sums.py counts the same work row by row.
+The floor is the time of a kernel in a chain of kernels in addition to its work. Weights are read once a step, attention
+reads the exact context of each row, GQA shares K and V between heads. Norms, rotary embedding and activation are one
+memory-bound operator of several kernels. A step with prefills has one attention kernel over chunks and decodes; its
+arithmetic is counted in whole tiles of query rows, and in whole waves of tiles over the multiprocessors. Not modelled:
+how well a given kernel fills a device at a given shape. The efficiencies approximate that; `tables` and `calibrated`
+measure it. docs/cost-models.md derives the formulas; tests/cost/test_roofline_sums.py counts the same work row by row.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
 
 _KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
-_SMALL_KERNELS: Final = 6  # of these, neither products nor attention
-_EXPERT_KERNELS: Final = 3  # choosing, sorting and summing, of a layer with experts, beside the router's product
+_SMALL_KERNELS: Final = 6  # of these, neither GEMMs nor attention
+_EXPERT_KERNELS: Final = 3  # choosing, sorting and summing in a layer with experts, in addition to the router's GEMM
 _SAMPLER_KERNELS: Final = 10
 _TOKEN_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What the cache decides: tokens of a block, the type of K and V (None: the model's), the window (None: all)."""
+    """Layout of the KV cache: tokens of a block, type of K and V (None: the model's), sliding window (None: none)."""
 
     block_size: int = 16
     kv_dtype: str | None = None
@@ -47,12 +47,12 @@ class KVLayout:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RooflineCost:
-    """Prices a step of `model` on `tensor_parallel_size` devices.
+    """Predicts the time of a step of `model` on `tensor_parallel_size` devices.
 
     The host's part (the device's step_overhead_ns) is prepare_ns, swaps and copies of blocks are swap_ns, the sampler
-    is sample_ns, all else forward_ns. float32 counts as half of the device's 2-byte rate (TF32) except on a CPU, whose
-    rate is that of float32; fp8 weights save memory traffic only. sampling: of every row; None: greedy. Raises
-    ConfigError where the heads do not divide among the ranks.
+    is sample_ns, everything else forward_ns. float32 runs at half of the device's 2-byte rate (TF32), except on a CPU,
+    whose rate is that of float32. fp8 weights save memory traffic only. sampling: parameters of every row; None:
+    greedy. Raises ConfigError if the heads cannot be divided among the ranks.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RooflineCost:
             device, layers, num_heads, group, layout.sliding_window, ns_per_pair=self._attention_ns_per_pair,
             kv_ns_per_token=self._kv_ns_per_token, qo_ns_per_token=self._qo_ns_per_token,
         )  # fmt: skip
-        self._cached_bytes = device.cache_bytes // 4  # what tables of activations show, on two devices
+        self._cached_bytes = device.cache_bytes // 4  # as the measured tables of activations of two devices show
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
         self._drawing = Drawing(
             sampling, self.config.filtering, model.vocab_size, device.num_sms, floor_ns=self._kernel_floor_ns,
@@ -108,7 +108,7 @@ class RooflineCost:
         self._captured = Captured(*most)
         self._graph_launch_ns = self.config.graph_launch_ns
         self._launch_ns = 0 if on_cpu else self.config.kernel_launch_ns * self._num_kernels()
-        self._dense: dict[int, int] = {}  # tokens in the batch -> ns of all that depends on nothing else
+        self._dense: dict[int, int] = {}  # tokens in the batch -> ns of the operators that depend on nothing else
         self._of_experts: dict[tuple[int, int], dict[str, int]] = {}  # tokens, rows -> ns of router and experts
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
 
@@ -137,7 +137,7 @@ class RooflineCost:
         return Spans(0, self._host_ns, swap_ns, device_ns + launch_ns, sampler_ns)
 
     def _rest_ns(self, num_tokens: int, num_samples: int) -> tuple[int, int]:
-        """What depends on the numbers of tokens and of sampled rows alone: the device's ns, and the sampler's."""
+        """Returns the ns that depend only on the numbers of tokens and sampled rows: the device's and the sampler's."""
         dense = self._dense.get(num_tokens)
         if dense is None:
             dense = self._dense[num_tokens] = sum(self._dense_parts(num_tokens).values())
@@ -149,10 +149,10 @@ class RooflineCost:
         return dense + head[0], head[1]
 
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
-        """The ns of each operator, over all layers; their sum is that of price(shape).
+        """Returns the ns of each operator, over all layers; their sum is that of price(shape).
 
-        launch: a graph's replay, or how long the device waits for eager launches. sampler: a greedy one, and telling
-        other ranks the tokens; drawing: what is asked for beside the largest logit.
+        launch: a graph's replay, or how long the device waits for eager launches. sampler: a greedy one, and the
+        broadcast of its tokens (logits=gather). drawing: what the sampling parameters add to a greedy sampler.
         """
         num_decodes, context, prefills = shape.num_decodes, shape.decode_context_tokens, shape.prefills
         parts = {
@@ -165,7 +165,7 @@ class RooflineCost:
         captured = self._captured.rows(shape.num_tokens, num_decodes + len(prefills))
         rows = captured or shape.num_tokens
         operators = self._dense_parts(rows) | self._expert_parts(shape.num_tokens, rows)
-        if prefills:  # one kernel: what the decodes add to it is theirs
+        if prefills:  # one kernel: the time that the decodes add to it is attention_decode
             prefill_ns = self._mixed_attention_ns(0, 0, 0, prefills)
             both_ns = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
             operators |= {"attention_decode": both_ns - prefill_ns, "attention_prefill": prefill_ns}
@@ -178,16 +178,16 @@ class RooflineCost:
         return parts | operators | {"launch": launch} | sampling
 
     def num_rows(self, shape: BatchShape) -> int:
-        """Rows of the products: a graph's are padded."""
+        """Returns the rows of the GEMMs: of a captured step its padded size."""
         return self._captured.rows_of(shape)
 
     def _num_kernels(self) -> int:
-        """Eager launches of a step: the layers', embedding, last norm, LM head, sampler; collectives between ranks."""
+        """Returns the eager launches of a step: layers, embedding, last norm, LM head, sampler, and collectives."""
         layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1 + _EXPERT_KERNELS
         return layers * (_KERNELS_PER_LAYER + own) + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
-        """`times` products [num_rows, num_in] x [num_in, num_out]; weight_bytes: of one weight."""
+        """Returns the ns of `times` GEMMs [num_rows, num_in] x [num_in, num_out]. weight_bytes: of one weight."""
         flops = 2 * -(-num_rows // self._gemm_tile_rows) * self._gemm_tile_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
         return self._products_ns(times, flops, num_bytes)
@@ -196,12 +196,13 @@ class RooflineCost:
         return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
 
     def product_ns(self, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
-        """[num_rows, num_in] x [num_in, num_out], once, by the roofline; weight_bytes: of one weight."""
+        """Returns the roofline's ns of one GEMM [num_rows, num_in] x [num_in, num_out], also in subclasses.
+        weight_bytes: of one weight."""
         return RooflineCost._matmul_ns(self, 1, num_rows, num_in, num_out, weight_bytes)
 
     def products(self) -> list[tuple[str, int, int]]:
-        """(name, num_in, num_out) of each matrix product on one rank but experts'; the last, the LM head, is once a
-        step."""
+        """Returns (name, num_in, num_out) of each GEMM on one rank, except router and experts. All are once a layer,
+        but the last, the LM head, is once a step."""
         model, hidden = self._model, self._model.hidden_size
         attention = [("qkv", hidden, self._q_size + 2 * self._kv_size), ("o", self._q_size, hidden)]
         head = [("lm_head", model.embedding_size, -(-model.vocab_size // self._size))]
@@ -211,7 +212,7 @@ class RooflineCost:
         return [*attention, ("gate_up", hidden, (model.num_mlp_matrices - 1) * inner), ("down", inner, hidden), *head]
 
     def _expert_parts(self, num_tokens: int, num_rows: int) -> dict[str, int]:
-        """Router and experts of all layers, where the model has some. num_rows: with a graph's padding."""
+        """Returns the ns of router and experts of all layers; empty without them. num_rows: with a graph's padding."""
         model, found = self._model, self._of_experts.get((num_tokens, num_rows))
         if self._experts is None or found is not None:
             return found or {}
@@ -223,7 +224,7 @@ class RooflineCost:
         return parts
 
     def _dense_parts(self, num_tokens: int) -> dict[str, int]:
-        """The operators that depend on the number of tokens only."""
+        """Returns the ns of the operators that depend only on the number of tokens."""
         layers, width, hidden = self._model.num_hidden_layers, self._model.dtype_bytes, self._model.hidden_size
         act_bytes = num_tokens * self._model.activation_dtype_bytes
         products = {
@@ -239,7 +240,7 @@ class RooflineCost:
         }
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        """Two norms with residual, rotary embedding and store, activation, of one layer; the sum over experts."""
+        """Returns the ns of one layer's norms with residual, rotary embedding, KV store, activation, and expert sum."""
         model, inner = self._model, -(-self._model.inner_size // self._size)
         act_bytes = num_tokens * model.activation_dtype_bytes
         norm, rotary = 4 * model.hidden_size, 2 * (self._q_size + 2 * self._kv_size)  # elements read and written
@@ -252,11 +253,11 @@ class RooflineCost:
         return num_kernels * self._kernel_floor_ns + moved * self._ns_per_byte
 
     def _beyond_cache(self, num_bytes: int) -> int:
-        """Of what a kernel without arithmetic moves: the kernel before it has left some in the cache."""
+        """Returns the bytes that a kernel moves beyond those that the kernel before it left in the cache."""
         return max(0, num_bytes - self._cached_bytes)
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
-        """LM head, gathering its logits, a greedy sampler, and what is asked for beside it; in ns."""
+        """Returns the ns of the LM head, of gathering its logits, of a greedy sampler, and of sampling beyond that."""
         if num_samples == 0:
             return {"lm_head": 0, "gather": 0, "sampler": 0, "drawing": 0}
         links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * LOGIT_BYTES
@@ -271,15 +272,15 @@ class RooflineCost:
         return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler), "drawing": to_ns(drawing_ns)}
 
     def _sampler_ns(self, num_samples: int) -> float:
-        """Its kernels pass over the logits twice."""
+        """Returns the ns of a greedy sampler, whose kernels pass over the logits twice."""
         logit_bytes = num_samples * self._model.vocab_size * LOGIT_BYTES
         return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
-        """One kernel over all rows: it takes the longer of their arithmetic and of their traffic, each summed exactly.
+        """Returns the ns of one kernel over all rows: the longer of their summed arithmetic and their summed traffic.
 
-        Were each row to take its own maximum, rows of at most one K/V row and one Q/O row would be added (docs). The
-        keys of a row are split among multiprocessors, and its heads share their tiles: nothing is padded.
+        The sum of each row's own maximum would be longer by at most one token's K/V and Q/O for each row (see
+        docs/cost-models.md). The keys of a row are split among multiprocessors and its heads share tiles: no padding.
         """
         if num_decodes == 0:
             return 0
@@ -290,11 +291,12 @@ class RooflineCost:
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        """One kernel over chunks and decodes."""
+        """Returns the ns of one kernel over chunks and decodes."""
         return self._mixed.ns(self._mixed.tiles_of(prefills), num_decodes, context, longest)
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
-        """Both directions one after the other, each with the link's latency once; every rank moves its own share."""
+        """Returns the ns of both directions, one after the other, each with the link's latency once. Every rank moves
+        its own share."""
         if not num_out and not num_in:
             return 0
         latency_ns = self._swap_latency_ns * ((num_out > 0) + (num_in > 0))

@@ -1,9 +1,9 @@
-"""A step's time by measured operators: the roofline with each operator looked up where a table of this device has it.
+"""Step times from measured operators: the roofline, with each operator looked up if a table of this device has it.
 
-What is looked up: matrix products, attention of prompts, of decodes and of both together, collectives, and where there
-are any, norms, rotary embedding, activation and sampler (sim/cost/measured.py makes the grids). All else, and all that
-is outside of the tables, is the roofline's: beyond a table's ends, its last value is scaled as the roofline grows.
-`origins` says which is which, and a run says what share of its time came from where.
+Looked up are GEMMs, attention of prompts, of decodes and of both together, collectives, and, if the tables have them,
+norms, rotary embedding, activation and sampler (sim/cost/measured.py makes the grids). All other operators are the
+roofline's. Beyond the ends of a table, its last value is scaled as the roofline grows. `origins` gives the source of
+each operator's time, and a run notes the shares of these sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEASURED, SCALED, ROOFLINE = "measured", "scaled", "roofline"
 
 
 class Part(Value):
-    """A grid of one operator. is_exact: measured at this model's own sizes; else between or beyond those that were."""
+    """A grid of one operator. is_exact: measured at this model's own sizes; else interpolated from other sizes."""
 
     FIELDS: ClassVar = ("grid", "is_exact")
     __slots__ = FIELDS
@@ -40,18 +40,19 @@ class Part(Value):
         self.is_exact = is_exact
 
     def at(self, size: int, roofline: Callable[[int], float]) -> float:
-        """Of a grid over one size: its value there, beyond its ends the last one, grown as the roofline grows."""
+        """Returns the value at `size` of a one-dimensional grid; beyond its ends the last value, scaled as the roofline
+        grows."""
         ns, axis = self.grid.along(float(size)), self.grid.axes[0]
         nearest = min(max(float(size), axis[0]), axis[-1])
         return ns if nearest == size else ns * (roofline(size) / roofline(int(nearest)))
 
 
 class Measured(Value):
-    """What tables have for one model on one device; ns of one call, of one layer.
+    """The grids of one model on one device, in ns of one call, of one layer, except prefill and mixed.
 
-    gemm: (num_in, num_out) -> over the rows. decode: over (sequences, context of each). prefill: what was measured over
-    what the roofline says, over (tokens, positions before them). mixed: the same, over (tokens, positions before them,
-    decodes, context of each). all_reduce, all_gather: over bytes. elementwise: over tokens. sampler: over rows.
+    gemm: (num_in, num_out) -> over rows. decode: over (sequences, context of each). prefill: measured time / roofline,
+    over (tokens, positions before them). mixed: the same ratio, over (tokens, positions before them, decodes, context
+    of each). all_reduce, all_gather: over bytes. elementwise: over tokens. sampler: over rows.
     """
 
     FIELDS: ClassVar = (
@@ -76,7 +77,7 @@ class Measured(Value):
 
 
 class MeasuredCollectives(Collectives):
-    """All-reduce and all-gather from tables, the others by volumes and hops (`base`)."""
+    """All-reduce and all-gather from tables, gather too (it is an all-gather); broadcast by volume and hops."""
 
     def __init__(self, base: Collectives, measured: Measured) -> None:
         super().__init__(
@@ -98,7 +99,7 @@ class MeasuredCollectives(Collectives):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TablesCost(RooflineCost):
-    """Prices a step by measured operators; the roofline that it is fills what they lack."""
+    """Predicts step times from measured operators; the base class predicts the operators that the tables lack."""
 
     def __init__(
         self, model: ModelSpec, device: DeviceSpec, config: RooflineConfig | None = None, *, measured: Measured,
@@ -111,16 +112,16 @@ class TablesCost(RooflineCost):
         self._factor = device.kernel_factor
         self._roofline = RooflineCost(
             model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout
-        )  # what fills, and says how prices grow
+        )  # fills in operators that tables lack, and gives the growth beyond their ends
         self._collectives = MeasuredCollectives(self._collectives, measured)
         self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
 
     def watch(self) -> OriginWatch:
-        """A recorder that sees where the prices of a run come from."""
+        """Returns a recorder that adds up the sources of a run's step times."""
         return OriginWatch(self)
 
     def origins(self, shape: BatchShape) -> dict[str, str]:
-        """Of each operator of `breakdown(shape)`: MEASURED, SCALED from other sizes, or the ROOFLINE's."""
+        """Returns the source of each operator that takes time: MEASURED, SCALED from other sizes, or ROOFLINE."""
         measured, names = self.measured, self.breakdown(shape)
         found = dict.fromkeys(names, ROOFLINE)
         rows, width = self.num_rows(shape), self._model.activation_dtype_bytes
@@ -168,7 +169,8 @@ class TablesCost(RooflineCost):
         return to_ns(line.along(nearest) * growth / super()._decode_attention_ns(num_decodes, int(nearest)))
 
     def _decode_line(self, grid: Grid, num_decodes: int) -> Grid:
-        """Of all layers over the sum of contexts: a step asks for few numbers of sequences, and for many contexts."""
+        """Returns the ns of all layers over the sum of contexts, for one number of decodes: a run has few such numbers
+        and many sums of contexts."""
         layers, batches = self._model.num_hidden_layers, grid.axes[0]
         within = min(max(num_decodes, int(batches[0])), int(batches[-1]))
         values = []
@@ -198,7 +200,7 @@ class TablesCost(RooflineCost):
         grid.seek(2, num_decodes)
         grid.seek(3, context / num_decodes)
         mixed_ns = whole_ns * grid.value()
-        return to_ns(max(mixed_ns, prefill_ns))  # prompts are not cheaper for the decodes beside them
+        return to_ns(max(mixed_ns, prefill_ns))  # prompts are never cheaper with decodes next to them
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         return self._small_ns(self.measured.elementwise, num_tokens, self._roofline._elementwise_ns)
@@ -211,8 +213,8 @@ class TablesCost(RooflineCost):
 
 
 def _chunks_by(grid: Grid, prefills: tuple[PrefillChunk, ...]) -> tuple[float, int, int]:
-    """How far chunks lie from the roofline by a grid of prompts (the mean over them, weighted by (query, key) pairs,
-    nearly); their tokens; and where the one with the most pairs starts: a table of mixed attention has one."""
+    """Returns the mean of measured time / roofline over chunks, by a grid of prompts, weighted by about their (query,
+    key) pairs; their tokens; and the start of the chunk with most pairs (tables of mixed attention have one chunk)."""
     ratios, pairs, num_tokens, most, start = 0.0, 0, 0, -1, 0
     for chunk in prefills:
         own = chunk.num_tokens * (chunk.start + chunk.num_tokens)
@@ -233,13 +235,13 @@ def _origin(part: Part | None, point: tuple[float, ...]) -> str:
 
 
 class OriginWatch(Recorder):
-    """Adds up, over every 64th step of a run, how much of the prices came from where."""
+    """Adds up, over every 64th step of a run, the time from each source."""
 
     def __init__(self, cost: TablesCost) -> None:
         self._cost = cost
         self._num_seen = 0
         self._ns: dict[str, int] = {}  # origin -> ns
-        self._filled: dict[str, int] = {}  # operator that the roofline priced -> ns
+        self._filled: dict[str, int] = {}  # operator with the roofline's time -> ns
 
     def committed(self, step: StepView) -> None:
         self._num_seen += 1
@@ -253,7 +255,7 @@ class OriginWatch(Recorder):
                 self._filled[name] = self._filled.get(name, 0) + parts[name]
 
     def notes(self) -> list[str]:
-        """One line: shares of the time, and what the roofline filled, the largest first."""
+        """Returns one line: the shares of the time by source, and the operators of the roofline, the largest first."""
         total = sum(self._ns.values())
         if not total:
             return []

@@ -1,6 +1,6 @@
-"""What a setting may be: the one way to refuse a value, in one line that names key, value and what was expected.
+"""Checks of settings: the one way to reject a value, with a one-line error that has key, value and what was expected.
 
-Every room checks its settings with these. What stands in others' files is testbed/foreign_text.py's.
+All packages check their settings with these functions. Values from users' files are checked by testbed/foreign_text.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from testbed.foreign_text import Unchecked, nearest, shortened, shown
 def require(
     key: str, value: Unchecked, condition: bool, expected: str, error: type[TestbedError] = ConfigError
 ) -> None:
-    """Raises `error` unless the condition holds; infinity and NaN are never what is expected.
+    """Raises `error` unless the condition holds. Infinity and NaN are always rejected.
 
     key: as the user typed it. expected: as in "it must be at least 1".
     """
@@ -28,7 +28,8 @@ def require(
 
 
 def require_whole(key: str, value: Unchecked, least: int, most: int | None = None, *, also: str = "") -> int:
-    """The value. Raises ConfigError unless it is a whole number from `least` to `most`. also: what else is allowed."""
+    """Returns the value. Raises ConfigError unless it is a whole number from `least` to `most`. also: for the message,
+    other values that the caller allows."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     kind, of = ("", "") if is_whole else ("a whole number ", "of ")
     expected = f"{kind}{of}at least {least}" if most is None else f"{kind}from {least} to {most:,}"
@@ -37,12 +38,12 @@ def require_whole(key: str, value: Unchecked, least: int, most: int | None = Non
 
 
 def require_whole_or_null(key: str, value: Unchecked, least: int, most: int | None = None) -> int | None:
-    """The same where null (None) is allowed."""
+    """Like require_whole, but also allows null (None)."""
     return None if value is None else require_whole(key, value, least, most, also=", or null")
 
 
 def require_type(key: str, value: Unchecked, annotation: Any) -> None:
-    """Raises ConfigError for what is plainly of another type than a field's; a whole number will do for a number."""
+    """Raises ConfigError for a value that clearly has another type than a field's. Whole numbers count as numbers."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     kinds = tuple(get_origin(kind) or kind for kind in kinds)
     if float in kinds and isinstance(value, int) and abs(value) > sys.float_info.max:
@@ -65,7 +66,7 @@ def _is_of(value: object, kind: type) -> bool:
 
 
 def choose(key: str, value: Unchecked, choices: Collection[str]) -> str:
-    """The value. Raises ConfigError, with the nearest valid name, if it is not among the choices."""
+    """Returns the value. Raises ConfigError, with the nearest valid name, if it is not among the choices."""
     if value not in choices:
         raise ConfigError(f"{key} is {shown(value)}; {nearest(str(value), choices)}choose one of {', '.join(choices)}")
     return str(value)

@@ -1,12 +1,12 @@
-"""Which core runs: the compiled one, or the interpreted. Decided once, when `testbed` is first imported.
+"""Decides whether the compiled or the interpreted core runs, once, when `testbed` is first imported.
 
-Both are the same source. mypyc makes extension modules of the files that pyproject.toml lists (`[tool.testbed]`);
-setup.py puts them into `testbed/_compiled/<tag>/`, where Python finds them only through the finder below, with a
-manifest of what they were made from, and how large they came out. If one of these files has changed since, or one of
-the modules is gone or cut short, all run interpreted, and one line says so: never is a compiled module older than its
-source used in silence, nor are the two mixed.
+Both have the same source. mypyc compiles the files that pyproject.toml lists (`[tool.testbed]`) to extension modules.
+setup.py puts these into `testbed/_compiled/<tag>/`, where Python finds them only through the finder below, with a
+manifest of their sources and sizes. If a source has changed since, or a module is missing or has another size, all
+files run interpreted, and one line on stderr reports it. So a compiled module that is older than its source is never
+used silently, and compiled and interpreted modules are never mixed.
 
-TESTBED_COMPILED=0: interpreted. =1: compiled, or not at all. Not set: compiled where it is there and fresh.
+TESTBED_COMPILED=0: interpreted. =1: compiled, or an error. Not set: compiled if the modules are there and up to date.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ VARIABLE = "TESTBED_COMPILED"
 REMEDY = "`make compile` or `pip install` builds it anew"
 SUFFIX = EXTENSION_SUFFIXES[0]  # .cpython-311-x86_64-linux-gnu.so: two Pythons share a checkout
 MANIFEST = "manifest.json"
-_SAID = "TESTBED_COMPILED_SAID"  # in the environment: what this process has said, those that it starts do not repeat
+_SAID = "TESTBED_COMPILED_SAID"  # in the environment, so that child processes do not repeat this process's line
 
 
 class Core(NamedTuple):
-    """What was decided. mode: compiled or interpreted. why: what compiled it, or why it is not; without a full stop."""
+    """The decision. mode: compiled or interpreted. why: the compiler, or the reason; without a full stop."""
 
     mode: str
     why: str
-    modules: tuple[str, ...] = ()  # that are compiled
+    modules: tuple[str, ...] = ()  # the compiled ones
 
     def __str__(self) -> str:
         return f"{self.mode} ({self.why})"
 
 
 class _Finder:
-    """Knows the compiled modules, and nothing else."""
+    """Finds the compiled modules, and no others."""
 
     def __init__(self, folder: str, names: Iterable[str]) -> None:
         self._files = {name: file_of(folder, name) for name in names}
@@ -58,18 +58,19 @@ _core: Core | None = None
 
 
 def current() -> Core:
-    """The decision of this process."""
+    """Returns the decision of this process."""
     assert _core is not None, "testbed/__init__.py decides"
     return _core
 
 
 def describe() -> str:
-    """One line for tables and manifests to show: `core: compiled (mypyc 2.4.1, gcc 12.2.0)`."""
+    """Returns one line for tables and manifests: `core: compiled (mypyc 2.4.1, gcc 12.2.0)`."""
     return f"core: {current()}"
 
 
 def decide() -> None:
-    """Compiled or interpreted: before any module that may be either is imported. SystemExit where =1 cannot be."""
+    """Decides, before any module that may be compiled is imported. Raises SystemExit if TESTBED_COMPILED=1 cannot be
+    met."""
     global _core
     if _core is None:
         _core = _decide(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get(VARIABLE, ""))
@@ -92,7 +93,7 @@ def _decide(root: str, wish: str) -> Core:
 
 
 def _problem(root: str, made: dict[str, Any]) -> str | None:
-    """Why the compiled modules cannot be used; None: they can, and the finder is in its place."""
+    """Returns why the compiled modules cannot be used. None: they can, and the finder is installed."""
     if not made.get("modules"):
         return f"not compiled: {made.get('failed', 'nothing was built for this Python')}"
     changed = changed_sources(root, made)
@@ -105,7 +106,7 @@ def _problem(root: str, made: dict[str, Any]) -> str | None:
     sys.meta_path.insert(0, finder)
     try:
         import_module(made["library"])
-    except ImportError as error:  # another C library than where it was built, a file that is not there
+    except ImportError as error:  # e.g. built with another C library, or a file is missing
         sys.meta_path.remove(finder)
         return f"not loadable ({' '.join(str(error).split())})"
     return None
@@ -117,11 +118,11 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-# --- what setup.py writes ---
+# --- the files that setup.py writes ---
 
 
 def folder_in(root: str) -> str:
-    """Where the modules for this Python lie, below the folder that has `testbed/`."""
+    """Returns the folder of the modules for this Python. root: the folder that has `testbed/`."""
     return os.path.join(root, "testbed", "_compiled", SUFFIX.split(".")[1])
 
 
@@ -130,7 +131,7 @@ def file_of(folder: str, module: str) -> str:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """What `write_manifest` wrote; empty where there is none."""
+    """Returns what `write_manifest` wrote; empty if there is no manifest."""
     try:
         with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
             made: dict[str, Any] = json.load(file)
@@ -140,7 +141,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def write_manifest(root: str, folder: str, sources: Iterable[str], **described: Any) -> None:
-    """Notes what the modules in `folder` were made from, and their sizes. sources: files, relative to root."""
+    """Writes the sources of the modules in `folder`, and the modules' sizes. sources: files, relative to root."""
     found = {source: _state(os.path.join(root, source)) for source in sources}
     sizes = {name: _size_of(folder, name) for name in _built(described)}
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
@@ -148,7 +149,7 @@ def write_manifest(root: str, folder: str, sources: Iterable[str], **described: 
 
 
 def changed_sources(root: str, made: dict[str, Any]) -> list[str]:
-    """Of the files that the modules were made from, those that are not as they were. One whose size and time are is."""
+    """Returns the sources that have changed since the build. A file with the same size and time counts as unchanged."""
     changed = []
     for source, (size, time_ns, digest) in made["sources"].items():
         path = os.path.join(root, source)
@@ -163,7 +164,7 @@ def changed_sources(root: str, made: dict[str, Any]) -> list[str]:
 
 
 def damaged_modules(folder: str, made: dict[str, Any]) -> list[str]:
-    """Of what was built, the library first, that which is not there or has another size by now."""
+    """Returns the built modules, the library first, that are missing or no longer have the size that was built."""
     sizes = made.get("sizes", {})
     return [name for name in _built(made) if sizes.get(name, -1) != _size_of(folder, name)]
 
@@ -173,7 +174,7 @@ def _built(made: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _size_of(folder: str, module: str) -> int | None:
-    """In bytes; None: it is not there."""
+    """Returns the size in bytes; None if the file is missing."""
     try:
         return os.stat(file_of(folder, module)).st_size
     except OSError:
@@ -186,6 +187,6 @@ def _state(path: str) -> tuple[int, int, str]:
 
 
 def digest_of(path: str) -> str:
-    """The hash that Python itself compares a .pyc with its source by: fast, and nothing to import."""
+    """Returns the hash with which Python itself compares a .pyc file with its source: fast, and needs no import."""
     with open(path, "rb") as file:
         return source_hash(file.read()).hex()

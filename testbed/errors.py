@@ -1,13 +1,13 @@
-"""What a user can do wrong, as exceptions. Each message is one line: the thing, the place, the fix.
+"""Exceptions for users' mistakes. Each message is one line with the fault, its place and the fix.
 
-The command line prints `error: <message>` and exits with the class's status; bugs of ours stay `AssertionError`s.
+The command line prints `error: <message>` and exits with the class's status. Our own bugs stay `AssertionError`s.
 """
 
 
 class TestbedError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
-    __test__ = False  # not a test class, whatever pytest thinks of its name
+    __test__ = False  # pytest would take it for a test class by its name
     exit_status = 1
 
 
@@ -28,7 +28,7 @@ class ModelError(TestbedError):
 
 
 class DeviceError(TestbedError):
-    """A device that was asked for is absent, or has too little memory."""
+    """A requested device is absent, or has too little memory."""
 
 
 class RunFolderError(TestbedError):
@@ -41,8 +41,8 @@ class ProfileError(TestbedError):
 
 
 class LivelockError(TestbedError):
-    """Work remains, nothing can be scheduled, and nothing will ever change that."""
+    """Work remains, but nothing can be scheduled, now or later; or preemptions repeat without any progress."""
 
 
 class IllegalTransitionError(AssertionError):
-    """A sequence was asked to enter a state that its present state does not lead to. A bug, not a user's mistake."""
+    """A sequence was to enter a state that cannot follow its present state. A bug, not a user's mistake."""

@@ -1,4 +1,4 @@
-"""Texts that others wrote (JSON, YAML): one way to read them, to check a number in them, and to show what is wrong."""
+"""Texts from outside (JSON, YAML): one way to parse them, to check a number in them, and to show a wrong value."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
-Unchecked: TypeAlias = Any  # what somebody configured, before it is checked: compiled code takes it as it is
-_MAX_DIGITS = 4000  # Python writes no longer whole numbers
+Unchecked: TypeAlias = Any  # a configured value that is not checked yet: compiled code must accept any type
+_MAX_DIGITS = 4000  # Python refuses to write much longer whole numbers as text
 
 
 def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
-    """parse(text). Raises ValueError with its reason also for what is nested too deeply, or is not UTF-8 text.
+    """Returns parse(text). Raises ValueError, with the reason, also if the text is nested too deeply or is not UTF-8.
 
-    What else `parse` raises for a bad text is its own.
+    Other errors of `parse` are passed on.
     """
     try:
         return parse(text if isinstance(text, str) else text.decode())
@@ -26,29 +26,29 @@ def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
 
 
 def not_yaml(error: Exception) -> str:
-    """What to say behind a file's name, of PyYAML's error or of `parsed`'s: ", line 3: not YAML: …"."""
+    """Returns the text after a file's name for an error of PyYAML or of `parsed`: ", line 3: not YAML: …"."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     line = "" if mark is None else f", line {mark.line + 1}"
     return f"{line}: not YAML: {problem or ' '.join(str(error).split())}"
 
 
 def number(low: float, high: float) -> Callable[[Any], bool]:
-    """Whether a value is a number from low to high: no NaN, and no integer that is too long for a float."""
+    """Returns a check whether a value is a number from low to high. NaN and booleans are not."""
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def whole(low: int, high: int) -> Callable[[Any], bool]:
-    """Whether a value is a whole number from low to high."""
+    """Returns a check whether a value is a whole number from low to high."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def some(names: list[str]) -> str:
-    """The first few of them."""
+    """Returns the first few names, as text."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def shortened(value: object) -> str:
-    """As str; a number of many digits by how many there are, another long text by its beginning."""
+    """Returns str(value); for a number of many digits their count, for another long text its beginning."""
     if isinstance(value, int) and abs(value) >= 10**40:
         digits = int(value.bit_length() * math.log10(2)) + 1
         return f"a whole number of about {digits:,} digits"
@@ -57,7 +57,7 @@ def shortened(value: object) -> str:
 
 
 class _Short(reprlib.Repr):
-    """At most some 60 characters of each part, a few parts, two levels."""
+    """A repr with at most about 60 characters of each part, a few parts, and two levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ shown = _Short().repr
 
 
 def nearest(name: str, choices: Collection[str]) -> str:
-    """'did you mean …? ', or nothing."""
+    """Returns 'did you mean …? ', or an empty text if no choice is similar."""
     from difflib import get_close_matches  # seldom needed
 
     near = get_close_matches(name, choices, n=1, cutoff=0.6)
@@ -81,5 +81,5 @@ def nearest(name: str, choices: Collection[str]) -> str:
 
 
 def unknown(what: str, name: str, choices: Collection[str]) -> str:
-    """One line that names the nearest valid choice and lists them all."""
+    """Returns a one-line message with `what`, the nearest valid choice, and all choices."""
     return f"{what}; {nearest(name, choices)}valid: {', '.join(choices)}"

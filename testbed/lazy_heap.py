@@ -1,4 +1,4 @@
-"""A heap whose elements can be moved and taken out. Owns the lazy deletion; knows no sequences, blocks or policies."""
+"""A heap whose elements can be moved and removed. Owns the lazy deletion; knows no sequences, blocks or policies."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeVar
 
-Rank = tuple[int, ...]  # smaller is served first; integers only, so that it is the same on every machine
+Rank = tuple[int, ...]  # the smallest is first; integers only, so that it is the same on every machine
 
 Name = TypeVar("Name", bound=Hashable)
 Item = TypeVar("Item")
 
-MIN_STALE: Final = 64  # below so many stale entries, compacting costs more than it saves
+MIN_STALE: Final = 64  # with fewer stale entries, compaction costs more than it saves
 
 
 class LazyHeap(Generic[Name, Item]):
-    """Items by rank, each under a name; equal ranks in the order of their `put`.
+    """Items ordered by rank, each with a unique name; equal ranks are in the order of their `put`.
 
-    put, remove: O(log n) amortised; first: O(1) amortised. What is removed or moved stays in the heap as a stale entry
-    until it comes to the top or until more than half of the heap is stale: memory is bounded by twice the items.
+    put, remove: O(log n) amortised; first: O(1) amortised. A removed or moved item leaves a stale entry in the heap,
+    until that comes to the top or the heap is compacted. The heap has at most twice as many entries as items, plus
+    MIN_STALE.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class LazyHeap(Generic[Name, Item]):
         self._num_puts = 0
 
     def put(self, name: Name, rank: Rank, item: Item) -> None:
-        """Adds the item, or moves the one of this name to a new rank."""
+        """Adds the item, or replaces the item of this name, at this rank."""
         self._num_puts += 1  # unique, so that neither names nor items are ever compared
         entry = (rank, self._num_puts, name, item)
         self._entries[name] = entry
@@ -35,12 +36,12 @@ class LazyHeap(Generic[Name, Item]):
         self._compact()
 
     def remove(self, name: Name) -> None:
-        """Raises KeyError for a name that is not there."""
+        """Removes the item of this name. Raises KeyError if there is none."""
         del self._entries[name]
         self._compact()
 
     def pop(self) -> Item:
-        """Removes and returns the first. Raises IndexError if there is none."""
+        """Removes and returns the first item. Raises IndexError if there is none."""
         self._settle()
         _, _, name, item = self._heap[0]
         self.remove(name)
@@ -61,14 +62,14 @@ class LazyHeap(Generic[Name, Item]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
-        """By rank; O(n log n)."""
+        """Iterates over the items by rank; O(n log n)."""
         return (entry[3] for entry in sorted(self._entries.values(), key=lambda entry: entry[:2]))
 
     def _settle(self) -> None:
         heap, entries = self._heap, self._entries
         while heap:
             known = entries.get(heap[0][2])
-            if known is not None and known[1] == heap[0][1]:  # the put that made it is the last of its name
+            if known is not None and known[1] == heap[0][1]:  # not stale: made by the last `put` of its name
                 return
             heappop(heap)
 

@@ -1,4 +1,4 @@
-"""Rows of a plan that no batch of the core stands behind: they came over a wire, or were made by hand."""
+"""Rows of a plan without a batch of the core: they were received from another process, or made by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from testbed.core.plan import Rows, ScheduledSequence
 
 
 class MadeRows(Rows):
-    """Rows that are there already. names: the request id of each; a device needs none."""
+    """Rows that exist already. names: the request id of each row; a device needs none."""
 
     def __init__(self, rows: tuple[ScheduledSequence, ...], names: Seq[str] = ()) -> None:
         self._rows = rows

@@ -1,8 +1,8 @@
-"""A seed of its own for each request that draws and brings none: of the run's seed and the request's id.
+"""A seed for each request that needs random numbers and has none: a hash of the run's seed and the request's id.
 
-Without it a backend would tell requests apart by what the core numbered them, which differs between policies: a
-session's next turn comes earlier under one than under another. So each request draws the same under every policy
-(common random numbers), on either backend.
+Without it a backend would have to key random numbers by sequence ids, which differ between policies: a session's next
+turn comes earlier under one policy than under another. With it each request has the same random numbers under every
+policy (common random numbers), on either backend.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from testbed.streams import draw
 
 
 def request_seed(run_seed: int, request_id: str) -> int:
-    """The seed of a request's draws, of 64 bits: stream "sampling"."""
+    """Returns the 64-bit seed of a request's random numbers, from the stream "sampling"."""
     return draw(run_seed, "sampling", request_id)
 
 
 def needs_seed(sampling: SamplingParams) -> bool:
-    """Whether requests with these parameters draw, from nothing of their own."""
+    """Whether requests with these parameters need random numbers, and have no seed."""
     return sampling.seed is None and (sampling.temperature > 0 or sampling.beam_width > 1)
 
 
 def seeded(request: Request, run_seed: int) -> Request:
-    """The request with all that it needs to draw."""
+    """Returns the request, with a seed if it needs one."""
     if not needs_seed(request.sampling):
         return request
     return request.replace(sampling=replace(request.sampling, seed=request_seed(run_seed, request.request_id)))

@@ -1,9 +1,9 @@
-"""Named random streams for the core, without state: a draw is a hash of the run's seed, its purpose and what it is for.
+"""Named random streams without state: a random number is a hash of the run's seed, its purpose and a key.
 
-Nobody holds a generator, so no draw depends on how many others were made before it, in which order, or whether at all:
-two policies under one seed draw the same for the same request (common random numbers). What a draw is *for* must be
-named by what no policy changes, which is the request's id: numbers that are dealt out as things happen (sequence ids,
-steps) differ between policies. Traces draw from numpy's streams of the same names (testbed/traces/draws.py).
+There is no generator, so a random number does not depend on which others were drawn before it: two policies with one
+seed get the same numbers for the same request (common random numbers). The key must be something that no policy
+changes, such as the request's id. Numbers that are assigned during a run (sequence ids, steps) differ between policies.
+Traces use numpy's generators instead, one for each purpose (testbed/traces/draws.py).
 """
 
 from __future__ import annotations
@@ -12,5 +12,6 @@ from xxhash import xxh64_intdigest
 
 
 def draw(seed: int, purpose: str, *key: int | str) -> int:
-    """64 random bits of the stream `purpose`: the same for the same key. Keys of one purpose are of one shape."""
+    """Returns 64 random bits of the stream `purpose`, the same for the same key. All keys of one purpose must have the
+    same form."""
     return xxh64_intdigest("/".join(map(str, (purpose, seed, *key))).encode())

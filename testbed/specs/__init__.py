@@ -1,1 +1,1 @@
-"""Models and devices as numbers: shapes, Hugging Face configs, measured profiles."""
+"""Models and devices as numbers: shapes, Hugging Face configs, measured profiles, operator tables."""

@@ -1,4 +1,4 @@
-"""Devices by their data sheets, and what each of their fields may be. Pure data; knows no model."""
+"""Devices by their data sheets, and the bounds of each field. Pure data; knows no model."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ INTERCONNECTS = ("nvlink", "pcie_p2p", "pcie_host")
 class DeviceSpec:
     """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
 
-    path: a YAML file of your own with these fields; what it leaves out keeps the value of the chosen device.
+    path: a YAML file of your own with these fields; a field that it leaves out keeps the value of the chosen device.
 
-    An attention kernel over prompts gives each tile of query rows of one head to one multiprocessor, which goes through
-    the keys. A tile that is not full takes as long as a full one; a decode in a step with prefills is such a tile. A
-    kernel that packs heads (FlashAttention-3) puts the rows of all heads that share K and V into one tile.
+    An attention kernel over prompts assigns each tile of query rows of one head to one multiprocessor, which iterates
+    over the keys. A tile that is not full takes as long as a full one; a decode in a step with prefills is such a tile.
+    A kernel that packs heads (FlashAttention-3) puts the rows of all heads that share K and V into one tile.
     """
 
     name: str
     kind: str = "cuda"  # cuda, cpu
     memory_bytes: int = 80 * 10**9
     memory_bytes_per_s: float = 3.35e12
-    cache_bytes: int = 0  # of the last level, shared by all multiprocessors
+    cache_bytes: int = 0  # of the last-level cache, shared by all multiprocessors
     flops_per_s: float = 989e12  # dense, at 2-byte precision
     interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
-    interconnect_bytes_per_s: float = 450e9  # one direction, between devices; of nvlink
-    interconnect_efficiency: float = 1.0  # share of it that collectives reach; of nvlink
-    interconnect_latency_ns: int = 5_000
-    interconnect_factor: float = 1.0  # how many times as long collectives take as all that says: what a fit finds
+    interconnect_bytes_per_s: float = 450e9  # one direction, between devices; used for nvlink
+    interconnect_efficiency: float = 1.0  # share of it that collectives reach; used for nvlink
+    interconnect_latency_ns: int = 5_000  # of one hop; used for nvlink
+    interconnect_factor: float = 1.0  # fitted: multiplies the predicted time of collectives
     host_link_bytes_per_s: float = 55e9  # PCIe, one direction, as measured rather than nominal
     host_link_latency_ns: int = 10_000
-    compute_efficiency: float = 0.7  # share of flops_per_s that large matrix products reach
+    compute_efficiency: float = 0.7  # share of flops_per_s that large GEMMs reach
     memory_efficiency: float = 0.85  # share of memory_bytes_per_s that streaming kernels reach
     attention_efficiency: float = 0.7  # share of flops_per_s that attention of long prompts reaches
     num_sms: int = 1  # multiprocessors
     attention_tile_rows: int = 1  # query rows of a tile
-    attention_tile_keys: int = 0  # what beginning and ending a tile takes, as a number of keys
+    attention_tile_keys: int = 0  # time to begin and end a tile, as a number of keys
     attention_packs_heads: bool = True  # else each of the heads that share K and V has tiles of its own
-    attention_floor_ns: int = 0  # what an attention kernel over prompts takes beside its work
-    decode_attention_floor_ns: int = 0  # the same of decodes alone, whose keys are split and merged again
-    gemm_tile_rows: int = 1  # rows of a matrix product are computed in multiples of these
-    gemm_floor_ns: int = 0  # the same of a matrix product: fill, drain, the wait for the kernel before it
-    kernel_floor_ns: int = 0  # the same of norms, rotary, activation, each of the sampler's kernels
-    kernel_factor: float = 1.0  # how many times as long kernels take as all that says, collectives apart: as above
+    attention_floor_ns: int = 0  # time of an attention kernel over prompts in addition to its work
+    decode_attention_floor_ns: int = 0  # the same for a kernel over decodes only, whose keys are split and merged
+    gemm_tile_rows: int = 1  # rows of a GEMM are computed in multiples of this
+    gemm_floor_ns: int = 0  # floor of a GEMM: fill, drain, the wait for the kernel before it
+    kernel_floor_ns: int = 0  # floor of norms, rotary embedding, activation, and each of the sampler's kernels
+    kernel_factor: float = 1.0  # fitted: multiplies the predicted time of kernels other than collectives
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
     source: str = ""
     path: str | None = None
@@ -60,7 +60,7 @@ class DeviceSpec:
 
 
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
-_RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: what is divided by it stays finite
+_RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: a quotient by it stays finite
 _SHARE = Expected("a share from 1e-6 to 1", number(1e-6, 1))
 _FACTOR = Expected("a number from 0.001 to 1000", number(1e-3, 1e3))
 _COUNT = Expected("a whole number from 1 to 1,000,000", whole(1, 10**6))

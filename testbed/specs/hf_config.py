@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as the fields of ModelSpec; what the `generation_config.json` beside it recommends.
+"""Reads a Hugging Face `config.json` as fields of ModelSpec, and sampling parameters from its `generation_config.json`.
 
 Pure data: no framework, and no weights.
 """
@@ -18,7 +18,7 @@ from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
 GENERATION_FILE = "generation_config.json"
-SAMPLING_DEFAULTS: dict[str, float] = asdict(Recommended())  # vLLM's, of each key that is read
+SAMPLING_DEFAULTS: dict[str, float] = asdict(Recommended())  # vLLM's default of each key that is read
 _WHOLE_NUMBERS = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim", "num_experts",
@@ -29,7 +29,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 _MOE = "Qwen3MoeForCausalLM"
 
-# What transformers takes where a file does not have the key; null says something else.
+# The defaults of transformers for keys that a file does not have; a null in the file is not replaced.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768},
     _MOE: {
@@ -43,15 +43,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
-ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known; others are priced in Llama's shape
-_OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # no key says which projections add one
+ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known; others get the step times of Llama's operators
+_OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # the architecture decides on biases, not a key
 _SCALED = ("linear", "dynamic", "yarn", "llama3")
 
 
 def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """A local Hugging Face `config.json` (or that of a folder) and what is in it.
+    """Returns the path and the content of a local Hugging Face `config.json`. path: the file, or its folder.
 
-    Raises ModelError if there is none, or it is no JSON object.
+    Raises ModelError if the file is missing or is not a JSON object.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -69,10 +69,10 @@ def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """The fields of a local Hugging Face `config.json` (or of the folder that has one) that ModelSpec knows.
+    """Returns the fields of ModelSpec that a local Hugging Face `config.json` gives. path: the file, or its folder.
 
-    Reads those of transformers 4 (`rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`). Raises
-    ModelError if there is none, it is no JSON, a needed field is absent, or one has a value that cannot be.
+    Reads the keys of transformers 4 (`rope_scaling`, `torch_dtype`) and of 5 (`rope_parameters`, `dtype`). Raises
+    ModelError if the file is missing or not JSON, a needed field is absent, or a field has an impossible value.
     """
     file, raw = read_hf_config(path)
     architecture = _architecture(file, raw)
@@ -110,13 +110,13 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def _experts(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of a mixture of experts in every layer."""
+    """Returns the fields of a model that has a mixture of experts in every layer."""
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     return {name: raw[name] for name in names} | {"norm_topk_prob": bool(raw["norm_topk_prob"])}
 
 
 def _first(default: Any, *values: Any) -> Any:
-    """The first that is there."""
+    """Returns the first value that is not None, else the default."""
     return next((value for value in values if value is not None), default)
 
 
@@ -149,7 +149,7 @@ def _check_values(file: Path, raw: dict[str, Any]) -> None:
 
 
 def _dtype(file: Path, raw: dict[str, Any]) -> str:
-    """Of the weights of the layers' projections."""
+    """Returns the dtype of the weights of the layers' projections."""
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     is_good = isinstance(dtype, str) and dtype in DTYPE_BYTES
     require(f"{file}: 'dtype'", dtype, is_good, f"one of {', '.join(DTYPE_BYTES)}", ModelError)
@@ -157,7 +157,7 @@ def _dtype(file: Path, raw: dict[str, Any]) -> str:
 
 
 def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
-    """The first, where there are several."""
+    """Returns the EOS token id; the first one of a list."""
     eos = raw.get("eos_token_id")
     eos = (eos[0] if eos else None) if isinstance(eos, list) else eos
     if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
@@ -166,7 +166,7 @@ def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
 
 
 def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
-    """The window of every layer; None where some layers have none, too."""
+    """Returns the window of all layers; None if a layer has none."""
     if architecture == "MistralForCausalLM":
         window: int | None = raw.get("sliding_window")
         return window
@@ -174,18 +174,18 @@ def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
 
 
 def slides_somewhere(raw: dict[str, Any]) -> bool:
-    """Whether the config of a Qwen model asks for a window at all; it may state one and not use it."""
+    """Whether the config of a Qwen model enables its window. The config may contain a window without using it."""
     return bool(raw.get("use_sliding_window"))
 
 
 def slides_everywhere(raw: dict[str, Any]) -> bool:
-    """Whether a config that asks for a window asks for it in every layer."""
+    """Whether a config that enables a window enables it in every layer."""
     kinds = raw.get("layer_types")
     return all(kind == "sliding_attention" for kind in kinds) if kinds else raw.get("max_window_layers") == 0
 
 
 def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """What is said about rotary positions, under the name of transformers 4 or of 5."""
+    """Returns the settings of rotary positions, under the key of transformers 4 or of 5. Raises ModelError."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
@@ -196,14 +196,14 @@ def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> RopeScaling | None:
-    """None: positions are not scaled. Of a type that is not known, the name only."""
+    """Returns None if positions are not scaled, and only the name of an unknown type."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return None
     if rope_type not in _SCALED:
         return RopeScaling(str(rope_type))
     values = dict(rope)
-    if rope_type == "dynamic":  # transformers reads the model's length, whatever else is said
+    if rope_type == "dynamic":  # transformers takes max_position_embeddings in any case
         values.pop("original_max_position_embeddings", None)
     elif raw.get("original_max_position_embeddings") is not None:
         values["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
@@ -235,7 +235,7 @@ def _positive(file: Path, key: str, value: object) -> float:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """What the file says; nothing where there is none. Raises ModelError for a file that is damaged."""
+    """Returns the object in a JSON file; empty if the file is missing. Raises ModelError for a damaged file."""
     if not (file.exists() or file.is_symlink()):
         return {}
     try:
@@ -248,8 +248,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def recommended(key: str, path: str | None, library: float) -> float:
-    """What the checkpoint at `path` (a folder, or its config.json) says of a key, else vLLM's default. library: what is
-    known of a model without a path."""
+    """Returns a sampling parameter from the checkpoint's generation_config.json, else vLLM's default. path: the folder
+    or its config.json; None: returns `library`, the value of the model library. Raises ModelError for a bad value."""
     if path is None:
         return library
     place = Path(path)

@@ -1,6 +1,6 @@
 """Models as numbers: shape, widths of their types, counts of parameters and bytes. Pure data, no framework.
 
-Knows no device: what fits into one is memory.py.
+Knows no device: memory.py computes what fits into one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary positions reach beyond the length that a model was first trained on; costs nothing.
+    """How rotary positions are extended beyond the model's first training length. Has no effect on step times.
 
-    The field names are those of a Hugging Face `config.json`, where `linear`, `dynamic`, `yarn` and `llama3` each read
-    some of them. original_max_position_embeddings: None is the model's max_position_embeddings. attention_factor: what
-    cosines and sines are multiplied by; None computes it (yarn).
+    The field names are those of a Hugging Face `config.json`; `linear`, `dynamic`, `yarn` and `llama3` each use some of
+    them. original_max_position_embeddings: None: the model's max_position_embeddings. attention_factor: factor of
+    cosines and sines; None: it is computed (yarn).
     """
 
     rope_type: str
@@ -50,8 +50,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """How tokens are drawn where a request does not say, as vLLM has it since 0.8: by the checkpoint's
-    `generation_config.json`, whose keys these are. What is not known of one is vLLM's own default."""
+    """Sampling parameters for requests that give none, as in vLLM since 0.8: those of the checkpoint's
+    `generation_config.json`, under its key names. Keys that are not known have vLLM's own defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,15 +78,15 @@ class ExpertsShape(NamedTuple):
 class ModelSpec:
     """The shape of a decoder-only transformer. `path`: a local checkpoint or config.json to take the shape from.
 
-    The field names are those of a Hugging Face `config.json`. dtype: of the weights; with `fp8` only the projections of
-    the layers have it (as published FP8 checkpoints do), and embeddings, activations and KV cache stay at 2 bytes.
-    sliding_window: what the model was trained to look back at; null: everything. word_embed_proj_dim: width of the
-    embedding where it is not hidden_size (OPT-350m alone). attention_bias, mlp_bias: whether the projections of a layer
-    add one (Qwen2's q, k and v always do, and no other). hidden_act: between the feed-forward's projections.
-    do_layer_norm_before: OPT alone (350m has it after). num_experts: in every layer, in the place of the feed-forward
-    of intermediate_size, which then has no weights; null: there are none. Each token goes through num_experts_per_tok
-    of them, each of moe_intermediate_size; norm_topk_prob: whether their shares add up to 1. recommended: what
-    `sampling=recommended` takes, but for a `path`, whose own file speaks.
+    The field names are those of a Hugging Face `config.json`. dtype: of the weights; `fp8` applies only to the layers'
+    projections (as in published FP8 checkpoints), and embeddings, activations and KV cache stay at 2 bytes.
+    sliding_window: with which the model was trained; null: none. word_embed_proj_dim: width of the embedding if it is
+    not hidden_size (only OPT-350m). attention_bias, mlp_bias: whether the projections of a layer add a bias (Qwen2
+    ignores these: its q, k and v always add one, its others never). hidden_act: between the MLP's projections.
+    do_layer_norm_before: only for OPT (false for 350m). num_experts: in every layer, instead of an MLP of
+    intermediate_size, which then has no weights; null: no experts. Each token goes to num_experts_per_tok experts, each
+    of moe_intermediate_size. norm_topk_prob: whether a token's expert weights are normalised to a sum of 1.
+    recommended: the parameters of `sampling=recommended`; with a `path`, those of its own file count instead.
     """
 
     name: str
@@ -151,12 +151,12 @@ class ModelSpec:
 
     @property
     def dtype_bytes(self) -> int:
-        """Of a weight of a layer's projections."""
+        """Bytes of a weight of a layer's projections."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def activation_dtype_bytes(self) -> int:
-        """Of activations, of embeddings, and of K and V unless the cache says otherwise."""
+        """Bytes of an element of activations, of embeddings, and of K and V unless `cache.kv_dtype` is set."""
         return max(2, self.dtype_bytes)
 
     @property
@@ -165,7 +165,7 @@ class ModelSpec:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence that the model's positions are made for, stretched by its rope scaling."""
+        """Tokens of the longest sequence for which the model has positions, extended by its rope scaling."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type not in ("linear", "dynamic", "yarn"):
             return self.max_position_embeddings
@@ -180,12 +180,12 @@ class ModelSpec:
 
     @property
     def num_mlp_matrices(self) -> int:
-        """Gate, up and down; OPT has no gate."""
+        """3: gate, up and down; 2 for OPT, which has no gate."""
         return 2 if self.architecture == _OPT else 3
 
     @property
     def experts(self) -> ExpertsShape | None:
-        """None: each layer has one feed-forward, which every token goes through."""
+        """The experts of each layer; None: each layer has one MLP for all tokens."""
         num, per_token, inner_size = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
         if num is None or per_token is None or inner_size is None:
             return None
@@ -193,30 +193,30 @@ class ModelSpec:
 
     @property
     def inner_size(self) -> int:
-        """Elements of a token between the feed-forward's projections, over all of its experts."""
+        """Elements of a token between the MLP's projections, summed over the token's experts."""
         experts = self.experts
         return self.intermediate_size if experts is None else experts.per_token * experts.inner_size
 
     @property
     def num_router_parameters(self) -> int:
-        """Parameters of what chooses among a layer's experts."""
+        """Parameters of a layer's router, which chooses experts."""
         return self.hidden_size * (self.num_experts or 0)
 
     @property
     def num_mlp_parameters(self) -> int:
-        """Parameters of one layer's gate, up and down projections: of all experts, and of what chooses among them."""
+        """Parameters of one layer's gate, up and down projections, or those of all experts and the router."""
         experts = self.experts
         inner_size = self.intermediate_size if experts is None else experts.num * experts.inner_size
         return self.num_mlp_matrices * self.hidden_size * inner_size + self.num_router_parameters
 
     @property
     def num_active_mlp_parameters(self) -> int:
-        """Of these, those that one token is multiplied by."""
+        """Those of num_mlp_parameters that one token uses."""
         return self.num_mlp_matrices * self.hidden_size * self.inner_size + self.num_router_parameters
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Token embedding and LM head (one matrix where they are tied); OPT's learned positions and projections."""
+        """Parameters of token embedding and LM head (one matrix if tied), and of OPT's positions and projections."""
         tokens = self.vocab_size * self.embedding_size * (1 if self.tie_word_embeddings else 2)
         projections = 2 * self.embedding_size * self.hidden_size if self.embedding_size != self.hidden_size else 0
         positions = (self.max_position_embeddings + 2) * self.hidden_size if self.architecture == _OPT else 0
@@ -229,27 +229,27 @@ class ModelSpec:
         return layers + self.num_embedding_parameters
 
     def num_kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """Where there are more ranks than KV heads, each head lies on several ranks."""
+        """Returns the KV heads on one rank. With more ranks than KV heads, each head is on several ranks."""
         return max(1, self.num_key_value_heads // tensor_parallel_size)
 
     def weight_bytes(self, tensor_parallel_size: int = 1) -> int:
-        """Bytes of the weights on one rank, the largest where the vocabulary does not divide."""
+        """Returns the bytes of the weights on one rank; on the largest if sizes do not divide evenly."""
         size = tensor_parallel_size
         q_size = self.num_attention_heads * self.head_dim // size
         kv_size = self.num_kv_heads_per_rank(size) * self.head_dim
         mlp, router = self.num_mlp_parameters - self.num_router_parameters, self.num_router_parameters
         layer = self.hidden_size * (2 * q_size + 2 * kv_size) + -(-mlp // size)
-        wide = -(-self.num_embedding_parameters // size) + self.num_hidden_layers * router  # that is on every rank
+        wide = -(-self.num_embedding_parameters // size) + self.num_hidden_layers * router  # routers: on every rank
         return self.num_hidden_layers * layer * self.dtype_bytes + wide * self.activation_dtype_bytes
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None, tensor_parallel_size: int = 1) -> int:
-        """Bytes of K and V that one token keeps over all layers, on one rank. kv_dtype: None is the model's."""
+        """Returns the bytes of one token's K and V over all layers, on one rank. kv_dtype: None: the model's."""
         width = self.activation_dtype_bytes if kv_dtype is None else KV_DTYPE_BYTES[kv_dtype]
         return 2 * self.num_hidden_layers * self.num_kv_heads_per_rank(tensor_parallel_size) * self.head_dim * width
 
 
 def check_ranks(model: ModelSpec, tensor_parallel_size: int) -> None:
-    """Raises ConfigError if the model's heads do not divide among the ranks, as engines want them to."""
+    """Raises ConfigError if the model's heads cannot be divided among the ranks, as engines require."""
     size, num_kv_heads = tensor_parallel_size, model.num_key_value_heads
     if size < 1 or model.num_attention_heads % size:
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""Operator tables: measured times of single kernels of one GPU, for cost models to look up. The schema, its writer, its
-reader.
+"""Operator tables: measured times of single kernels of a GPU, for cost models to look up. Owns schema, writer, reader.
 
-One Parquet file holds the tables of one device, of any number of engines and sources; one row is one measured point
+One Parquet file holds the tables of one device, of any number of engines and sources. One row is one measured point
 (OPERATOR_COLUMNS), with a null for each size that its operator does not have (SIZES). The file's metadata has, under
-the key `testbed.operators`, a JSON object that says what was measured and what is to be doubted. docs/tables.md
+the key `testbed.operators`, a JSON object that states what was measured and how far to trust it. docs/tables.md
 documents both. Knows no source and no cost model.
 """
 
@@ -23,8 +22,8 @@ METADATA_KEY: Final = "testbed.operators"
 
 OPERATOR_COLUMNS: dict[str, str] = {
     "operator": "string",  # one of OPERATORS
-    "kernel": "string",  # what ran, as the source calls it
-    "dtype": "string",  # of weights or messages: a name of ours where there is one
+    "kernel": "string",  # that ran, with the source's name
+    "dtype": "string",  # of weights or messages: with the testbed's name if it has one
     "kv_dtype": "string",  # of K and V; null: no attention
     "m": "int64",  # gemm [m, k] x [k, n]; elementwise and sampler: m rows of n elements
     "n": "int64",
@@ -33,19 +32,19 @@ OPERATOR_COLUMNS: dict[str, str] = {
     "num_kv_heads": "int64",
     "head_dim": "int64",
     "window": "int64",  # null: attends to everything
-    "batch": "int64",  # sequences of an attention call; attention_mixed: the decodes beside its one chunk
+    "batch": "int64",  # sequences of an attention call; attention_mixed: decodes next to its one chunk
     "new_tokens": "int64",  # query tokens of each prompt or chunk
-    "context": "int64",  # positions before the chunk; attention_decode: attended to by each, its own included
+    "context": "int64",  # positions before the chunk; attention_decode: attended to by each decode, its own included
     "decode_context": "int64",  # attention_mixed: attended to by each decode, its own included
-    "num_bytes": "int64",  # of the message that each rank holds; all_gather: of the gathered whole
+    "num_bytes": "int64",  # of the message that each rank holds; all_gather: of the gathered result
     "num_ranks": "int64",
     "time_ns": "float64",  # of one call (of one layer)
-    "engine": "string",  # and its version: "vllm 0.24.0"
-    "source": "string",  # and its version
+    "engine": "string",  # with its version: "vllm 0.24.0"
+    "source": "string",  # with its version
     "licence": "string",
 }
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
-SIZES: dict[str, tuple[str, ...]] = {  # what a row of each operator must have
+SIZES: dict[str, tuple[str, ...]] = {  # operator -> the sizes that its rows must have
     "gemm": ("m", "n", "k"),
     "attention_prefill": (*_HEADS, "batch", "new_tokens", "context"),
     "attention_decode": (*_HEADS, "batch", "context"),
@@ -69,9 +68,9 @@ _NAMES: Final = ("operator", "kernel", "dtype", "engine", "source", "licence")  
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorTables:
-    """The tables of one device. device: its name in the device library; device_description: what the source calls it.
+    """The tables of one device. device: its name in the device library; device_description: its name in the source.
 
-    rows: a pyarrow.Table of OPERATOR_COLUMNS. doubts: sentences that say what of it to distrust, with numbers.
+    rows: a pyarrow.Table of OPERATOR_COLUMNS. doubts: sentences on which parts not to trust, and why, with numbers.
     """
 
     device: str
@@ -80,7 +79,7 @@ class OperatorTables:
     doubts: tuple[str, ...] = ()
 
     def select(self, operator: str, **equal: Any) -> Any:
-        """The rows of an operator as a pyarrow.Table, of those with `equal` in the columns so named; None is null."""
+        """Returns the rows of an operator whose columns have the values of `equal`, as pyarrow.Table; None is null."""
         import pyarrow.compute as pc
 
         mask = pc.equal(self.rows["operator"], operator)
@@ -91,9 +90,10 @@ class OperatorTables:
 
 
 def of_engine(tables: OperatorTables, engine: str, version: str | None, place: str) -> OperatorTables:
-    """The rows of one engine, and those of no engine (NCCL). Where all are of another one alone, these.
+    """Returns the tables with the rows of one engine, and those of no engine (NCCL). If no version is given and all
+    rows are of one other engine, it returns these.
 
-    Raises ProfileError where there are several, and not this one. place: what the tables are called.
+    Raises ProfileError if the engine is missing otherwise. place: the name of the tables in the message.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -109,17 +109,17 @@ def of_engine(tables: OperatorTables, engine: str, version: str | None, place: s
 
 
 def alike(dtype: str) -> tuple[str, ...]:
-    """Types that take as long: both of 16 bits."""
+    """Returns the types that take the same time: both 16-bit types, or only the type itself."""
     return ("bfloat16", "float16") if dtype in ("bfloat16", "float16") else (dtype,)
 
 
 def product_dtype(model: ModelSpec) -> str:
-    """The dtype of a model's products outside of its layers: weights of 8 bits are only within."""
+    """Returns the dtype of a model's GEMMs outside of its layers: 8-bit weights exist only within layers."""
     return "bfloat16" if model.dtype == "fp8" else model.dtype
 
 
 def write_operator_tables(path: str | Path, tables: OperatorTables, command: str, *, date: str = "") -> None:
-    """Writes the file, whole or not at all. command: how it was made; date: when, in ISO form."""
+    """Writes the file, whole or not at all. command: that made the tables; date: when, in ISO format."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -142,7 +142,7 @@ def write_operator_tables(path: str | Path, tables: OperatorTables, command: str
 
 
 def read_operator_tables(path: str | Path) -> OperatorTables:
-    """Raises ProfileError naming the file, the row, the column, its value and what was expected."""
+    """Reads operator tables. Raises ProfileError with file, row, column, value and what was expected."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -164,7 +164,7 @@ def read_operator_tables(path: str | Path) -> OperatorTables:
 
 
 def _document(metadata: dict[bytes, bytes], path: str) -> dict[str, Any]:
-    """What the file's metadata says. Raises ProfileError unless it says it all."""
+    """Returns the JSON object in the file's metadata. Raises ProfileError if it is missing, incomplete or wrong."""
     text = metadata.get(METADATA_KEY.encode())
     if text is None:
         raise ProfileError(f"{path} has no operator tables: its metadata lacks {METADATA_KEY!r}; see docs/tables.md")
@@ -186,7 +186,7 @@ def _document(metadata: dict[bytes, bytes], path: str) -> dict[str, Any]:
 
 
 def _typed(table: Any, path: str) -> Any:
-    """The table with the columns of the schema, in their types. Raises ProfileError where one is missing or another."""
+    """Returns the table with the schema's columns and types. Raises ProfileError for a missing or wrong column."""
     import pyarrow as pa
 
     arrays = []
@@ -205,7 +205,7 @@ def _typed(table: Any, path: str) -> Any:
 
 
 def check_rows(rows: Any, place: str) -> None:
-    """Raises ProfileError, in one line, for the first row of a table of OPERATOR_COLUMNS that cannot be."""
+    """Raises ProfileError for the first impossible value in a table of OPERATOR_COLUMNS."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -239,7 +239,7 @@ def _refuse_where(rows: Any, mask: Any, place: str, name: str, expected: str) ->
 
 
 def _first(mask: Any) -> int | None:
-    """The first row that a mask has."""
+    """Returns the first row that a mask selects; None without any."""
     import pyarrow.compute as pc
 
     row: int = pc.index(mask, True).as_py()

@@ -1,8 +1,8 @@
-"""Profiles: measured steps of a real engine, for cost models to be fitted to. The schema, its writer, its reader.
+"""Profiles: measured steps of a real engine, to which cost models are fitted. Owns the schema, its writer, its reader.
 
-A profile is one Parquet file with one row a measured step (COLUMNS): the integers of its BatchShape, its spans, how
-long it took from plan to commit, and which repeat of its shape it is. The file's metadata has, under the key
-`testbed.profile`, a JSON object with the fields of ProfileManifest: what was measured, on what, and how.
+A profile is one Parquet file with one row for each measured step (COLUMNS): the integers of its BatchShape, its spans,
+its time from plan to commit, and the number of the repeat of its shape. The file's metadata has, under the key
+`testbed.profile`, a JSON object with the fields of ProfileManifest: what was measured, on which device, and how.
 docs/calibration.md documents both. Knows no cost model and no engine.
 """
 
@@ -26,7 +26,7 @@ METADATA_KEY = "testbed.profile"
 _PREFILLS = "list<struct<start, num_tokens>>"
 
 COLUMNS: dict[str, str] = {
-    "num_decodes": "int32",  # rows of one token whose prompt is computed
+    "num_decodes": "int32",  # rows of one token of sequences whose prompt is computed
     "decode_context_tokens": "int64",  # positions that they attended to, their own included; summed
     "longest_decode_context": "int64",  # positions that the longest of them attended to; 0: not known
     "prefills": _PREFILLS,  # each prompt or chunk: positions before it (within the window), tokens computed
@@ -40,26 +40,26 @@ COLUMNS: dict[str, str] = {
     "forward_ns": "int64",
     "sample_ns": "int64",
     "total_ns": "int64",  # from plan to commit; spans may overlap, and leave gaps
-    "repeat": "int32",  # 0, 1, …: of steps of the same shape
+    "repeat": "int32",  # 0, 1, …: number among the steps of the same shape
 }
 MAX_STEP_NS = 3_600_000_000_000  # of one measured step
 MAX_COUNT = 2**40  # of tokens, positions, blocks
-CLOCKS_NS = 1_000_000  # by which a span, on the device's clock, may exceed its step, on the host's
+CLOCKS_NS = 1_000_000  # by which a span (on the device's clock) may exceed its step (on the host's clock)
 _NUMBERS = tuple(name for name in COLUMNS if name != "prefills")
 
-# fields of a model on which what a step costs depends
+# fields of a model on which the time of a step depends
 MODEL_SHAPE = (
     "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "dtype",
 )  # fmt: skip
 
-MODEL_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # likewise; null, or not said: none
+MODEL_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # likewise; null or missing: none
 
 _ROPE = {item.name for item in fields(RopeScaling)}
 
 
 class MeasuredStep(NamedTuple):
-    """One row. total_ns: from plan to commit."""
+    """One row of a profile. total_ns: from plan to commit."""
 
     shape: BatchShape
     spans: Spans
@@ -70,10 +70,10 @@ class MeasuredStep(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ProfileManifest:
     """What was measured. device: its name in the device library, which a simulation must choose; device_description:
-    what the engine calls it. model: the fields of ModelSpec. dtype: of weights as they ran. kv_dtype, sliding_window:
-    None is the model's, and all. captured_decodes, captured_tokens: up to which steps of decodes alone, and any other,
-    the engine replayed as graphs, padded; 0: none, or not known. probe_ns: the times are of a machine on which the
-    engine's probe takes so long (backend.pace=probe_scaled); None: as they were measured."""
+    its name in the engine. model: the fields of ModelSpec. dtype: of the weights in the run. kv_dtype: None: the
+    model's. sliding_window: None: none. captured_decodes, captured_tokens: largest steps with one token of each
+    sequence, and largest other steps, that the engine replayed as padded graphs; 0: none, or not known. probe_ns: times
+    are scaled to a machine whose probe takes this long (backend.pace=probe_scaled); None: times as measured."""
 
     device: str
     model: dict[str, Any]
@@ -95,12 +95,12 @@ class ProfileManifest:
 
     @classmethod
     def from_json(cls, raw: Any, place: str) -> ProfileManifest:
-        """Raises ProfileError naming the place, the field, its value and what was expected."""
+        """Reads a manifest. Raises ProfileError with the place, the field, its value and what was expected."""
         if not isinstance(raw, dict):
             raise ProfileError(f"{place}: the manifest is {shown(raw)}; expected a JSON object")
         if raw.get("format") != FORMAT:
             raise ProfileError(f"{place}: 'format' is {shown(raw.get('format'))}; expected {FORMAT}")
-        raw = {"captured_decodes": 0, "captured_tokens": 0, "probe_ns": None, **raw}  # not said before there were such
+        raw = {"captured_decodes": 0, "captured_tokens": 0, "probe_ns": None, **raw}  # missing in older profiles
         hints = get_type_hints(cls)
         for item in fields(cls):
             if item.name not in raw:
@@ -127,7 +127,7 @@ class ProfileManifest:
 
     @property
     def max_length(self) -> int:
-        """Positions of the longest sequence that the model has, if it says."""
+        """Positions of the model's longest sequence; MAX_SIZE if the manifest does not give it."""
         return _checked_model(self.model, "").max_length if "max_position_embeddings" in self.model else MAX_SIZE
 
     def check_matches(
@@ -141,7 +141,7 @@ class ProfileManifest:
         kv_dtype: str | None,
         sliding_window: int | None,
     ) -> None:
-        """Raises ConfigError, in one line that names both, if it is a profile of something else than will be priced."""
+        """Raises ConfigError, in one line with both values, if the profile does not match the run. place: its name."""
         own, theirs = asdict(model), self.model | {"dtype": self.dtype}
         for name in (*MODEL_SHAPE, *MODEL_EXPERTS):
             if theirs.get(name) != own[name]:
@@ -171,7 +171,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 
 
 def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
-    """What a model says of all that a price and a length depend on. Raises ProfileError unless a model can be so."""
+    """Returns the fields of a model on which step times and lengths depend. Raises ProfileError for impossible ones."""
     needed = ("name", *MODEL_SHAPE)
     missing = [name for name in needed if name not in model]
     if missing:
@@ -203,7 +203,7 @@ class Profile(NamedTuple):
 
 
 def number_repeats(steps: Iterable[tuple[BatchShape, Spans, int]]) -> list[MeasuredStep]:
-    """Measured steps (shape, spans, total_ns), in order, with the repeats of each shape counted."""
+    """Returns measured steps (shape, spans, total_ns), in order, with the repeats of each shape numbered."""
     seen: dict[BatchShape, int] = {}
     numbered = []
     for shape, spans, total_ns in steps:
@@ -242,7 +242,7 @@ def _as_row(step: MeasuredStep) -> dict[str, Any]:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Raises ProfileError naming the file, the row, the field, its value and what was expected."""
+    """Reads a profile. Raises ProfileError with the file, the row, the field, its value and what was expected."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -274,7 +274,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
-    """max_length: of a sequence."""
+    """Returns one row as a MeasuredStep. Raises ProfileError. max_length: of a sequence."""
     for name in _NUMBERS:
         _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
         if name.endswith("_ns") and row[name] > MAX_STEP_NS:

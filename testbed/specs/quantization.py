@@ -1,8 +1,7 @@
-"""What the `quantization_config` of a Hugging Face `config.json` says of weights. Pure data: no framework, no weights.
+"""Reads the weight format in the `quantization_config` of a Hugging Face `config.json`. Pure data: no framework.
 
-Weights of 8 bits in e4m3 with scales beside them are read, as `fp8` (DeepSeek, Qwen) and `compressed-tensors` write
-them: a stored weight times its scale is the weight. What such a file says of activations is not followed: they keep
-their own format.
+Supported are 8-bit weights in e4m3 with separate scales, as written by `fp8` (DeepSeek, Qwen) and `compressed-tensors`:
+a stored weight times its scale is the weight. A quantisation of activations is ignored: they keep their own format.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _KEPT = re.compile(r"(re:)?.*(lm_head|embed_tokens|norm|mlp\.gate)\$?")  # modul
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Which weights share a scale: `rows` x `columns` of them; None: all. A scale's name is that of its weight, with
-    `scale_name` in the place of `weight`."""
+    """Which weights share a scale: blocks of `rows` x `columns`; None: all. A scale has the name of its weight, with
+    `scale_name` instead of `weight`."""
 
     rows: int | None
     columns: int | None
@@ -28,12 +27,13 @@ class Fp8Scheme:
 
 
 PER_TENSOR = Fp8Scheme(None, None)
-PER_CHANNEL = Fp8Scheme(1, None)  # an output feature each
+PER_CHANNEL = Fp8Scheme(1, None)  # a scale for each output feature
 PER_BLOCK = Fp8Scheme(*BLOCK, "weight_scale_inv")
 
 
 def fp8_scheme(raw: dict[str, Any]) -> Fp8Scheme | str | None:
-    """Of a config.json. None: its weights are not quantised; a text: how they are, in words, if not as is read here."""
+    """Returns the scheme of a config.json; None if its weights are not quantised; a description if the format is not
+    supported."""
     config = raw.get("quantization_config")
     if not config:
         return None

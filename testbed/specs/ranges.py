@@ -1,4 +1,4 @@
-"""What a number of a model, a device or a measurement may be, so that a price stays finite. Knows none of them."""
+"""Bounds of the numbers of models, devices and measurements that keep every step time finite. Knows none of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from testbed.foreign_text import number
 
-MAX_SIZE = 2**31 - 1  # of a dimension of a model, in elements, layers, tokens: products of a few are finite prices
-MAX_PART_NS = 10**15  # of a time that is given, 11 days: what a step multiplies it by leaves it finite
+MAX_SIZE = 2**31 - 1  # of a model's dimension, in elements, layers, tokens: products of a few are finite
+MAX_PART_NS = 10**15  # of a given time, 11 days: the factors in a step leave it finite
 
 
 class Expected(NamedTuple):
-    """What a value of a field must be."""
+    """A condition on a field's value. text: for messages, as in "it must be <text>". holds: checks a value."""
 
     text: str
     holds: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""What makes a list of rows a trace: unique ids, whole sessions, sorted arrivals. Every maker of traces ends here."""
+"""Makes a trace of a list of rows: checks ids and sessions, sorts arrivals. Every whole trace is made here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from testbed.traces.schema import MAX_NS, Trace, TraceRequest
 def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) -> Trace:
     """Checks and sorts `rows` into a Trace; rows that were out of order are counted in its notes.
 
-    A closed-loop turn (think_ns set) has no arrival of its own: it is given, and sorted by, that of the turn before it.
-    Raises TraceError, naming the place, on no rows, a duplicate id, an arrival beyond MAX_NS, an empty prompt or
-    output, and broken sessions: a gap or a repetition of turns (they may begin at any number), a first turn without an
-    arrival, turns that go back in time.
+    A closed-loop turn (think_ns set) has no arrival of its own: it gets, and is sorted by, that of the turn before it.
+    Raises TraceError, with the place, on no rows, a duplicate id, an arrival beyond MAX_NS, an empty prompt or output,
+    and broken sessions: a missing or repeated turn (turns may begin at any number), a first turn without an arrival,
+    turns that go back in time.
     """
     given = list(rows)
     if not given:
@@ -36,7 +36,7 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
 
 
 def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:
-    """The positions of each session's rows in turn order; sessions in order of first appearance."""
+    """Returns the positions of each session's rows in turn order; sessions in order of first appearance."""
     sessions: dict[str, list[int]] = {}
     for position, row in enumerate(rows):
         if row.session_id is not None:
@@ -47,14 +47,14 @@ def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:
 
 
 def too_late(row: TraceRequest) -> TraceError:
-    """The error for an arrival that is beyond any clock."""
+    """Returns the error for an arrival after MAX_NS."""
     return TraceError(
         f"{_where(row)}: the request arrives at {row.arrival_ns / 1e9:.4g} s; expected at most {MAX_NS // 10**9:,} s"
     )
 
 
 def check_row(row: TraceRequest) -> None:
-    """What can be said of a row by itself. Raises TraceError, naming its place."""
+    """Checks a row without regard to other rows. Raises TraceError, with its place."""
     where = _where(row)
     if row.arrival_ns > MAX_NS:
         raise too_late(row)
@@ -70,9 +70,8 @@ def check_row(row: TraceRequest) -> None:
 
 
 def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest:
-    """A turn after the one before it in its session (None: its first); one of a closed loop gets that one's arrival.
-
-    Raises TraceError, naming its place.
+    """Checks a turn against the one before it in its session (None: it is the first), and returns it. A closed-loop
+    turn gets the arrival of the one before. Raises TraceError, with its place.
     """
     where = _where(row)
     if previous is None:
@@ -99,9 +98,9 @@ def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest
 
 
 def used_twice(row: TraceRequest, first: str = "", *, is_number: bool = False) -> TraceError:
-    """The error for an id that another row has. first: where that one is, if known.
+    """Returns the error for an id that another row has. first: the place of that row, if known.
 
-    is_number: the row has none of its own, and is called by its number.
+    is_number: the row has no id of its own; its number is its id.
     """
     if is_number:
         return TraceError(
@@ -128,14 +127,14 @@ def _check_rows(rows: list[TraceRequest]) -> None:
 
 
 def _check_session(rows: list[TraceRequest], positions: list[int]) -> None:
-    """Checks one session's turns, and gives its closed-loop turns the arrival of the turn before them."""
+    """Checks one session's turns, and sets the arrival of closed-loop turns to that of the turn before them."""
     previous: TraceRequest | None = None
     for position in positions:
         previous = rows[position] = check_turn(rows[position], previous)
 
 
 def _count_late(rows: list[TraceRequest]) -> int:
-    """How many timed rows stand after one that arrives later."""
+    """Returns how many rows with an arrival of their own come after a row that arrives later."""
     num_late = latest = 0
     for row in rows:
         if row.think_ns is None:
@@ -147,7 +146,7 @@ def _count_late(rows: list[TraceRequest]) -> int:
 
 
 def _restore_turn_order(order: list[int], sessions: dict[str, list[int]], num_rows: int) -> None:
-    """Lets turns of one session that arrive at one instant stand in turn order, in the places that they have."""
+    """Puts each session's turns into turn order, within their sorted places: the sort knows only their arrivals."""
     place_of = [0] * num_rows
     for place, position in enumerate(order):
         place_of[position] = place

@@ -1,7 +1,7 @@
-"""When sessions start: processes of arrivals as endless streams of instants in ns, never decreasing.
+"""Arrival processes of sessions: endless streams of instants in ns, never decreasing.
 
-All but gamma turn standard exponential or uniform draws into instants by inverting the cumulated rate: two settings
-(other rates, other bursts) thus share their random numbers.
+All random processes except gamma turn standard exponential draws into instants by inverting the cumulated rate. So two
+settings (other rates, other bursts) share their random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed.traces.draws import CHUNK, Stream
 from testbed.traces.schema import MAX_NS
 
 ARRIVALS = ("poisson", "gamma", "deterministic", "mmpp", "diurnal", "all_at_once")  # the last has no rate
-_OF_KIND = {  # settings that matter to some processes only
+_OF_KIND = {  # setting -> the processes that use it
     "cv": ("gamma",), "burst_factor": ("mmpp",), "burst_s": ("mmpp",), "calm_s": ("mmpp",),
     "amplitude": ("diurnal",), "period_s": ("diurnal",), "peak_s": ("diurnal",),
 }  # fmt: skip
@@ -28,12 +28,12 @@ _OF_KIND = {  # settings that matter to some processes only
 
 @dataclass(frozen=True, slots=True)
 class ArrivalConfig:
-    """A process of arrivals. rate is its mean over all time, in arrivals per second."""
+    """An arrival process. rate is its mean over all time, in arrivals per second."""
 
     arrival: str = "poisson"  # poisson, gamma, deterministic, mmpp, diurnal, all_at_once
     rate: float = 4.0  # arrivals per second, on average
     cv: float = 1.0  # gamma: coefficient of variation of the gaps; 1 is Poisson, above is bursty
-    burst_factor: float = 5.0  # mmpp: the rate within bursts over the rate between them
+    burst_factor: float = 5.0  # mmpp: ratio of the rate within bursts to the rate between them
     burst_s: float = 20.0  # mmpp: mean length of a burst
     calm_s: float = 80.0  # mmpp: mean time between bursts
     amplitude: float = 0.5  # diurnal: the rate swings between (1 - amplitude) and (1 + amplitude) times its mean
@@ -51,7 +51,7 @@ class ArrivalConfig:
         require("trace.peak_s", self.peak_s, 0 <= self.peak_s <= 1e9, "0 to 1e9 s")
 
     def says(self) -> str:
-        """The process in words, with all that it depends on."""
+        """Returns the process in words, with all settings that it uses."""
         told = [self.arrival] if self.arrival == "all_at_once" else [self.arrival, f"{self.rate:g} per second"]
         told += [f"{name} {getattr(self, name):g}" for name, kinds in _OF_KIND.items() if self.arrival in kinds]
         return ", ".join(told)
@@ -62,7 +62,7 @@ class ArrivalConfig:
 
 
 def idle_notes(config: ArrivalConfig, prefix: str = "trace.", default: ArrivalConfig | None = None) -> tuple[str, ...]:
-    """A note for each setting that is not as in `default` and that the process does not look at.
+    """Returns a note for each setting that differs from `default` although the process does not use it.
 
     prefix: of the settings' names.
     """
@@ -75,20 +75,20 @@ def idle_notes(config: ArrivalConfig, prefix: str = "trace.", default: ArrivalCo
 
 
 def without_effect(config: ArrivalConfig) -> list[str]:
-    """The settings that the process does not look at."""
+    """Returns the settings that the process does not use."""
     used = {"rate": ARRIVALS[:-1], **_OF_KIND}
     return [name for name, kinds in used.items() if config.arrival not in kinds]
 
 
 def arrivals(kind: str, rate: float, num: int, rng: np.random.Generator, cv: float = 1.0) -> list[int]:
-    """`num` arrival instants in ns, the first at 0 (Poisson and gamma: after its own gap)."""
+    """Returns `num` arrival instants in ns. The first is at 0 if `kind` is not random, else after a random gap."""
     return list(islice(instants(ArrivalConfig(kind, rate, cv), lambda _: rng), num))
 
 
 def instants(config: ArrivalConfig, rng: Stream, num: int | None = None) -> Iterator[int]:
-    """Endless arrival instants in ns. num: how many are wanted, for the message.
+    """Returns endless arrival instants in ns. num: how many are wanted, for the message.
 
-    Raises ConfigError when one comes after any clock's end.
+    The iterator raises ConfigError at an instant after MAX_NS.
     """
     if config.arrival == "all_at_once":
         return repeat(0)
@@ -97,7 +97,7 @@ def instants(config: ArrivalConfig, rng: Stream, num: int | None = None) -> Iter
 
 
 def _renewals(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64]]:
-    """Chunks of instants in ns whose gaps are independent: exponential, or gamma distributed."""
+    """Yields chunks of instants in ns with independent gaps, exponential or gamma distributed."""
     source, shape = rng("arrival"), 1.0 / config.cv**2
     last = np.zeros(1)
     while True:
@@ -105,7 +105,7 @@ def _renewals(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64
             gaps = source.standard_gamma(shape, CHUNK) / shape
         else:
             gaps = source.standard_exponential(CHUNK)
-        with np.errstate(over="ignore", invalid="ignore"):  # refused later
+        with np.errstate(over="ignore", invalid="ignore"):  # rejected by _whole_ns
             sums = np.cumsum(np.concatenate((last, gaps)))[1:]
             last = sums[-1:]
             yield sums * (1e9 / config.rate)
@@ -113,7 +113,7 @@ def _renewals(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64
 
 def _regular(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64]]:
     for start in count(0, CHUNK):
-        with np.errstate(over="ignore"):  # refused later
+        with np.errstate(over="ignore"):  # rejected by _whole_ns
             yield np.arange(start, start + CHUNK, dtype=np.float64) * 1e9 / config.rate
 
 
@@ -125,7 +125,7 @@ def _modulated(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float6
     lengths_s = (config.calm_s, config.burst_s)
     states, units = rng("arrival_state"), rng("arrival")
     state = int(states.random() < share)
-    start_s = expected = 0.0  # of the present state: its start, and the arrivals expected before it
+    start_s = expected = 0.0  # start of the present state, and the cumulated rate at that time
     stay_s = lengths_s[state] * states.standard_exponential()
     last = 0.0
     while True:
@@ -142,9 +142,9 @@ def _modulated(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float6
 
 
 def _diurnal(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64]]:
-    """A Poisson process whose rate is a cosine over the day, by bisection on the cumulated rate."""
+    """A Poisson process whose rate follows a cosine over the day, by bisection on the cumulated rate."""
     source, omega = rng("arrival"), 2 * math.pi / config.period_s
-    swing_s = config.amplitude / omega  # by how much the cumulated rate, over the mean rate, runs ahead at most
+    swing_s = config.amplitude / omega  # amplitude of the sine in: cumulated rate / mean rate
     phase = omega * config.peak_s
     last = 0.0
     while True:
@@ -159,7 +159,7 @@ def _diurnal(config: ArrivalConfig, rng: Stream) -> Iterator[NDArray[np.float64]
 
 
 def _whole_ns(chunks: Iterator[NDArray[np.float64]], rate: float, num: int | None) -> Iterator[int]:
-    """Instants that rise, rounded. Raises ConfigError at one that is beyond any clock."""
+    """Yields the instants, rounded to whole ns. Raises ConfigError at an instant after MAX_NS."""
     for chunk in chunks:
         possible = chunk[chunk <= MAX_NS]
         yield from np.rint(possible).astype(np.int64).tolist()

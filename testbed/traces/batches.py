@@ -1,4 +1,4 @@
-"""Arrivals that come together: recorded in batches, or with a coarse clock, they queue as no single ones would."""
+"""Counts arrivals at one instant: recorded in batches, or with a coarse clock, they queue more than in reality."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from testbed.traces.schema import TraceRequest
 
-_FEW = 0.05  # a share of arrivals that needs no word
+_FEW = 0.05  # a share of arrivals that needs no note
 
 
 class Batches:
-    """Of rows that come one after the other, those that have an arrival of their own."""
+    """Counts the arrivals at the instant of the one before. Closed-loop turns have no arrival, and do not count."""
 
     def __init__(self) -> None:
         self._latest_ns = -1
@@ -24,7 +24,7 @@ class Batches:
 
     @property
     def note(self) -> str | None:
-        """What to know of them; None: few come together, or all at one instant."""
+        """A note on these arrivals; None if they are few, or if all arrivals are at one instant."""
         num_gaps = self._num - 1
         if not _FEW * num_gaps < self._num_equal < num_gaps:
             return None
@@ -35,7 +35,7 @@ class Batches:
 
 
 def batches_of(rows: Iterable[TraceRequest]) -> Batches:
-    """Goes through the rows once."""
+    """Returns the counts of the rows. Iterates over them once."""
     batches = Batches()
     for row in rows:
         batches.add(row)

@@ -1,6 +1,6 @@
-"""What is said in a generated session: each request's prompt is all that was said before it and what is new.
+"""Contents of generated sessions: each request's prompt is the session so far (prompt and output), plus new text.
 
-Text of a session is one content, cut into spans; system prompts, examples and documents are contents that sessions
+A session's own text is one content, cut into spans. System prompts, examples and documents are contents that sessions
 share. Knows no arrival times.
 """
 
@@ -31,7 +31,7 @@ class SessionDraw(NamedTuple):
 
 
 class RowDraw(NamedTuple):
-    """The random numbers of one request; which of them it uses depends on its place in its session."""
+    """The random numbers of one request; its place in the session decides which of them it uses."""
 
     prompt: int
     turn_prompt: int
@@ -45,7 +45,7 @@ class RowDraw(NamedTuple):
 
 
 class Said(NamedTuple):
-    """One request of a session. wait_ns: after the request before it ended."""
+    """One request of a session. wait_ns: since the request before it finished (closed loop) or arrived (open loop)."""
 
     prompt: tuple[Part, ...]
     output: Span
@@ -53,7 +53,7 @@ class Said(NamedTuple):
 
 
 def length_configs(config: SyntheticConfig) -> dict[str, LengthConfig]:
-    """The distributions of lengths that are drawn from, by the name of their setting."""
+    """Returns the length distributions that a config uses, by the name of their setting."""
     return {
         "prompt": config.prompt,
         "output": config.output,
@@ -65,7 +65,7 @@ def length_configs(config: SyntheticConfig) -> dict[str, LengthConfig]:
 
 
 def session_draws(config: SyntheticConfig, rng: Stream) -> Iterator[SessionDraw]:
-    """Endless; each purpose by its own stream."""
+    """Returns endless draws; each purpose has its own random stream."""
     turns, tenants = rng("turns"), rng("tenant")
     num_tenants = max(1, config.num_tenants)
     columns = (
@@ -78,7 +78,7 @@ def session_draws(config: SyntheticConfig, rng: Stream) -> Iterator[SessionDraw]
 
 
 def row_draws(config: SyntheticConfig, rng: Stream, joint: JointLengths | None) -> Iterator[RowDraw]:
-    """Endless; each purpose by its own stream, so that what one draws does not depend on another's settings."""
+    """Returns endless draws; each purpose has its own random stream, so its values do not depend on other settings."""
     agent = config.agent
     waits = (
         _waits(config.think_time_s, config.think, rng("think")),
@@ -115,7 +115,7 @@ def _counts(low: int, high: int, rng: np.random.Generator) -> Iterator[int]:
 
 
 def _documents(config: SyntheticConfig, rng: Stream) -> Iterator[tuple[int, ...]]:
-    """The documents found for each request, without repetitions, in the order found."""
+    """Returns the documents found for each request, without repetitions, in the order found."""
     if not config.rag.num_documents:
         return repeat(())
     ranks = zipf_ranks(config.rag.num_documents, config.rag.skew, rng("document"))
@@ -133,7 +133,7 @@ class Library:
 
     @classmethod
     def of(cls, config: SyntheticConfig, seed: int, rng: Stream, cuts: Cuts) -> Library:
-        """Of all tenants with one seed: they share what has one number and one length."""
+        """Makes the contents. All tenants of one seed share content i of a kind, up to the shorter of their lengths."""
 
         def keyed(kind: str, sizes: list[int]) -> tuple[Span, ...]:
             return tuple(Span(content_key(kind, seed, i), 0, size) for i, size in enumerate(sizes) if size)
@@ -152,7 +152,7 @@ class Library:
 
 
 class Conversation:
-    """One session as it grows. `say` gives its next request, or None when it is over."""
+    """One growing session. `say` returns its next request, or None when the session is over."""
 
     def __init__(self, config: SyntheticConfig, library: Library, draw: SessionDraw, key: int, cuts: Cuts) -> None:
         self._config = config
@@ -160,7 +160,7 @@ class Conversation:
         self._later = "prompt" if config.turn_prompt is None else "turn_prompt"
         self._library = library
         self._key = key
-        self._parts: list[Part] = []  # all that was said, ends of outputs included
+        self._parts: list[Part] = []  # the session so far, outputs included
         if library.systems:
             self._parts.append(library.systems[draw.system])
         if library.tasks:
@@ -172,7 +172,7 @@ class Conversation:
         self._is_first = True
 
     def say(self, draw: RowDraw) -> Said | None:
-        """The next request. None: the session has ended, and `draw` was not used."""
+        """Returns the next request. None: the session has ended, and `draw` was not used."""
         is_call_result = self._calls_left > 0
         if not is_call_result and not self._turns_left:
             return None
@@ -203,7 +203,7 @@ class Conversation:
             output = min(output, limit - before - 1)
             new = min(new, limit - before - output)
             self._cuts.num_first_cut += before + new + output < wanted
-            self._cuts.count(text, drawn)  # now that they are used
+            self._cuts.count(text, drawn)  # counted here, as the lengths are used only now
             self._cuts.count(answer, drawn_output)
         self._calls_left = num_calls
         self._turns_left -= not is_call_result

@@ -16,7 +16,7 @@ _pack_plain = struct.Struct("<2scqcq4scQQQ3sQQQc").pack  # see _encode_plain
 
 
 class Fingerprint:
-    """Of rows that come one after the other: the same value as of the whole trace."""
+    """The fingerprint of rows that are added one by one: the same value as `fingerprint` of the whole trace."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128(b"testbed trace 1")
@@ -29,11 +29,12 @@ class Fingerprint:
 
 
 def fingerprint(trace: TraceSource) -> str:
-    """32 hex digits of a 128-bit xxh3 over all that matters for a run, in row order.
+    """Returns 32 hex digits of a 128-bit xxh3 over everything that matters for a run, in row order.
 
-    In: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Out: the
-    trace's name and notes, where rows came from, and the arrival of a closed-loop turn, which is ignored. How a content
-    is cut into parts makes no difference. The same in every process and on every machine. Goes through the rows once.
+    Included: ids, arrivals, contents, priorities, tenants, sessions, think times, cancellations, deadlines, salts. Not
+    included: the trace's name and notes, the places of rows, and the arrivals of closed-loop turns, which have no
+    effect. How a content is cut into parts makes no difference. The value is the same in every process and on every
+    machine. Iterates over the rows once.
     """
     digest = Fingerprint()
     for row in trace:
@@ -61,14 +62,14 @@ def _encode(row: TraceRequest) -> bytes:
     numbers = (row.arrival_ns if row.think_ns is None else None, row.priority, row.turn, row.think_ns)
     fields = [_text(row.request_id), _text(row.tenant), _text(row.session_id)]
     fields += [_number(number) for number in (*numbers, row.cancel_after_ns)]
-    if row.deadline_ns is not None or row.cache_salt is not None:  # absent: as before they were known
+    if row.deadline_ns is not None or row.cache_salt is not None:  # newer fields: without them the value stays
         fields += [_number(row.deadline_ns), _text(row.cache_salt)]
     fields += [_content(row.prompt), b"-" if output is None else _content((output,))]
     return b"".join(fields)
 
 
 def _encode_plain(row: TraceRequest, prompt: Span, output: Span) -> bytes:
-    """What the general way gives for a request outside sessions with one content: most rows of long traces."""
+    """Returns what the general case returns, faster, for a request outside sessions with one span: most long traces."""
     raw = row.request_id.encode()
     plain = _pack_plain(b"--", b"i", row.arrival_ns, b"i", row.priority, b"---(", b"k", *prompt, b")(k", *output, b")")
     return _pack_text(b"s", len(raw)) + raw + plain
@@ -86,7 +87,7 @@ def _number(number: int | None) -> bytes:
 
 
 def _content(parts: tuple[Part, ...]) -> bytes:
-    """Spans by key and place; runs of explicit ids by their ids, however they were cut."""
+    """Encodes spans by key, start and length, and runs of explicit ids by their ids, however they are cut."""
     encoded = [b"("]
     ids: list[int] = []
     for part in (*join_parts(parts), None):

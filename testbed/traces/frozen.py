@@ -1,6 +1,6 @@
-"""Frozen traces: one Parquet file with every row exact, in order, and the trace's name, notes and fingerprint in it.
+"""Frozen traces: one Parquet file with every row exactly, in order, and the trace's name, notes and fingerprint.
 
-Such a file is read back row by row on any machine, without drawing anything again, and checked against its fingerprint.
+The file is read back row by row on any machine, without random numbers, and checked against its fingerprint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testbed.traces.stream import StreamedTrace
 
 _METADATA = b"testbed.trace"
 _BATCH_ROWS = 4096
-_COLUMNS = {  # the columns of a frozen file: our own schema's exact forms, and counts for the eye
+_COLUMNS = {  # the columns of a frozen file: the exact fields of the testbed's schema, and token counts for readers
     "request_id": "string", "arrival_ns": "int64", "think_ns": "int64", "prompt_tokens": "int64",
     "output_tokens": "int64", "prompt_parts": "string", "output_part": "string", "priority": "int32",
     "tenant": "string", "session_id": "string", "turn": "int32", "cancel_after_ns": "int64", "deadline_ns": "int64",
@@ -32,7 +32,7 @@ _COLUMNS = {  # the columns of a frozen file: our own schema's exact forms, and 
 
 @dataclass(frozen=True, slots=True)
 class FrozenInfo:
-    """What a frozen file says of itself."""
+    """The metadata of a frozen file."""
 
     name: str
     notes: tuple[str, ...]
@@ -44,10 +44,10 @@ class FrozenInfo:
 def freeze_trace(
     trace: TraceSource, path: str | Path, watch: Callable[[Iterator[TraceRequest]], Iterator[TraceRequest]] = iter
 ) -> FrozenInfo:
-    """Writes `trace` to a Parquet file, row by row; goes through it twice (its fingerprint stands in front).
+    """Writes `trace` to a Parquet file, row by row. Iterates over it twice, as the fingerprint is written first.
 
-    watch: shown the rows, as a progress bar wants. Raises OSError if the file cannot be written; what was begun is
-    removed then.
+    watch: wraps the iteration over the rows, for a progress bar. Raises OSError if the file cannot be written; a partly
+    written file is removed.
     """
     import pyarrow as pa  # heavy, and seldom needed
     import pyarrow.parquet as pq
@@ -74,7 +74,8 @@ def freeze_trace(
 
 
 def frozen_info(path: str | Path) -> FrozenInfo | None:
-    """What a Parquet file says of itself; None if it is not a frozen trace. Raises TraceError if it is none at all."""
+    """Returns the metadata of a frozen file; None if the Parquet file is not frozen. Raises TraceError if it is not
+    Parquet, or the metadata is damaged."""
     import pyarrow as pa  # heavy, and seldom needed
     import pyarrow.parquet as pq
 
@@ -96,7 +97,7 @@ def frozen_info(path: str | Path) -> FrozenInfo | None:
 
 
 def _is_sound(info: FrozenInfo) -> bool:
-    """Whether everything that a file says of itself is of its kind."""
+    """Whether all metadata have the right type."""
     return (
         all(isinstance(text, str) for text in (info.name, info.fingerprint, *info.notes))
         and type(info.num_requests) is int
@@ -106,16 +107,16 @@ def _is_sound(info: FrozenInfo) -> bool:
 
 
 def has_lost_metadata(path: str | Path) -> bool:
-    """Whether a Parquet file that is not frozen has the columns of one that was: another program wrote it again."""
+    """Whether a Parquet file without metadata has the columns of a frozen file: another program wrote it again."""
     import pyarrow.parquet as pq  # heavy, and seldom needed
 
     return set(pq.read_schema(path).names) == set(_COLUMNS)
 
 
 def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> StreamedTrace:
-    """The rows of a frozen file. Going through them to the end checks the fingerprint (TraceError).
+    """Returns the rows of a frozen file as a stream. Iterating to the end checks the fingerprint (TraceError).
 
-    A limit that leaves rows out leaves nothing to check against: a note of the trace says so.
+    A limit that leaves rows out makes the check impossible; a note of the trace states that.
     """
     is_whole = limit is None or limit >= info.num_requests
 
@@ -143,7 +144,7 @@ def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) 
 
 
 def read_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> Trace:
-    """The rows of a frozen file, whole, and checked as stream_frozen does."""
+    """Returns the rows of a frozen file as a whole trace, checked as in stream_frozen."""
     stream = stream_frozen(path, info, limit)
     return Trace(stream.name, tuple(stream), stream.notes)
 

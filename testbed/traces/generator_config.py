@@ -1,4 +1,4 @@
-"""What a generated trace is made of: typed, documented, checked. A key that is 0 or empty leaves its structure out."""
+"""The settings of a generated trace, with types and checks. A structure whose number is 0 is left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FewShotConfig:
     """Prompts that begin with the worked examples of a task, after the system prompt; a session has one task."""
 
     num_tasks: int = 0  # 0: no examples
-    num_examples: int = 5  # of each task, always the same in the same order
+    num_examples: int = 5  # of each task; always the same ones in the same order
     example: LengthConfig = field(default_factory=lambda: LengthConfig(value=120.0))  # of one example
     skew: float = 1.0  # Zipf exponent of the tasks' popularity; 0: all equal
 
@@ -40,10 +40,10 @@ class FewShotConfig:
 
 @dataclass(frozen=True, slots=True)
 class RagConfig:
-    """Documents that are put before each question, in the order found. Popular ones recur: Zipf."""
+    """Documents that are inserted before each question, in the order found. Their popularity follows Zipf's law."""
 
     num_documents: int = 0  # in the store; 0: no documents
-    documents_per_prompt: int = 4  # found for each question; one that is found twice stands once
+    documents_per_prompt: int = 4  # found for each question; a document that is found twice is inserted once
     document: LengthConfig = field(default_factory=lambda: LengthConfig(value=500.0, sigma=0.5))  # of one document
     skew: float = 1.0  # Zipf exponent of the documents' popularity; 0: all equal
 
@@ -56,13 +56,13 @@ class RagConfig:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Agents: before its answer a turn calls tools, each call a request of its own that goes on with the session."""
+    """Agents: a turn calls tools before its answer. Each call is a separate request that continues the session."""
 
     min_calls: int = 0  # tool calls before the answer of a turn, uniform from min_calls to max_calls
     max_calls: int = 0  # 0: no agents
     call: LengthConfig = field(default_factory=lambda: LengthConfig(value=60.0, sigma=0.5))  # output that calls a tool
     result: LengthConfig = field(default_factory=lambda: LengthConfig(value=300.0, sigma=1.0))  # what the tool returns
-    tool_time_s: float = 1.0  # mean, exponential: from a call's end to the next request of the turn
+    tool_time_s: float = 1.0  # mean, exponential: from the end of a call to the next request of the turn
 
     def __post_init__(self) -> None:
         require("trace.agent.min_calls", self.min_calls, self.min_calls >= 0, "0 or above")
@@ -74,32 +74,32 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticConfig(ArrivalConfig):
-    """What to generate. A session is a chain of turns; with turns of 1 every request stands alone.
+    """What to generate. A session is a chain of turns; with max_turns=1 (and no agents) each request is independent.
 
-    rate counts sessions (requests, where turns are 1). arrival=closed_loop: num_users users begin at 0 and come again
-    think_time_s after their last request finished, for ever; each goes through one session after the other.
+    rate: of sessions, so of requests if these are independent. arrival=closed_loop: num_users users begin at 0. Each
+    sends its next request think_time_s after its last one finished, forever, through one session after the other.
     """
 
     name: str = "synthetic"
     num_requests: int = 200  # rows in all; the last session may be cut short
     num_users: int = 16  # arrival=closed_loop
-    prompt: LengthConfig = field(default_factory=LengthConfig)  # of the first turn, without what is put before it
+    prompt: LengthConfig = field(default_factory=LengthConfig)  # new text of the first turn, without shared contents
     output: LengthConfig = field(default_factory=LengthConfig)
     turn_prompt: LengthConfig | None = None  # new text of later turns; absent: as prompt
     min_turns: int = 1  # turns of a session, uniform from min_turns to max_turns
     max_turns: int = 1
-    closed_loop: bool = True  # a later turn comes think_time_s after the turn before finished; else after it arrived
+    closed_loop: bool = True  # later turns come think_time_s after the turn before finished; false: after it arrived
     think_time_s: float = 5.0  # mean
     think: str = "exponential"  # exponential, constant
     max_session_tokens: int | None = None  # a session ends before a turn that would exceed it; a first turn is cut
-    num_system_prompts: int = 0  # each session begins with one of these; 0: none
+    num_system_prompts: int = 0  # each session begins with one of them; 0: none
     system_prompt_tokens: int = 512
     system_prompt_skew: float = 0.0  # Zipf exponent of their popularity; 0: all equal
     few_shot: FewShotConfig = field(default_factory=FewShotConfig)
     rag: RagConfig = field(default_factory=RagConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     num_tenants: int = 0  # sessions belong to tenant-0, tenant-1, ... at random; 0: no tenants
-    tenants: tuple[Any, ...] = ()  # [{name, share, and any key of this group}]: each with a mix of its own
+    tenants: tuple[Any, ...] = ()  # [{name, share, and any key of this group}]: each with its own settings
 
     def __post_init__(self) -> None:
         ArrivalConfig.__post_init__(self)
@@ -129,7 +129,7 @@ class SyntheticConfig(ArrivalConfig):
 
 
 def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
-    """What each tenant generates, by name: the common settings with its own over them, and its share of the requests.
+    """Returns each tenant's settings, by name: its own override the common ones, and it has its share of the requests.
 
     share: of the rate and of the requests, relative to the other tenants'. Raises ConfigError on a bad entry.
     """
@@ -159,7 +159,7 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
 
 
 def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
-    """A config with `values` over it, nested ones key by key. Raises ConfigError at a key that it does not have."""
+    """Returns a config whose keys `values` override, nested ones key by key. Raises ConfigError at an unknown key."""
     cls: type = type(base)
     names = [item.name for item in fields(base)]
     changed: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
         if key not in names:
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
         present = getattr(base, key)
-        kinds = get_args(_hints(cls)[key])  # of one that may be absent
+        kinds = get_args(_hints(cls)[key])  # the types of a key that may be absent; else empty
         if value is None and NoneType in kinds:
             changed[key] = None
             continue

@@ -1,7 +1,7 @@
-"""Generates traces: arrivals, lengths, shared prompts, growing sessions, users that come again, tenants.
+"""Generates traces: arrivals, lengths, shared prompts, growing sessions, closed-loop users, tenants.
 
-Rows are made as they are asked for, so a generated trace can be streamed (`stream_generated`) or held whole
-(`generate`): both have the same rows.
+Rows are made on demand, so a generated trace can be streamed (`stream_generated`) or held whole (`generate`): both have
+the same rows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 
 def generate(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> Trace:
-    """The trace of (config, seed). Closed-loop sessions have think_ns on all turns but the first.
+    """Returns the trace of (config, seed). Closed-loop sessions have think_ns on all turns except the first.
 
-    lengths_from: the trace whose (prompt, output) lengths "empirical" draws, as pairs where both are empirical.
-    Raises ConfigError for a negative seed, or if "empirical" has no trace.
+    lengths_from: the trace from which "empirical" samples lengths: (prompt, output) pairs if both are empirical. Raises
+    ConfigError for a negative seed, or if "empirical" has no trace.
     """
     generators: dict[str, _Generator] = {}
     trace = whole(_streamed(config, seed, lengths_from, generators))
@@ -53,9 +53,9 @@ def generate(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource |
 
 
 def stream_generated(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> StreamedTrace:
-    """The same rows as `generate`, made one by one: memory follows the sessions that go on.
+    """Returns the rows of `generate` as a stream. Memory grows with the sessions that overlap.
 
-    Notes tell which share of the lengths is cut, not how many were.
+    Notes give the expected share of the lengths that are cut, not their number.
     """
     return _streamed(config, seed, lengths_from, None)
 
@@ -63,8 +63,8 @@ def stream_generated(config: SyntheticConfig, seed: int = 0, lengths_from: Trace
 def _streamed(
     config: SyntheticConfig, seed: int, lengths_from: TraceSource | None, generators: dict[str, _Generator] | None
 ) -> StreamedTrace:
-    """generators: gets those that made the rows, by tenant; None: what will be cut is in the notes."""
-    streams(seed)  # refuses a bad seed at once
+    """generators: is filled with the generators of the rows, by tenant; None: expected cuts are added to the notes."""
+    streams(seed)  # rejects a bad seed before any row is made
     joint = None if lengths_from is None else JointLengths(lengths_from)
     parts = tenants_of(config) if config.tenants else {"": config}
     notes = idle_notes(config)
@@ -108,14 +108,14 @@ class _Generator:
         self._num_sessions = 0
 
     def rows(self) -> Iterator[TraceRequest]:
-        """In order of arrival."""
+        """Returns the rows in order of arrival."""
         if self._config.arrival == "closed_loop":
             return self._users()
         in_order = self._open_sessions() if not self._config.closed_loop else self._closed_sessions()
         return islice(in_order, self._config.num_requests)
 
     def _begin(self) -> tuple[Conversation, str | None]:
-        """The next session, and its tenant."""
+        """Begins the next session. Returns it, and its tenant."""
         draw = next(self._sessions)
         name = ("synthetic", self._seed, self._label) if self._label else ("synthetic", self._seed)
         key = content_key(*name, self._num_sessions)
@@ -124,7 +124,7 @@ class _Generator:
         return Conversation(self._config, self._library, draw, key, self.cuts), tenant
 
     def _session(self, first: RowDraw, start_ns: int) -> Iterator[tuple[TraceRequest, RowDraw]]:
-        """The rows of the next session, each with the draw that the row after it will take."""
+        """Yields the rows of the next session, each with the draw for the row after it."""
         config, prefix, session = self._config, self._prefix, self._num_sessions
         conversation, tenant = self._begin()
         in_session = config.max_turns > 1 or config.agent.max_calls > 0
@@ -151,7 +151,7 @@ class _Generator:
             turn += 1
 
     def _closed_sessions(self) -> Iterator[TraceRequest]:
-        """Session after session: later turns have the arrival of the first."""
+        """Yields session after session: later turns have the arrival of the first."""
         draw = next(self._draws)
         for start_ns in self._starts:
             for row, after in self._session(draw, start_ns):
@@ -159,9 +159,9 @@ class _Generator:
                 yield row
 
     def _open_sessions(self) -> Iterator[TraceRequest]:
-        """Sessions whose later turns have arrivals of their own, between those of other sessions."""
+        """Yields sessions whose later turns have their own arrivals, merged in order of arrival."""
         draw = next(self._draws)
-        held: list[tuple[int, int, TraceRequest]] = []  # heap by arrival, then by order of making
+        held: list[tuple[int, int, TraceRequest]] = []  # heap by arrival, then by the order in which rows were made
         num_made = 0
         for start_ns in self._starts:
             while held and held[0][0] <= start_ns:
@@ -178,7 +178,7 @@ class _Generator:
             yield heappop(held)[2]
 
     def _users(self) -> Iterator[TraceRequest]:
-        """num_users users that begin at 0, turn by turn: each goes through sessions, one after the other."""
+        """Yields the requests of num_users users that begin at 0, turn by turn. Each user has session after session."""
         config, prefix = self._config, self._prefix
         num_users = min(config.num_users, config.num_requests)
         talks = [self._begin() for _ in range(num_users)]

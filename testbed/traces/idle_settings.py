@@ -1,4 +1,4 @@
-"""Settings of a generated trace that were changed and have no effect beside the others: they are named in its notes."""
+"""Finds settings of a generated trace that were changed and have no effect with the others; its notes list them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_LENGTHS = {"value": ("constant", "lognormal"), "sigma": ("lognormal",), "exp
 
 
 def idle_notes(config: SyntheticConfig) -> list[str]:
-    """A note for each; a tenant's own settings by the tenant's place."""
+    """Returns a note for each such setting. A tenant's own settings are named by the tenant's position."""
     if not config.tenants:
         return [f"trace.{key} has no effect with {why}" for key, why in _idle(config, SyntheticConfig()).items()]
     notes: list[str] = []
@@ -33,7 +33,7 @@ def idle_notes(config: SyntheticConfig) -> list[str]:
 
 
 def _is_given(entry: Mapping[str, Any], key: str) -> bool:
-    """Whether a tenant's entry has a setting, named by its path."""
+    """Whether a tenant's entry contains a setting, given by its path."""
     found: Any = entry
     for name in key.split("."):
         if not isinstance(found, Mapping) or name not in found:
@@ -43,7 +43,7 @@ def _is_given(entry: Mapping[str, Any], key: str) -> bool:
 
 
 def _idle(config: SyntheticConfig, usual: SyntheticConfig) -> dict[str, str]:
-    """Settings that are unused and not as usual, by their path -> why."""
+    """Returns the unused settings that differ from `usual`: path -> why it is unused."""
     return {key: why for key, why in _unused(config).items() if _at(config, key) != _at(usual, key)}
 
 
@@ -55,7 +55,7 @@ def _at(config: SyntheticConfig, path: str) -> Any:
 
 
 def _unused(config: SyntheticConfig) -> dict[str, str]:
-    """All settings that the others leave without effect, by their path -> why."""
+    """Returns all settings that have no effect with the others: path -> why."""
     unused = dict.fromkeys(without_effect(config), f"trace.arrival={config.arrival}")
     for keys, is_used, why in _uses(config):
         if not is_used:
@@ -68,7 +68,7 @@ def _unused(config: SyntheticConfig) -> dict[str, str]:
 
 
 def _uses(config: SyntheticConfig) -> Iterator[tuple[tuple[str, ...], bool, str]]:
-    """(settings, whether they are used, what decides it)."""
+    """Yields (settings, whether they are used, the setting that decides it)."""
     are_users, has_turns = config.arrival == "closed_loop", config.max_turns > 1
     has_calls = config.agent.max_calls > 0
     yield ("num_users",), are_users, f"arrival={config.arrival}"

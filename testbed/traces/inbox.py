@@ -1,13 +1,13 @@
 """A trace as an Inbox: delivers its rows as requests when they are due. Knows no scheduler, no backend and no clock.
 
-Open rows come at their arrival. A closed-loop turn (think_ns set) comes think_ns after the turn before it finished, in
-both modes. A row with cancel_after_ns brings an Abort that long after its arrival, unless it finished before. Events of
+Open-loop rows come at their arrival. A closed-loop turn (think_ns set) comes think_ns after the turn before it
+finished. A row with cancel_after_ns causes an Abort that long after its arrival, unless it finished before. Events of
 one instant come in row order, a request before its own abort.
 
 Rows are read as time goes on: those that are due, up to READ_AHEAD more, and the closed-loop turns that wait for one of
-these. Tokens are made when somebody reads them, but for the first few of a prompt, by which prefixes are found: these
-are made shortly before a request is delivered, those of several in one pass. None are kept: memory follows the live
-sessions, not the trace.
+these. Tokens are made when they are read, except the first few of a prompt, by which shared prefixes are found. These
+are made shortly before a request is delivered, those of several requests in one pass. The inbox keeps no tokens:
+memory grows with the live sessions, not with the trace.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from testbed.traces.schema import Span, TraceRequest, TraceSource
 from testbed.traces.synthesis import heads, materialize
 
 READ_AHEAD: Final = 32  # rows
-_HEAD_TOKENS: Final = 64  # of a prompt that are made at once: a first block is seldom longer
-_ARRIVE: Final = 0  # in this order at one instant
+_HEAD_TOKENS: Final = 64  # first tokens of a prompt that are made early: a first block is seldom longer
+_ARRIVE: Final = 0  # at one instant, _ARRIVE is before _ABORT
 _ABORT: Final = 1
 
 
 class TraceInbox:
     """A testbed.core.interfaces.Inbox for one trace, whole or streamed. `vocab_size` bounds the synthetic tokens.
 
-    `next_ns`, `due` and `finished` raise what reading a streamed trace raises, at the row that is bad.
+    `next_ns`, `due` and `finished` raise the errors of reading a streamed trace, when they reach the bad row.
     """
 
     def __init__(self, trace: TraceSource, vocab_size: int, sampling: SamplingParams = GREEDY) -> None:
@@ -46,11 +46,11 @@ class TraceInbox:
         self._sampling = sampling
         self._closed_tail = trace.closed_tail
         self._source: Iterator[TraceRequest] = iter(trace)
-        self._num_read = 0  # a row's number is its place in the trace
+        self._num_read = 0  # rows taken from `_ahead`; a row's number is its position in the trace
         self._events: list[tuple[int, int, int, str]] = []  # heap of (instant, row, _ARRIVE or _ABORT, request_id)
-        self._rows: dict[int, TraceRequest] = {}  # read and not delivered
+        self._rows: dict[int, TraceRequest] = {}  # taken and not delivered
         self._follower: dict[int, int] = {}  # row -> the closed-loop turn that waits for it
-        self._last_turn: dict[str, int] = {}  # session -> its last row (of the instant that is read, if that will do)
+        self._last_turn: dict[str, int] = {}  # session -> its last row; without a closed tail only of the last instant
         self._read_ns = -1
         self._given_up: dict[str, None] = {}  # sessions whose later turns are still to be read (closed tails only)
         self._live: dict[str, int] = {}  # request_id -> row, delivered and not finished
@@ -59,12 +59,12 @@ class TraceInbox:
         self._unsent: list[str] = []
         self._ahead: deque[TraceRequest] = deque(islice(self._source, READ_AHEAD))  # read, not yet taken
         self._heads: dict[int, array[int]] = {}  # row -> the first tokens of its prompt
-        # `next_ns` knows every event but those that a finished request causes, and those need no waiting
+        # closed: `next_ns` knows every event except those that ended requests cause, for which no loop has to wait
         self.is_open = False
 
     @property
     def num_unsent(self) -> int:
-        """Closed-loop turns that are never sent, as an earlier turn of their session was ignored or aborted."""
+        """Number of closed-loop turns that are never sent, as an earlier turn of the session was ignored or aborted."""
         return len(self._unsent)
 
     def due(self, now_ns: int) -> list[Event]:
@@ -88,21 +88,21 @@ class TraceInbox:
         return events
 
     def next_ns(self) -> int | None:
-        """The instant of the next known event; None if there is none. Aborts of finished requests are forgotten."""
+        """Returns the instant of the next known event; None without any. Forgets the aborts of finished requests."""
         queue = self._events
         while queue and queue[0][2] == _ABORT and queue[0][3] not in self._live:
             heappop(queue)
         ahead = self._ahead
         if self._closed_tail:
             while ahead and not queue and not self._live and self._is_in_tail(ahead[0]):
-                self._take()  # turns of sessions that were given up
+                self._take()  # turns of sessions that were given up, so never sent
         if not ahead or (self._closed_tail and self._is_in_tail(ahead[0])):
             return queue[0][0] if queue else None
         first_ns = ahead[0].arrival_ns
         return min(first_ns, queue[0][0]) if queue else first_ns
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        """Schedules the closed-loop turns after `requests`, or gives them up after an ignored or aborted turn."""
+        """Schedules the closed-loop turns that follow `requests`; gives them up after an ignored or aborted turn."""
         for finished in requests:
             request_id = finished.request.request_id
             i = self._live.pop(request_id)  # a KeyError is a bug: it was never sent, or ended twice
@@ -125,18 +125,18 @@ class TraceInbox:
                 heappush(self._events, (now_ns + row.think_ns, follower, _ARRIVE, row.request_id))
 
     def check_invariants(self) -> None:
-        """Every row that was read is delivered, unsent or still to come; every delivered one is live or finished."""
+        """Asserts: each row taken is delivered, unsent or still to come; each delivered one is live or finished."""
         assert len(self._live) + self._num_finished == self._num_delivered
         num_scheduled = sum(1 for event in self._events if event[2] == _ARRIVE)
         assert num_scheduled + len(self._follower) == len(self._rows)
         assert len(self._rows) + self._num_delivered + len(self._unsent) == self._num_read
 
     def _is_in_tail(self, row: TraceRequest) -> bool:
-        """Whether this row and all after it wait for requests that are not over: they can wait unread."""
+        """Whether this row is in the closed tail: it and all later rows wait for requests, and can stay unread."""
         return self._closed_tail and row.think_ns is not None
 
     def _take(self) -> None:
-        """Takes over the first row that was read ahead, and reads more when there is none left."""
+        """Takes the first row of `_ahead`: as an event, as a turn that waits, or as one that is never sent."""
         i, row = self._num_read, self._ahead[0]
         self._pass()
         before = None if row.session_id is None else self._last_of(row, row.session_id, i)
@@ -155,18 +155,18 @@ class TraceInbox:
             self._follower[before] = i
 
     def _pass(self) -> None:
-        """The first row that was read ahead is no more ahead; reads more when there is none left."""
+        """Removes the first row of `_ahead`, and reads more rows if none is left."""
         self._num_read += 1
         self._ahead.popleft()
         if not self._ahead:
             self._ahead.extend(islice(self._source, READ_AHEAD))
 
     def _last_of(self, row: TraceRequest, session: str, i: int) -> int | None:
-        """The row of the turn before, if a closed-loop turn can still come after it."""
+        """Returns the number of the session's row before this one, if a closed-loop turn can still follow that row."""
         if row.arrival_ns != self._read_ns:
             self._read_ns = row.arrival_ns
             if not self._closed_tail:
-                self._last_turn.clear()  # closed-loop turns stand at the arrival of the turn before them
+                self._last_turn.clear()  # closed-loop turns have the arrival of the turn before them
         before = self._last_turn.get(session)
         self._last_turn[session] = i
         return before
@@ -189,7 +189,7 @@ class TraceInbox:
         return Arrive(_request(row, self._vocab_size, arrival_ns, self._sampling, head))
 
     def _make_heads(self, first: Span) -> array[int]:
-        """The first tokens of this span, and with them those of the prompts that come next, for when they come."""
+        """Returns the first tokens of this span. In the same pass, makes and keeps those of the next prompts."""
         spans, numbers = [first], [-1]
         for number, row in enumerate(self._ahead, self._num_read):
             part = row.prompt[0]
@@ -204,7 +204,7 @@ class TraceInbox:
 def to_request(
     row: TraceRequest, vocab_size: int, arrival_ns: int | None = None, sampling: SamplingParams = GREEDY
 ) -> Request:
-    """The request of a row. arrival_ns: the due instant of a closed-loop turn; None: the row's own."""
+    """Returns the request of a row. arrival_ns: the instant of a closed-loop turn; None: the row's own."""
     return _request(row, vocab_size, row.arrival_ns if arrival_ns is None else arrival_ns, sampling)
 
 
@@ -232,7 +232,7 @@ def _request(
 
 
 class ChangedInbox:
-    """An inbox whose requests are changed as they come. A decorator: everything else is the inner inbox's."""
+    """An inbox that changes each request of an inner inbox. Everything else is passed on to that."""
 
     def __init__(self, inbox: Inbox, change: Callable[[Request], Request]) -> None:
         self._inbox = inbox

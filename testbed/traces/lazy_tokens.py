@@ -1,7 +1,7 @@
-"""Token ids that are made when somebody reads them. Knows how many they are, and not what they stand for.
+"""Token ids that are made when they are first read. Knows their number, and not what they mean.
 
-The simulator schedules by lengths, and looks at tokens only to find prefixes that requests share: most tokens of a
-trace are never read there.
+The simulator schedules by lengths, and reads tokens only to find prefixes that requests share: it never reads most
+tokens of a trace.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import overload
 
 
 class LazyTokens(Seq[int]):
-    """make: returns all of them. head: the first ones, made already; what asks for no more than these makes no others.
+    """make: returns all tokens. head: the first ones, made already; slices within it do not call `make`.
 
-    Equal to an array, or to others of its kind, with the same ids.
+    Equal to an array, or to LazyTokens, with the same ids.
     """
 
     __slots__ = ("_head", "_make", "_num_tokens", "_tokens")
@@ -27,7 +27,7 @@ class LazyTokens(Seq[int]):
         self._tokens: array[int] | None = None
 
     def all(self) -> array[int]:
-        """Every token."""
+        """Returns all tokens, made at the first call."""
         if self._tokens is None:
             self._tokens = self._make()
             assert len(self._tokens) == self._num_tokens, "as many tokens as were promised"

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: distributions of lengths in tokens, alone or drawn together from a trace."""
+"""Lengths of prompts and outputs in tokens: from distributions, or in pairs from a trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from testbed.traces.draws import Stream, endless
 from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
 
 LENGTHS = ("constant", "uniform", "lognormal", "zipf", "empirical")
-MAX_ZIPF_SPAN = 2_000_000  # lengths of one Zipf distribution: its table has as many entries
-USUAL_MOST = 8192  # of a distribution that has no end of its own, where none is given
+MAX_ZIPF_SPAN = 2_000_000  # lengths of one Zipf distribution: its table has an entry for each
+USUAL_MOST = 8192  # the default max_tokens of uniform, lognormal and zipf
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LengthConfig:
     kind: "constant" (value), "uniform" (min_tokens … max_tokens, both included), "lognormal" (its median is value,
     sigma the standard deviation of the logarithm), "zipf" (length n of min_tokens … max_tokens with probability
     proportional to n ** -exponent), "empirical" (pairs of prompt and output lengths from a trace). max_tokens: None:
-    what is given (constant, empirical) is not cut, what is drawn ends at 8192.
+    no limit for constant and empirical, 8192 for the others.
     """
 
     kind: str = "lognormal"
@@ -58,9 +58,9 @@ class LengthConfig:
 
 
 class Cuts:
-    """Cuts lengths at the maximum of their distributions, and counts: no length is cut in silence.
+    """Cuts lengths at the maximum of their distributions, and counts the cuts for notes.
 
-    num_first_cut: first turns that were cut to what a session may have.
+    num_first_cut: first turns that were cut to trace.max_session_tokens.
     """
 
     def __init__(self, configs: Mapping[str, LengthConfig]) -> None:
@@ -74,7 +74,7 @@ class Cuts:
         return min(length, self._most[name])
 
     def count(self, name: str, length: int) -> int:
-        """As at_most, for a length that is used."""
+        """Like at_most, and counts the length as used."""
         self._num[name] += 1
         most = self._most[name]
         if length <= most:
@@ -83,7 +83,7 @@ class Cuts:
         return most
 
     def notes(self) -> Iterator[str]:
-        """What was cut so far."""
+        """Yields notes on the cuts so far."""
         for name, num_cut in self._num_cut.items():
             if num_cut:
                 num = self._num[name]
@@ -93,7 +93,7 @@ class Cuts:
 
 
 def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
-    """Notes on what will be cut where about `num` lengths are drawn of each, before they are."""
+    """Yields notes on the lengths that will be cut, before any is sampled. num: about how many lengths of each kind."""
     for name, config in configs.items():
         share = _share_above(config, joint, int(name == "output"))
         if share * num >= 0.5:
@@ -101,7 +101,7 @@ def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLen
 
 
 def expected_raises(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
-    """The same of lengths that are raised to the minimum."""
+    """Yields notes on the lengths that will be raised to the minimum; arguments as for expected_cuts."""
     for name, config in configs.items():
         share = _share_below(config, joint, int(name == "output"))
         if share * num >= 0.5:
@@ -109,7 +109,7 @@ def expected_raises(configs: Mapping[str, LengthConfig], num: int, joint: JointL
 
 
 def _share_below(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
-    """Which share of a distribution's lengths is below its minimum, on average; below one token is none."""
+    """Returns the expected share of lengths below the minimum; 0 for a minimum of one token (except empirical)."""
     if config.kind == "empirical" and joint is not None:
         return joint.share_below(side, config.min_tokens)
     bound = config.min_tokens - 0.5
@@ -119,7 +119,7 @@ def _share_below(config: LengthConfig, joint: JointLengths | None, side: int) ->
 
 
 def _share_above(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
-    """Which share of a distribution's lengths is above its maximum, on average."""
+    """Returns the expected share of lengths above the maximum."""
     if config.kind == "empirical" and joint is not None:
         return joint.share_above(side, config.most)
     bound = config.most + 0.5
@@ -129,17 +129,17 @@ def _share_above(config: LengthConfig, joint: JointLengths | None, side: int) ->
 
 
 def lengths(config: LengthConfig, num: int, rng: np.random.Generator) -> list[int]:
-    """`num` lengths in tokens. Raises ConfigError for "empirical", which needs a trace."""
+    """Returns `num` lengths in tokens. Raises ConfigError for "empirical", which needs a trace."""
     return [min(length, config.most) for length in _sampler(config, rng)(num)]
 
 
 def endless_lengths(config: LengthConfig, rng: np.random.Generator) -> Iterator[int]:
-    """Lengths in tokens, without end, not yet cut at the maximum. Raises ConfigError for "empirical": see `lengths`."""
+    """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError for "empirical"."""
     return endless(_sampler(config, rng))
 
 
 def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """num -> so many lengths, the next of the stream, not yet cut at the maximum."""
+    """Returns a function: num -> the next `num` lengths of the stream, not yet cut at the maximum."""
     low, high = config.min_tokens, config.most
     if config.kind == "empirical":
         raise ConfigError("lengths.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
@@ -155,25 +155,25 @@ def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], 
 
 
 def _whole(samples: NDArray[np.generic], low: int) -> list[int]:
-    """At least `low`; what is above all maxima stays above them."""
+    """Returns whole lengths of at least `low`, bounded just above the largest maximum, so that cuts still see them."""
     lengths: list[int] = np.clip(np.rint(samples), low, MAX_NUM_TOKENS + 1).astype(np.int64).tolist()
     return lengths
 
 
 class JointLengths:
-    """(prompt, output) lengths drawn together from the rows of a trace: long prompts keep the outputs they had."""
+    """(prompt, output) lengths sampled together from the rows of a trace, so that their dependence is kept."""
 
     def __init__(self, source: TraceSource) -> None:
-        """Goes through the trace once. Raises ConfigError if no row has an output."""
+        """Iterates over the trace once. Raises ConfigError if no row has an output."""
         pairs = [(row.num_prompt_tokens, row.output.num_tokens) for row in source if row.output is not None]
         if not pairs:
             raise ConfigError(f"trace.lengths_from: trace {source.name!r} has no request with an output length")
         self._pairs = np.array(pairs, dtype=np.int64)  # [num_rows, 2]
 
     def draw(self, rng: Stream, side: int, config: LengthConfig) -> Iterator[int]:
-        """One side (0: prompt, 1: output) of the pairs; both sides of one stream belong together.
+        """Returns endless lengths of one side (0: prompt, 1: output) of the pairs; item k of both sides is one pair.
 
-        Not below the minimum, and not yet cut at the maximum.
+        They are raised to the minimum, and not yet cut at the maximum.
         """
         source = rng("empirical")
         num = len(self._pairs)
@@ -186,7 +186,7 @@ class JointLengths:
         return endless(sample)
 
     def share_above(self, side: int, most: int) -> float:
-        """Of the rows."""
+        """Returns the share of the rows with a length above `most`."""
         return float((self._pairs[:, side] > most).mean())
 
     def share_below(self, side: int, least: int) -> float:
@@ -196,12 +196,12 @@ class JointLengths:
 def length_stream(
     config: LengthConfig, purpose: str, side: int, rng: Stream, joint: JointLengths | None
 ) -> Iterator[int]:
-    """The lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`."""
+    """Returns the lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`."""
     if config.kind == "empirical" and joint is not None:
         return joint.draw(rng, side, config)
     return endless_lengths(config, rng(purpose))
 
 
 def table_of_lengths(config: LengthConfig, purpose: str, num: int, rng: Stream) -> list[int]:
-    """`num` lengths that belong to things (documents, examples), drawn once, not yet cut at the maximum."""
+    """Returns the lengths of `num` documents or examples, not yet cut at the maximum."""
     return list(islice(endless_lengths(config, rng(purpose)), num))

@@ -1,4 +1,4 @@
-"""Arithmetic on the parts of a prompt: join, cut, rename. Pure; makes no tokens."""
+"""Operations on the parts of a prompt: join, cut, rename. Pure functions that make no tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from testbed.traces.synthesis import content_key
 
 
 def join_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The same content with neighbouring spans of one content joined, and empty parts left out."""
+    """Returns the same content with adjacent spans of one content joined, and empty parts left out."""
     joined: list[Part] = []
     for part in parts:
         if part.num_tokens == 0:
@@ -28,7 +28,7 @@ def join_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def cut_parts(parts: Sequence[Part], max_tokens: int) -> tuple[Part, ...]:
-    """The first `max_tokens` tokens of a content."""
+    """Returns the first `max_tokens` tokens of a content."""
     kept: list[Part] = []
     room = max_tokens
     for part in parts:
@@ -40,14 +40,15 @@ def cut_parts(parts: Sequence[Part], max_tokens: int) -> tuple[Part, ...]:
 
 
 def cut_part(part: Part, max_tokens: int) -> Part:
-    """The first `max_tokens` tokens of a part."""
+    """Returns the first `max_tokens` tokens of a part."""
     if isinstance(part, Span):
         return Span(part.key, part.start, min(part.length, max_tokens))
     return TokenIds(part.ids[:max_tokens])
 
 
 def rename_part(part: Part, *names: str | int) -> Part:
-    """The part with its content renamed: spans of one key stay equal, and differ from those under other names."""
+    """Returns the part with another content key: equal keys stay equal, and differ under other `names`. Explicit token
+    ids stay as they are."""
     if isinstance(part, Span):
         return Span(content_key("renamed", part.key, *names), part.start, part.length)
     return part

@@ -1,7 +1,7 @@
-"""A trace as data: rows that say how long and from what content, not the tokens themselves.
+"""A trace as data: its rows have the lengths and the contents of requests, not their tokens.
 
-A prompt is a tuple of parts. A part is either explicit token ids or a `Span` of synthetic content: token j of the
-content keyed `key` is a pure function of (key, j), so equal prefixes are equal tokens, any slice can be made without
+A prompt is a tuple of parts. A part is either explicit token ids or a `Span` of synthetic content. Token j of the
+content with key `key` is a pure function of (key, j). So equal prefixes are equal tokens, any slice can be made without
 the rest, and memory does not grow with prompt lengths. An output is one part, or None (the model decides).
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-MAX_NS = 2**62  # of an arrival or a wait, so that sums of a few stay within int64
-MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit in memory
+MAX_NS = 2**62  # of an arrival or a wait: fits into int64
+MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit into memory
 
 
 class Span(NamedTuple):
@@ -42,9 +42,9 @@ Part = Span | TokenIds
 
 
 class TraceRequest(NamedTuple):
-    """One row of a trace. A NamedTuple, as a long trace has many, each made anew (`_replace`) by a transformation.
+    """One row of a trace. A NamedTuple, as a long trace has many rows, and transformations copy them (`_replace`).
 
-    arrival_ns: the intended arrival; for a closed-loop turn (think_ns set) it is ignored, and the turn arrives think_ns
+    arrival_ns: the intended arrival. For a closed-loop turn (think_ns set) it is ignored: the turn arrives think_ns
     after the turn before it in the same session finished. The first turn of a session always has an arrival_ns.
     """
 
@@ -59,8 +59,8 @@ class TraceRequest(NamedTuple):
     think_ns: int | None = None
     cancel_after_ns: int | None = None
     deadline_ns: int | None = None  # after its arrival
-    cache_salt: str | None = None  # shares cached prefixes only with rows of the same salt
-    place: str = ""  # where it came from, as "file:line", for messages
+    cache_salt: str | None = None  # cached prefixes are shared only with rows of the same salt
+    place: str = ""  # the source of the row, as "file:line", for messages
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,7 +76,7 @@ class TraceRequest(NamedTuple):
 class Trace:
     """A named, ordered trace. rows: sorted by arrival_ns, ties in file order; turns of a session in turn order.
 
-    notes: what was done to the input on the way in ("31 rows were out of order and were sorted").
+    notes: how the input was changed, for users ("31 rows were out of order and were sorted").
     """
 
     name: str
@@ -99,9 +99,9 @@ class Trace:
 
 
 class TraceSource(Protocol):
-    """Rows in order of arrival that can be gone through again: a whole Trace, or a StreamedTrace that holds no rows.
+    """Rows in order of arrival, to be iterated any number of times: a Trace, or a StreamedTrace that holds no rows.
 
-    A closed-loop turn stands at the arrival of the turn before it, after it. Request ids are unique.
+    A closed-loop turn has the arrival of the turn before it, and comes after it. Request ids are unique.
     """
 
     @property
@@ -112,14 +112,14 @@ class TraceSource(Protocol):
 
     @property
     def num_requests(self) -> int | None:
-        """None: not known before the rows have been gone through."""
+        """Number of rows; None: not known before all rows have been read."""
         ...
 
     @property
     def closed_tail(self) -> bool:
-        """Whether after the first closed-loop turn all rows are closed-loop turns, of all sessions by turns.
+        """Whether all rows after the first closed-loop turn are closed-loop turns, turn by turn of all sessions.
 
-        Then they need not be read before the turn before them has finished: a few users who come again and again.
+        Then a row need not be read before the turn before it has finished. For a few users with endless requests.
         """
         ...
 

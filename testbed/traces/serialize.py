@@ -1,4 +1,4 @@
-"""Rows of a trace as JSON, without loss: for tapes, and for trace files that are read back exactly."""
+"""Rows of a trace as JSON, without loss: for run folders, and for trace files that are read back exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSourc
 
 
 def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, Any]:
-    """The row in our own schema, with exact forms (arrival_ns, prompt_parts, ...) beside those meant for the eye.
+    """Returns the row in the testbed's schema, with exact fields (arrival_ns, prompt_parts, ...) next to readable ones.
 
-    exact_parts: explicit token ids too as parts.
+    exact_parts: writes explicit token ids as parts, too.
     """
     fields: dict[str, Any] = {"request_id": row.request_id}
     if row.think_ns is None:
@@ -44,7 +44,7 @@ def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, An
 
 
 def row_from_json(fields: dict[str, Any]) -> TraceRequest:
-    """The row that row_to_json wrote, equal in every field. Raises TraceError on a bad value."""
+    """Returns the row that row_to_json wrote, equal in every field. Raises TraceError on a bad value."""
     return row_from_fields(fields, str(fields.get("place", "")))
 
 
@@ -55,14 +55,14 @@ def part_to_json(part: Part) -> dict[str, Any]:
 
 
 def write_jsonl(trace: TraceSource, path: str | Path) -> None:
-    """Writes a trace, row by row, that read_jsonl reads back with the same fingerprint; packed by its extension."""
+    """Writes a trace row by row, compressed by its extension. read_jsonl reads it back with the same fingerprint."""
     with _text_file(Path(path)) as out:
         for row in trace:
             out.write(json.dumps(_fields(row), separators=(",", ":")) + "\n")
 
 
 def write_csv(trace: TraceSource, path: str | Path) -> None:
-    """As write_jsonl, for read_csv_trace: all columns, lists as JSON, what is absent as empty cells."""
+    """Like write_jsonl, for read_csv_trace: all columns, lists as JSON, absent values as empty cells."""
     with _text_file(Path(path)) as out:
         writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
         writer.writeheader()
@@ -84,7 +84,7 @@ def _fields(row: TraceRequest) -> dict[str, Any]:
 
 @contextmanager
 def _text_file(file: Path) -> Iterator[TextIO]:
-    """A text file to write, .gz or .zst packed; removed again if writing fails."""
+    """Opens a text file for writing, compressed for .gz and .zst; removes it if writing fails."""
     try:
         if file.suffix == ".zst":
             import zstandard  # heavy, and seldom needed

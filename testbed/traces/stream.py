@@ -1,7 +1,7 @@
-"""Traces that are never held whole: rows are made, or read, each time that they are gone through.
+"""Traces that are never held whole: rows are made, or read, in each iteration.
 
-A source of rows states that it is in order; what cannot (a file out of order, a merge of what is not sorted) is read
-whole and sorted by `arrange` instead. Both have the same rows, and the same fingerprint.
+A streamed source must be in order of arrival. One that is not (a file out of order) is read whole and sorted by
+`arrange` instead. Both ways give the same rows, and the same fingerprint.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
 
 MAX_HELD_ROWS = 10_000_000  # of a trace in memory: more would fill it
-MAX_STREAMED_ROWS = 1_000_000_000  # of a trace that is made row by row: more would never end
+MAX_STREAMED_ROWS = 1_000_000_000  # of a trace that is made row by row: more would take too long
 
 
 class OutOfOrderError(TraceError):
-    """A row arrives before the row that it follows: the trace must be read whole, and sorted."""
+    """A row arrives before the row in front of it: the trace must be read whole, and sorted."""
 
 
 @final
 class StreamedTrace:
     """A TraceSource that calls `make` for its rows each time that it is iterated.
 
-    make: gives the same rows each time, in order of arrival, with unique ids (nobody can check that without holding
-    all ids); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
+    make: yields the same rows each time, in order of arrival, with unique ids (which is not checked, as that would need
+    all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
     Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows and at an
     arrival beyond MAX_NS.
     """
@@ -88,23 +88,23 @@ class StreamedTrace:
         *,
         closed_tail: bool | None = None,
     ) -> StreamedTrace:
-        """Another stream made from this one; `note` says how."""
+        """Returns another stream made from this one. note: how it was made."""
         notes = self._notes if note is None else (*self._notes, note)
         tail = self._closed_tail if closed_tail is None else closed_tail
         return StreamedTrace(self._name, make, notes, num_requests, closed_tail=tail)
 
 
 def after(notes: Sequence[str]) -> str:
-    """What was done to a trace that came to nothing, for a message: last, and before."""
+    """Returns what was done to a trace, for the message that no rows are left: the last note, then those before."""
     *before, last = notes or ("",)
     return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
 
 
 class CountedTrace:
-    """A source that is gone through once, by whom it is handed to; what was seen is known afterwards."""
+    """A source that can be iterated once. It counts and fingerprints the rows; the results are known afterwards."""
 
     def __init__(self, source: TraceSource, check: Callable[[TraceRequest], object] | None = None) -> None:
-        """check: called with every row before it is handed on; what it raises goes to who asked for the row."""
+        """check: called with every row before it is yielded; its errors are raised by the iteration."""
         self._source = source
         self._check = check
         self._fingerprint = Fingerprint()
@@ -130,7 +130,7 @@ class CountedTrace:
 
     @property
     def fingerprint(self) -> str | None:
-        """That of the whole trace; None as long as not all rows were read."""
+        """The fingerprint of the whole trace; None until all rows have been read."""
         return self._fingerprint.hexdigest() if self._is_done else None
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -147,10 +147,10 @@ class CountedTrace:
 
 
 def whole(source: TraceSource) -> Trace:
-    """The source as a Trace in memory, all rows checked. Raises ConfigError if it has too many."""
+    """Returns the source as a Trace in memory, with all rows checked. Raises ConfigError if it has too many rows."""
     if isinstance(source, Trace):
         return source
-    has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # said without making them
+    has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # known before any row is made
     rows = [] if has_too_many else list(islice(source, MAX_HELD_ROWS + 1))
     if has_too_many or len(rows) > MAX_HELD_ROWS:
         num = f"{source.num_requests:,}" if has_too_many else f"more than {MAX_HELD_ROWS:,}"

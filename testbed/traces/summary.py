@@ -1,7 +1,7 @@
-"""What is in a trace, in numbers: gone through once, row by row. Memory follows the numbers kept, 24 bytes a row.
+"""Statistics of a trace, from one iteration over its rows. Keeps 32 bytes a row, and the contents seen as prefixes.
 
-The share of common prefixes is that of an infinite cache to which every request adds its prompt and its output at once:
-an upper bound of what any engine can hit. It is computed on the contents, to the token, without making tokens.
+The share of common prefixes is that of an infinite cache to which every request adds its prompt and output at once: an
+upper bound of the hits of any engine. It is computed on the contents, exact to the token, without making tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.parts import cut_part, join_parts
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
 
-WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # over which arrivals are counted, for their dispersion
-_ID_CHUNK = 16  # explicit token ids are kept in pieces of so many
+WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # in which arrivals are counted, for their dispersion
+_ID_CHUNK = 16  # explicit token ids are kept in pieces of this many
 _pack = Struct("<QQQQ").pack
 _ID_BYTES = array("i").itemsize
 _FloatArray = NDArray[np.float64]
@@ -30,10 +30,10 @@ _FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Numbers of a trace. Arrays have one entry a row, in row order.
+    """Statistics of a trace. Arrays have one entry a row, in row order.
 
-    arrivals_s: of rows that have an arrival of their own. outputs: 0 where the model decides. hits: tokens of the
-    prompt that an infinite cache would hold. tenants: requests of each. turns: how many sessions have so many turns.
+    arrivals_s: only of rows with an arrival of their own. outputs: 0 if the model decides. hits: tokens of the prompt
+    that an infinite cache would have. tenants: tenant -> requests. turns: number of turns -> sessions with that many.
     """
 
     num_requests: int
@@ -58,7 +58,7 @@ class TraceSummary:
 
     @property
     def rate(self) -> float | None:
-        """Arrivals per second; None where all arrive at once."""
+        """Arrivals per second; None if all arrive at once."""
         return (len(self.arrivals_s) - 1) / self.duration_s if self.duration_s > 0 else None
 
     @property
@@ -68,9 +68,9 @@ class TraceSummary:
         return float(gaps.std() / gaps.mean()) if len(gaps) > 1 and gaps.mean() > 0 else None
 
     def dispersion(self, window_s: float) -> float | None:
-        """Variance over mean of the arrivals counted per whole window: 1 for Poisson. None with fewer than 5 windows.
+        """Returns variance / mean of the arrivals per whole window: 1 for Poisson. None with fewer than 5 windows.
 
-        The CV looks at neighbours only; swings over minutes show here.
+        It shows swings over minutes; the CV of the gaps depends only on neighbouring arrivals.
         """
         if self.duration_s / window_s < 5:
             return None
@@ -79,26 +79,25 @@ class TraceSummary:
         return float(counts.var() / counts.mean()) if counts.sum() else None
 
     def shared(self, block_size: int = 1) -> float:
-        """The share of all prompt tokens that an infinite cache of such blocks would hit (whole blocks only)."""
+        """Returns the share of all prompt tokens that hit in an infinite cache of such blocks (whole blocks only)."""
         total = int(self.prompts.sum())
         return float((self.hits // block_size * block_size).sum()) / total if total else 0.0
 
 
-_Piece = Span | bytes  # of a content, or of explicit ids: at most _ID_CHUNK, counted from where the ids begin
+_Piece = Span | bytes  # of a content, or of a run of explicit ids: at most _ID_CHUNK, counted from the run's begin
 
 
 class PrefixShare:
-    """Which part of each prompt was seen before, as a prefix, to the token."""
+    """Finds the part of each prompt that was seen before as a prefix, exact to the token."""
 
     def __init__(self) -> None:
-        # what was seen after a prefix: (its hash, content, place in it) -> how many tokens; its hash -> ids, sorted
+        # seen after a prefix: (prefix hash, content key, start in it) -> most tokens; prefix hash -> ids, sorted
         self._spans: dict[tuple[int, int, int], int] = {}
         self._ids: dict[int, list[bytes]] = {}
 
     def add(self, row: TraceRequest) -> int:
-        """Tokens of the row's prompt that are a prefix of an earlier row's prompt and output; then the row counts too.
-
-        Of an output all but the last token count: that one is never computed.
+        """Returns how many tokens of the row's prompt are a prefix of an earlier row's prompt and output. Then adds the
+        row. The last token of an output does not count: its KV is never computed.
         """
         prompt = _pieces(row.prompt)
         num_hit = self._match(prompt)
@@ -138,7 +137,7 @@ class PrefixShare:
 
 
 def _longest_common(piece: bytes, known: list[bytes]) -> int:
-    """How many ids at its beginning some known piece has too: of sorted ones, a neighbour has the most."""
+    """Returns the most ids that the piece and a known piece both begin with: a sorted neighbour has the most."""
     index = bisect_left(known, piece)
     return max((_num_common(piece, near) for near in known[max(index - 1, 0) : index + 1]), default=0)
 
@@ -150,14 +149,14 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 def _extended(prefix: int, piece: _Piece) -> int:
-    """The hash of a prefix and the piece after it. Ids are longer than a span's three numbers, so none is like one."""
+    """Returns the hash of a prefix and the piece after it. The encodings of ids and of spans differ in length."""
     if isinstance(piece, Span):
         return xxhash.xxh64_intdigest(_pack(prefix, *piece))
     return xxhash.xxh64_intdigest(_pack(prefix, 0, 0, 0) + piece)
 
 
 def _pieces(parts: Iterable[Part]) -> list[_Piece]:
-    """Spans, joined, and runs of explicit ids in pieces, however they were cut."""
+    """Returns joined spans, and runs of explicit ids in pieces that do not depend on how the parts were cut."""
     pieces: list[_Piece] = []
     ids: array[int] = array("i")
     for part in (*join_parts(tuple(parts)), None):
@@ -172,7 +171,7 @@ def _pieces(parts: Iterable[Part]) -> list[_Piece]:
 
 
 def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
-    """Goes through the rows once."""
+    """Returns the statistics of the rows. Iterates over them once."""
     digest, share, batches = Fingerprint(), PrefixShare(), Batches()
     arrivals_ns, prompts, outputs, hits = array("q"), array("q"), array("q"), array("q")
     turns_of: dict[str, int] = {}

@@ -1,10 +1,10 @@
-"""Token synthesis: which token stands at position j of a synthetic content. Owns the content keys and the generator.
+"""Token synthesis: the token at position j of a synthetic content. Owns the content keys and the generator.
 
-The generator is counter-based: the token at position j of content `key` is a pure function of (key, j, vocab_size), so
+The generator is counter-based: the token at position j of content `key` is a pure function of (key, j, vocab_size). So
 equal prefixes are equal tokens, different contents differ, any slice can be made without the rest, and nothing is
-stored. It is splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014) read at an
-arbitrary counter, its upper 32 bits scaled to the vocabulary by multiplication (Lemire, 2019: no division; the bias is
-below vocab_size / 2**32). Integer arithmetic only, so the same on every machine.
+stored. It is splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014) at an
+arbitrary counter. Its upper 32 bits are scaled to the vocabulary by multiplication (Lemire, 2019: no division; the bias
+is below vocab_size / 2**32). It uses integer arithmetic only, so tokens are the same on every machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
-_CHUNK_TOKENS = 1 << 18  # bounds the generator's temporaries to a few MB, and keeps them in the processor's cache
+_CHUNK_TOKENS = 1 << 18  # limits the generator's temporaries to a few MB, which fit into the processor's cache
 MAX_VOCAB_SIZE = 2**31 - 1
 
 
 def content_key(*parts: str | int) -> int:
-    """A 64-bit key of a content's name: xxhash64 over an unambiguous encoding of `parts`.
+    """Returns the 64-bit key of a content's name: xxhash64 over an unambiguous encoding of `parts`.
 
     ("ab", "c") and ("a", "bc") differ, and so do "1" and 1. The key is the same on every machine and in every process.
     """
@@ -44,7 +44,7 @@ _NUMBER_HEADS = tuple(struct.pack("<cI", b"i", num_digits) for num_digits in ran
 
 
 def numbered_keys(*parts: str | int) -> Callable[[int], int]:
-    """i -> content_key(*parts, i), for the many contents of one kind: the encoding of `parts` is made once."""
+    """Returns a function: i -> content_key(*parts, i). For many contents of a kind: it encodes `parts` only once."""
     head = b"".join(map(_encoded, parts))
     digest = xxhash.xxh64_intdigest
 
@@ -56,14 +56,14 @@ def numbered_keys(*parts: str | int) -> Callable[[int], int]:
 
 
 def synthesize(span: Span, vocab_size: int) -> array[int]:
-    """The tokens of `span`, each in 0 … vocab_size - 1. Raises ValueError for an impossible vocabulary or span."""
+    """Returns the tokens of `span`, each below vocab_size. Raises ValueError for an impossible vocabulary or span."""
     return materialize((span,), vocab_size)
 
 
 def materialize(parts: Iterable[Part], vocab_size: int) -> array[int]:
-    """The tokens of all parts, one after the other. About 0.6 ms for 100,000 synthetic tokens.
+    """Returns the tokens of all parts, one after the other. About 0.6 ms for 100,000 synthetic tokens.
 
-    Explicit ids are passed on as they are. Raises ValueError for an impossible vocabulary or span.
+    Explicit ids are not changed. Raises ValueError for an impossible vocabulary or span.
     """
     _check(vocab_size)
     tokens: array[int] = array("i")
@@ -88,9 +88,8 @@ def materialize(parts: Iterable[Part], vocab_size: int) -> array[int]:
 
 
 def heads(spans: Sequence[Span], num_tokens: int, vocab_size: int) -> list[array[int]]:
-    """The first `num_tokens` tokens of each span, or all if it is shorter, made in one pass: what costs is the pass.
-
-    Raises ValueError for an impossible vocabulary.
+    """Returns the first `num_tokens` tokens of each span, or all if it is shorter, made in one pass: the time of a pass
+    hardly depends on the number of spans. Raises ValueError for an impossible vocabulary.
     """
     _check(vocab_size)
     origins = np.array([(key + start * _GOLDEN) & _MASK for key, start, _ in spans], dtype=np.uint64)
@@ -107,7 +106,7 @@ def _check(vocab_size: int) -> None:
 
 
 def _pieces(span: Span) -> Iterable[Span]:
-    """The span in pieces of at most _CHUNK_TOKENS."""
+    """Returns the span in pieces of at most _CHUNK_TOKENS."""
     if span.length <= _CHUNK_TOKENS:
         return (span,)
     key, start, length = span
@@ -134,7 +133,7 @@ def _append(tokens: array[int], spans: list[Span], vocab_size: int) -> None:
 
 
 def _mixed(state: NDArray[np.uint64], vocab_size: int) -> memoryview:
-    """The bytes of the tokens of these states, which are overwritten."""
+    """Returns the bytes of the tokens of these states. Overwrites the states."""
     scratch = state >> _S30
     np.bitwise_xor(state, scratch, state)
     np.multiply(state, _M1, state)
@@ -153,7 +152,7 @@ _table: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
 def _counters(num: int) -> NDArray[np.uint64]:
-    """(j + 1) * golden for j < num, a view of a table that grows up to _CHUNK_TOKENS (2 MB)."""
+    """Returns (j + 1) * golden for j < num, a view of a table that grows up to 2 * _CHUNK_TOKENS entries (4 MB)."""
     global _table
     if num > len(_table):
         size = min(2 * _CHUNK_TOKENS, max(1 << 14, 1 << num.bit_length()))

@@ -1,6 +1,5 @@
-"""Readers of trace files, one module a format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise TraceError.
-
-STREAMS has the same formats row by row, as long as the file is in order of arrival.
+"""Readers of trace files, one module for each format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise
+TraceError. STREAMS reads the same formats row by row, if the file is in order of arrival.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +47,7 @@ READERS: dict[str, Callable[..., Trace]] = {
 
 
 def _stream_parquet(path: str | Path, limit: int | None = None) -> TraceSource:
-    """A frozen trace row by row; another Parquet file whole: its ids are checked, its sessions put together."""
+    """Reads a frozen trace row by row, any other Parquet file whole: its ids and sessions have to be checked."""
     from testbed.traces.frozen import frozen_info, stream_frozen  # it knows these readers
 
     info = frozen_info(path)
@@ -68,15 +67,15 @@ STREAMS: dict[str, Callable[..., TraceSource]] = {
     "csv": stream_csv_trace,
     "parquet": _stream_parquet,
 }
-_MADE_IN_ORDER = ("servegen", "sharegpt", "agentic")  # by the reader: no file of them is out of order
-MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger one is read row by row, where that is possible
-MAX_WHOLE_ROWS = 100_000  # at most so many rows are held whole, where their number is known
+_MADE_IN_ORDER = ("servegen", "sharegpt", "agentic")  # the reader brings rows into order: no file is out of order
+MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger file is read row by row if possible
+MAX_WHOLE_ROWS = 100_000  # with a limit of up to this many rows, a file is read whole
 
 
 def read_trace(format_name: str, path: str | Path, limit: int | None = None, **options: Any) -> Trace:
-    """Reads `path` as one of READERS, or as "auto": our own schema by extension, or what is recognised.
+    """Reads `path` in a format of READERS, or "auto": a recognised format, else the testbed's schema by extension.
 
-    Raises TraceError if unknown.
+    Raises TraceError if the format is unknown.
     """
     reader = _reader(format_name, limit)
     if format_name == "auto" and (name := recognise(path)) is not None:
@@ -85,7 +84,8 @@ def read_trace(format_name: str, path: str | Path, limit: int | None = None, **o
 
 
 def recognise(path: str | Path) -> str | None:
-    """The format of a CSV or JSONL file of another schema than ours, by the names in its first line; else None."""
+    """Returns the format of a CSV or JSONL file by the names in its first line; None if it is the testbed's own schema,
+    or unknown."""
     names: Iterable[str] = ()
     if existing_file(path) and format_suffix(path) == ".csv":
         names = csv_header(path)
@@ -98,11 +98,11 @@ def recognise(path: str | Path) -> str | None:
 def open_trace(
     format_name: str, path: str | Path, limit: int | None = None, stream: bool | None = None, **options: Any
 ) -> TraceSource:
-    """As read_trace, but row by row where that is wanted and possible.
+    """Like read_trace, but row by row if that is wanted and possible.
 
-    stream: True: where the format can. False: never. None: where it pays, for large files. A file is gone through once
-    before, for its order and number of rows: one that is out of order raises OutOfOrderError if stream is True, and is
-    otherwise read whole and sorted.
+    stream: True: if the format allows it; False: never; None: for large files. A streamed file is read once in advance,
+    for its order and number of rows. If it is out of order, OutOfOrderError is raised with stream=True; otherwise the
+    file is read whole and sorted.
     """
     _reader(format_name, limit)
     if format_name == "auto":

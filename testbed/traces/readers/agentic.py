@@ -1,13 +1,13 @@
-"""Agentic coding sessions (callanjfox/kv-cache-tester, `traces/`): one JSON a session, in an archive or a folder.
+"""Agentic coding sessions (callanjfox/kv-cache-tester, `traces/`): one JSON file a session, in an archive or a folder.
 
-`id`, `block_size` (64), `hash_id_scope` ("local": ids mean something within one session only), `requests`: each with
-`t` (s since the session's start), `in`, `out`, `hash_ids` (one for each whole block of the prompt), `think_time` and
-`api_time` (s); an entry of type "subagent" has `t` and `requests` of its own, whose `t` counts from its start. Sessions
-have no instants of their own: their starts are the reader's.
+`id`, `block_size` (64), `hash_id_scope` ("local": ids are valid within one session only), `requests`: each with `t` (s
+since the session's start), `in`, `out`, `hash_ids` (one for each whole block of the prompt), `think_time` and
+`api_time` (s). An entry of type "subagent" has its own `t` and `requests`, whose `t` counts from its start. The files
+have no start times of sessions: the reader samples them.
 
-A session's requests are its turns; a sub-agent is a session of its own, `<id>/<agent_id>`, that starts as long after
-its parent session's start as recorded. Its ids are its parent's: what they share, they share. The tokens that a request
-generated are known to later ones only as far as ids name them.
+A session's requests are its turns. A sub-agent is a separate session, `<id>/<agent_id>`, that starts as long after its
+parent session's start as recorded. It has the ids of its parent, so equal ids share content. Generated tokens of a
+request are shared with later prompts only if ids cover them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SESSION_STARTS = ArrivalConfig(arrival="poisson", rate=0.1)
 
 @dataclass(slots=True)
 class _Session:
-    """What the rows of one session file have in common. start_ns: when it begins in the trace."""
+    """The common data of the rows of one session file. start_ns: the session's start in the trace."""
 
     name: str
     start_ns: int
@@ -54,10 +54,11 @@ def read_agentic(
 ) -> Trace:
     """Reads an archive (.tar, .tar.gz, .tar.zst) or a folder, at most its first `limit` session files.
 
-    arrivals: of the sessions (Poisson, one in ten seconds), drawn with `seed`. closed_loop: a request comes think_time
-    after the one before it finished; otherwise as long after the session's start as recorded. A think_time that was
-    taken from an older request than the one before, as happens where that has no api_time, is replaced by the time
-    since the one before arrived. Raises TraceError, naming archive, file and request, on malformed entries.
+    arrivals: of the sessions (default: Poisson, one in ten seconds), sampled with `seed`. closed_loop: a request comes
+    think_time after the one before it finished; otherwise as long after the session's start as recorded. If the request
+    before has no api_time, a recorded think_time may count from an older request. One that is longer than the time
+    since the request before arrived is replaced by that time. Raises TraceError, with archive, file and request, on
+    malformed entries.
     """
     sessions = _Sessions(path, limit, arrivals or SESSION_STARTS, seed, closed_loop)
     rows = list(sessions)
@@ -77,7 +78,7 @@ def stream_agentic(
     seed: int = 0,
     closed_loop: bool = True,
 ) -> StreamedTrace:
-    """As read_agentic; memory follows the sessions that overlap, and the number of all of them."""
+    """Like read_agentic, row by row. Memory grows with overlapping sessions, and a little with the number of all."""
     config = arrivals or SESSION_STARTS
     sessions = _Sessions(path, limit, config, seed, closed_loop)
     notes = [sessions.note, *sessions.idle_notes]
@@ -87,7 +88,7 @@ def stream_agentic(
 
 
 class _Sessions:
-    """The rows of all sessions, gone through once in order of arrival."""
+    """The rows of all sessions in order of arrival, to be iterated once."""
 
     def __init__(
         self, path: str | Path, limit: int | None, arrivals: ArrivalConfig, seed: int, closed_loop: bool
@@ -99,7 +100,7 @@ class _Sessions:
         self._starts = instants(arrivals, streams(seed))
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        open_rows: list[tuple[int, int, int, TraceRequest]] = []  # a heap, by arrival, recorded arrival, place
+        open_rows: list[tuple[int, int, int, TraceRequest]] = []  # heap by arrival, recorded arrival, row number
         names: set[str] = set()
         num_rows = 0
         for name, text in islice(archive_files(self._path, (".json",)), self._limit):
@@ -108,7 +109,7 @@ class _Sessions:
             session = _session(fields, place, next(self._starts), self._closed_loop)
             while open_rows and open_rows[0][0] < session.start_ns:
                 yield heappop(open_rows)[-1]
-            newest: dict[str, TraceRequest] = {}  # turn of the session, and of each of its sub-agents
+            newest: dict[str, TraceRequest] = {}  # session or sub-agent -> its newest turn
             for row in _rows(session, session.name, session.start_ns, present(fields, "requests", place), place):
                 assert row.session_id is not None
                 before = newest.get(row.session_id)
@@ -136,7 +137,7 @@ def _session(fields: dict[str, Any], place: str, start_ns: int, closed_loop: boo
 
 
 def _rows(session: _Session, session_id: str, start_ns: int, entries: Any, place: str) -> Iterator[TraceRequest]:
-    """The requests of a session or a sub-agent, and those of the sub-agents within."""
+    """Yields the requests of a session or a sub-agent, and those of the sub-agents within."""
     if not isinstance(entries, list):
         raise refuse(place, "requests", entries, "a list of requests")
     turn = 0
@@ -183,7 +184,7 @@ def _request(
 
 
 def _think_ns(session: _Session, entry: dict[str, Any], before: dict[str, Any], where: str) -> int:
-    """How long after the request before finished this one was sent."""
+    """Returns the time from the end of the request before to this request, as far as it is known."""
     since_ns = seconds(entry["t"], where, "t") - seconds(before["t"], where, "t")
     given, took = entry.get("think_time"), before.get("api_time")
     if given is not None and took is not None:

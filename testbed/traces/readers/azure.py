@@ -1,7 +1,7 @@
 """The Azure LLM inference traces of 2023 and 2024 (Azure/AzurePublicDataset; Splitwise, ISCA 2024; DynamoLLM, 2025).
 
 CSV `TIMESTAMP,ContextTokens,GeneratedTokens`; a timestamp is naive with 7 fractional digits (2023) or has an offset
-(2024). There is no content: every request is independent and has tokens of its own.
+(2024). There is no content: every request is independent and has its own tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offse
 def read_azure(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a 2023 or 2024 file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
-    Raises TraceError, naming file and line, on a malformed row, a missing column, or a file that mixes instants with
-    and without offset.
+    Raises TraceError, with file and line, on a malformed row, a missing column, or a file that mixes instants with and
+    without offset.
     """
     rows = list(_rows(path, limit))
     if not rows:
@@ -45,7 +45,7 @@ def read_azure(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """As read_azure, row by row; iterating raises OutOfOrderError where the file is out of order."""
+    """Like read_azure, row by row; iterating raises OutOfOrderError if the file is out of order."""
 
     def make() -> Iterator[TraceRequest]:
         start_ns: int | None = None
@@ -65,15 +65,15 @@ def no_rows(path: str | Path) -> TraceError:
 
 
 def _too_late(path: str | Path, place: str) -> TraceError:
-    """The error for a row that no clock reaches from the first; its instant is read again as the file has it."""
+    """Returns the error for a row more than MAX_NS after the first; reads its timestamp again for the message."""
     stamp = next(cells[0] for where, cells in read_csv(path, ("TIMESTAMP",)) if where == place)
     return refuse(place, "TIMESTAMP", stamp, f"an instant at most {MAX_NS // 10**9:,} s after the first")
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[_Row]:
-    """(instant in ns, prompt tokens, output tokens, place) of each row, in the file's order."""
+    """Yields (instant in ns, prompt tokens, output tokens, place) of each row, in the file's order."""
     has_offset: bool | None = None
-    days: dict[str, int] = {}  # of a date, up to the hour
+    days: dict[str, int] = {}  # text of a date -> seconds since the year 1
     for place, (stamp, context, generated) in islice(
         read_csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")), limit
     ):
@@ -88,7 +88,7 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[_Row]:
 
 
 def _quick_instant(text: str, days: dict[str, int]) -> tuple[int, bool] | None:
-    """What parse_instant gives for the form that nearly all rows have; None for any other. days: dates seen before."""
+    """Returns what parse_instant returns for the format of nearly all rows; None for others. days: a cache of dates."""
     day, digits = text[:11], text[11:13] + text[14:16] + text[17:19] + text[20:]
     if not (text[13:20:3] == "::." and digits.isdigit() and digits.isascii() and len(digits) <= 15):
         return None
@@ -122,7 +122,7 @@ def _request(i: int, row: _Row, start_ns: int) -> TraceRequest:
 
 
 def parse_instant(text: str, place: str, field: str) -> tuple[int, bool]:
-    """(ns since the year 1, whether the text has an offset), exact to the last digit. Naive instants count as UTC."""
+    """Returns (ns since the year 1, whether the text has an offset), exactly. Naive instants count as UTC."""
     match = _INSTANT.fullmatch(text.strip())
     if match is None:
         raise refuse(place, field, text, _EXPECTED)

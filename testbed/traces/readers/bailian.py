@@ -2,7 +2,7 @@
 
 JSONL `chat_id`, `parent_chat_id` (-1: the root of a conversation), `timestamp` (s), `input_length`, `output_length`,
 `turn`, `type`, `hash_ids`: one global id for each block of 16 tokens, rounded up or down. Turns come at their recorded
-instants. A turn shares what its ids share with earlier ones; generated tokens are known only as far as ids name them.
+instants. Equal ids share content with earlier turns; generated tokens are shared only if ids cover them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _rest_key_of, _output_key_of = numbered_keys("bailian-rest"), numbered_keys("bai
 
 
 class _Chat(NamedTuple):
-    """A chat before its session is known. row: its contents are keyed by its place in the file."""
+    """A chat before its session is known. row: contents without ids are keyed by the row's number in the file."""
 
     row: TraceRequest
     number: int
@@ -35,26 +35,26 @@ class _Chat(NamedTuple):
 def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a Bailian file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
-    A chat's tenant is its `type`. Chats that continue another one of the file are turns of its session, numbered from
-    the first that the file has; where a chat has several continuations, the first in time carries the session on. The
-    order of the file's rows makes no difference, but for rows of one instant.
-    Raises TraceError, naming file and line, on a malformed row.
+    A chat's tenant is its `type`. A chat that continues another one in the file is a turn of the same session; turns
+    count from the first chat that the file has. Of several continuations of a chat, the first in time is in its
+    session, and the others begin sessions. The order of rows in the file makes no difference, except at one instant.
+    Raises TraceError, with file and line, on a malformed row.
     """
     return read_from_zero("bailian", path, iter(_linked(list(_chats(path, limit)))))
 
 
 def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """As read_bailian, row by row; iterating raises OutOfOrderError where the file is out of order.
+    """Like read_bailian, row by row; iterating raises OutOfOrderError if the file is out of order.
 
-    Memory follows the number of chats: what each may be continued by.
+    Memory grows with the number of chats, as each may be continued.
     """
     return stream_from_zero("bailian", path, lambda: _streamed(path, limit))
 
 
 def _streamed(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
-    """The rows of a file in which no chat stands before the one that it continues."""
-    known: dict[int, tuple[str, int] | None] = {}  # -> (session, turn); None: another chat carries its session on
-    awaited: set[int] = set()  # parents that were not there
+    """Yields the rows of a file in which no chat is before the one that it continues."""
+    known: dict[int, tuple[str, int] | None] = {}  # chat -> (session, turn); None: another chat continues its session
+    awaited: set[int] = set()  # parents that were not in the file so far
     for row, number, parent in _chats(path, limit):
         if number in awaited:
             raise OutOfOrderError(
@@ -70,10 +70,10 @@ def _streamed(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
 
 
 def _linked(chats: list[_Chat]) -> list[TraceRequest]:
-    """The rows of all chats, in the file's order, with their sessions. Contents are keyed by the place in time."""
+    """Returns the rows of all chats, in the file's order, with their sessions. Contents are keyed by order in time."""
     order = sorted(range(len(chats)), key=lambda position: chats[position].row.arrival_ns)
     positions = {chat.number: position for position, chat in enumerate(chats)}
-    following: dict[int, int] = {}  # by position: the chat that carries the session on
+    following: dict[int, int] = {}  # position of a chat -> that of the chat that continues its session
     roots: list[int] = []
     for position in order:
         parent = positions.get(chats[position].parent)
@@ -98,7 +98,7 @@ def _linked(chats: list[_Chat]) -> list[TraceRequest]:
 
 
 def _rekeyed(row: TraceRequest, before: int, after: int) -> TraceRequest:
-    """The row with the contents that no id names keyed by another place."""
+    """Returns the row with its contents without ids keyed by another number."""
     *parts, last = row.prompt
     if isinstance(last, Span) and last.key == _rest_key_of(before):
         last = last._replace(key=_rest_key_of(after))
@@ -107,7 +107,7 @@ def _rekeyed(row: TraceRequest, before: int, after: int) -> TraceRequest:
 
 
 def _chats(path: str | Path, limit: int | None) -> Iterator[_Chat]:
-    """The chats in the file's order, on the file's clock."""
+    """Yields the chats in the file's order, on the file's clock."""
     blocks = HashBlocks("bailian", SEMANTICS)
     numbers: set[int] = set()
     for i, (line_number, line) in enumerate(islice(read_lines(path), limit)):

@@ -1,7 +1,7 @@
 """BurstGPT (Wang et al., KDD 2025): CSV of a campus's ChatGPT and GPT-4 requests.
 
-Columns `Timestamp` (s), `Request tokens`, `Response tokens`, and in newer files `Session ID`; the rest is not used. A
-request with 0 response tokens failed at the service: it is left out and counted in the notes.
+Uses the columns `Timestamp` (s), `Request tokens` and `Response tokens`; others (newer files have `Session ID`) are
+ignored. A request with 0 response tokens failed at the service: it is left out and counted in the notes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _key_of = numbered_keys("burstgpt")
 def read_burstgpt(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a BurstGPT file, at most its first `limit` rows; the first request arrives at 0.
 
-    Every request is independent: the file does not say whether a session's request holds the history before it.
-    Raises TraceError, naming file and line, on a malformed row or a missing column, or if every request failed.
+    Every request is independent: it is not known whether a session's request contains the history before it. Raises
+    TraceError, with file and line, on a malformed row or a missing column, or if every request failed.
     """
     failed = [0, 0]
     found = list(_rows(path, limit, failed))
@@ -38,7 +38,7 @@ def read_burstgpt(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def stream_burstgpt(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """As read_burstgpt, row by row; iterating raises OutOfOrderError where the file is out of order."""
+    """Like read_burstgpt, row by row; iterating raises OutOfOrderError if the file is out of order."""
 
     def make() -> Iterator[TraceRequest]:
         failed = [0, 0]
@@ -57,7 +57,7 @@ def _no_rows(path: str | Path, failed: list[int]) -> TraceError:
 
 
 def _rows(path: str | Path, limit: int | None, failed: list[int]) -> Iterator[_Row]:
-    """The rows that did not fail, in the file's order. failed: counts all rows, and those that failed."""
+    """Yields the rows that did not fail, in the file's order. failed: is set to [all rows, failed rows] so far."""
     expected = f"a whole number of tokens from 0 (a failed request) to {MAX_NUM_TOKENS:,}"
     for place, cells in islice(read_csv(path, ("Timestamp", "Request tokens", "Response tokens")), limit):
         failed[0] += 1

@@ -1,4 +1,4 @@
-"""Checks one value of a trace row. Every refusal reads "file:line: field 'x' is 'y'; expected ..."."""
+"""Checks single values of trace rows. Each error reads "file:line: field 'x' is 'y'; expected ..."."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from testbed.traces.schema import MAX_NS, MAX_NUM_TOKENS
 
 MAX_SECONDS = MAX_NS // 10**9
 MAX_TOKEN_ID = 2**31 - 1
-_TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"  # what is expected
+_TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
 _NANOSECONDS = f"a whole number of ns from 0 to {MAX_NS:,}"
 
 
 def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
-    """The error for a value that is not what was expected. Long values are shortened."""
+    """Returns the error for a value that is not what was expected. Long values are shortened."""
     try:
         shown = repr(value)
     except RecursionError:
@@ -27,7 +27,8 @@ def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
 
 
 def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str) -> int:
-    """An int, a whole float (pandas writes 3 as 3.0 beside an absent value), or the text of one."""
+    """Returns a whole number from an int, a whole float (pandas writes 3 as 3.0 next to missing values), or the text of
+    one. Raises TraceError otherwise."""
     number: int | None = None
     if isinstance(value, str):
         text = value.strip()
@@ -46,7 +47,7 @@ def whole_number(value: object, place: str, field: str, minimum: int, maximum: i
 
 
 def token_count(value: object, place: str, field: str) -> int:
-    """A number of tokens: 1 to MAX_NUM_TOKENS."""
+    """Returns a number of tokens, 1 to MAX_NUM_TOKENS. Raises TraceError otherwise."""
     if type(value) is str and 0 < len(value) < 9 and value.isdigit() and value.isascii():  # nearly always
         number = int(value)
         if number:
@@ -55,7 +56,7 @@ def token_count(value: object, place: str, field: str) -> int:
 
 
 def seconds(value: object, place: str, field: str) -> int:
-    """Seconds as ns, rounded to the nearest. Raises TraceError unless from 0 to what a clock holds."""
+    """Returns seconds as ns, rounded to the nearest. Raises TraceError unless they are from 0 to MAX_SECONDS."""
     number: float | None = None
     if isinstance(value, str):
         number = decimal(value.strip())
@@ -74,7 +75,7 @@ def nanoseconds(value: object, place: str, field: str) -> int:
 
 
 def token_ids(value: object, place: str, field: str) -> array[int]:
-    """A list of token ids, or the text of one ("[1, 2]" or "1 2"). Raises TraceError if empty or not all ids."""
+    """Returns token ids from a list or its text ("[1, 2]" or "1 2"). Raises TraceError if empty or not all are ids."""
     expected = f"a list of at least one token id, each from 0 to {MAX_TOKEN_ID}"
     items: Any = value
     if isinstance(value, str):
@@ -97,7 +98,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def name_text(value: object, place: str, field: str) -> str:
-    """A non-empty name; a whole number is taken as its text."""
+    """Returns a non-empty name; of a whole number its text. Raises TraceError otherwise."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value.strip():
@@ -106,7 +107,7 @@ def name_text(value: object, place: str, field: str) -> str:
 
 
 class _TwiceError(ValueError):
-    """An object has a name twice."""
+    """A JSON object has a name twice."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +122,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
-    """The object on one line of JSONL. Raises TraceError on anything else, and on a name that occurs twice."""
+    """Returns the object on one line of JSONL. Raises TraceError on anything else, and on a name that occurs twice."""
     try:
         found = _DECODER.decode(line)
     except _TwiceError as error:
@@ -137,7 +138,7 @@ def json_object(line: str, place: str) -> dict[str, Any]:
 
 
 def refuse_half_characters(value: object, place: str) -> None:
-    """Raises TraceError if a text within a JSON value has half of a surrogate pair: nothing can write or encode it."""
+    """Raises TraceError if a text within a JSON value has half of a surrogate pair, which cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -149,26 +150,26 @@ def refuse_half_characters(value: object, place: str) -> None:
 
 
 def json_reason(error: ValueError | RecursionError) -> str:
-    """Why json.loads refused a text, in a few words."""
+    """Returns why json.loads rejected a text, in a few words."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def present(fields: dict[str, Any], field: str, place: str) -> Any:
-    """The value of a field that must be there."""
+    """Returns the value of a required field. Raises TraceError if it is missing."""
     if field not in fields:
         raise TraceError(f"{place}: field {field!r} is missing; found {', '.join(fields) or 'nothing'}")
     return fields[field]
 
 
 def is_plain(text: str) -> bool:
-    """Whether a number's text has no digits of another script and no underscores, which Python would take."""
+    """Whether a number's text has no digits of other scripts and no underscores, which Python would accept."""
     return text.isascii() and "_" not in text
 
 
 def decimal(text: str) -> float | None:
-    """The number that a text is, infinite and NaN among them; None if it is none."""
+    """Returns the number of a text, also infinity and NaN; None if the text is not a number."""
     try:
         return float(text) if is_plain(text) else None
     except ValueError:

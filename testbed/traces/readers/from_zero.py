@@ -1,4 +1,4 @@
-"""Traces of JSON lines whose own clock begins at some instant: read so that the first request arrives at 0."""
+"""JSONL traces whose clock begins at any instant: they are read such that the first request arrives at 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.traces.transforms.timing import shift
 
 
 def read_from_zero(name: str, path: str | Path, rows: Iterator[TraceRequest]) -> Trace:
-    """rows: in the file's order, on the file's clock. Raises TraceError if there are none."""
+    """Returns the whole trace. rows: in the file's order, on the file's clock. Raises TraceError if there are none."""
     found = list(rows)
     if not found:
         raise _no_rows(path)
@@ -22,7 +22,7 @@ def read_from_zero(name: str, path: str | Path, rows: Iterator[TraceRequest]) ->
 
 
 def stream_from_zero(name: str, path: str | Path, rows: Callable[[], Iterator[TraceRequest]]) -> StreamedTrace:
-    """The same row by row; iterating raises OutOfOrderError where the file is out of order."""
+    """Like read_from_zero, row by row; iterating raises OutOfOrderError if the file is out of order."""
 
     def make() -> Iterator[TraceRequest]:
         start_ns: int | None = None

@@ -1,4 +1,4 @@
-"""Prompts given as hash ids, one for each block of tokens: equal ids are equal blocks, down to their tokens.
+"""Prompts given as hash ids, one for each block of tokens: equal ids are blocks of equal tokens.
 
 Formats differ in what an id means; each reader declares its BlockSemantics.
 """
@@ -12,16 +12,16 @@ from testbed.traces.readers.fields import refuse, whole_number
 from testbed.traces.schema import Part, Span
 from testbed.traces.synthesis import content_key
 
-_MAX_KEPT = 1 << 18  # blocks whose span is kept for the next time; more are made anew
+_MAX_KEPT = 1 << 18  # spans in the cache of blocks; it is cleared when it is full
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSemantics:
-    """What the hash ids of a format stand for.
+    """The meaning of a format's hash ids.
 
-    block_tokens: tokens of a block. rounding: how many ids a prompt has: "ceil" (the last block may be partial),
-    "floor" (the tokens after the last whole block have no id), "either" (the file does one or the other, row by row).
-    scope: ids mean the same in the whole file ("global"), or only within one session ("session").
+    block_tokens: tokens of a block. rounding: of the number of ids: "ceil" (the last block may be partial), "floor"
+    (the tokens after the last whole block have no id), "either" (it differs from row to row). scope: an id has the same
+    meaning in the whole file ("global"), or only within one session ("session").
     """
 
     block_tokens: int
@@ -29,29 +29,29 @@ class BlockSemantics:
     scope: Literal["global", "session"]
 
     def counts(self, num_tokens: int) -> tuple[int, ...]:
-        """How many ids a prompt of so many tokens may have."""
+        """Returns the numbers of ids that a prompt of `num_tokens` may have."""
         num_full, num_rest = divmod(num_tokens, self.block_tokens)
         up = num_full + (num_rest > 0)
         return {"ceil": (up,), "floor": (num_full,), "either": (up, num_full)}[self.rounding]
 
 
 class HashBlocks:
-    """Turns hash ids into spans, sharing what is shared. `namespace` keeps the ids of two sources apart.
+    """Converts hash ids to spans; equal ids share content. `namespace` separates the ids of different sources.
 
-    An id is one content of block_tokens tokens: a partial last block is its beginning, and is never split. So equal
-    runs of ids give equal tokens whatever block size the engine has, and the common prefix is kept to the token.
+    An id is one content of block_tokens tokens; a partial last block is the beginning of it. So equal runs of ids give
+    equal tokens for any block size of the engine, and common prefixes are exact to the token.
     """
 
     def __init__(self, namespace: str, semantics: BlockSemantics) -> None:
         self.semantics = semantics
         self._namespace = namespace
-        self._full: dict[tuple[str, int] | int, Span] = {}  # one object for each block, however often it occurs
+        self._full: dict[tuple[str, int] | int, Span] = {}  # cache: (session and) id -> span of a whole block
 
     def prompt(self, ids: Any, num_tokens: int, place: str, rest_key: int, session: str = "") -> tuple[Part, ...]:
-        """The parts of a prompt of `num_tokens` whose blocks are `ids`.
+        """Returns the parts of a prompt of `num_tokens` whose blocks are `ids`.
 
-        Tokens that have no id are content of their own, keyed `rest_key`. session: whose ids they are, where the scope
-        says so. Raises TraceError if the number of ids is not what the rounding says, or one is no whole number.
+        Tokens without an id are a separate content with the key `rest_key`. session: of the ids, if the scope is
+        "session". Raises TraceError if the number of ids does not fit the rounding, or an id is not a whole number.
         """
         size = self.semantics.block_tokens
         num_full, num_rest = divmod(num_tokens, size)

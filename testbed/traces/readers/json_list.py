@@ -1,4 +1,4 @@
-"""The items of a file that is one JSON list, one after the other: such a file may be larger than the memory."""
+"""Reads a file with one JSON list item by item, as such a file may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from testbed.traces.readers.fields import json_reason
 from testbed.traces.readers.open_text import read_pieces
 
 _BETWEEN = re.compile(r"[ \t\r\n]*")
-_MAX_TOKEN = 12  # characters of what may be cut by the end of a piece: a literal, an escape of two surrogates
+_MAX_TOKEN = 12  # longest token that the end of a piece may cut: a literal, an escape of two surrogates
 
 
 def json_items(path: str | Path, items: str) -> Iterator[Any]:
-    """The items of the list that the file (plain, .gz, .zst) holds. items: what to call them in messages.
+    """Yields the items of the list in a file (plain, .gz, .zst). items: their name in messages.
 
-    Raises TraceError, with the line, if it holds something else.
+    Raises TraceError, with the line, if the file is not a JSON list.
     """
     text = _Text(path, f"expected a list of {items}")
     first = text.next_character()
@@ -45,7 +45,7 @@ def json_items(path: str | Path, items: str) -> Iterator[Any]:
 
 
 class _Text:
-    """The text of a file that is looked at from its beginning on; what is behind is forgotten."""
+    """The text of a file, read from its beginning on; text that was parsed is dropped."""
 
     def __init__(self, path: str | Path, expected: str) -> None:
         self._path = path
@@ -53,11 +53,11 @@ class _Text:
         self._pieces = read_pieces(path)
         self._text = ""
         self._position = 0
-        self._num_lines = 0  # behind `_text`
+        self._num_lines = 0  # ended before `_text`
         self._decoder = json.JSONDecoder()
 
     def next_character(self) -> str:
-        """The next one that is no white space; empty: there is none."""
+        """Skips white space and returns the next character, without passing it; empty at the end of the file."""
         while True:
             between = _BETWEEN.match(self._text, self._position)
             assert between is not None, "it may be empty"
@@ -71,14 +71,14 @@ class _Text:
         self._position += 1
 
     def value(self, number: int) -> Any:
-        """The JSON value that comes next. number: of the item, for messages."""
+        """Returns the next JSON value. number: of the item, for messages."""
         self.next_character()
         while True:
             try:
                 value, self._position = self._decoder.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 is_cut = error.pos + _MAX_TOKEN >= len(self._text) or error.msg.startswith("Unterminated string")
-                if is_cut and self._read(len(self._text) - self._position):  # twice as much: a long one is tried seldom
+                if is_cut and self._read(len(self._text) - self._position):  # doubles the text: few retries
                     continue
                 raise self.error(
                     f"item {number} is not JSON: {error.msg.removesuffix(' starting at')}", error.pos
@@ -92,7 +92,7 @@ class _Text:
         return TraceError(f"{self._path}:{self._num_lines + before.count(chr(10)) + 1}: {reason}; {self._expected}")
 
     def _read(self, num_characters: int) -> bool:
-        """Adds so many characters, or more, to the text; False: there are no more."""
+        """Adds at least `num_characters` to the text, or what is left of the file. False: nothing was left."""
         kept, more = self._text[self._position :], []
         num_read = 0
         for piece in self._pieces:

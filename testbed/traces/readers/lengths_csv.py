@@ -1,6 +1,7 @@
-"""Pairs of lengths without arrivals (project-etalon/etalon, `sharegpt_8k` and others): the arrivals are the reader's.
+"""Pairs of lengths without arrivals (project-etalon/etalon, `sharegpt_8k` and others): the reader samples the arrivals.
 
-CSV `num_prefill_tokens,num_decode_tokens`, more columns ignored. There is no content: every request has its own tokens.
+CSV `num_prefill_tokens,num_decode_tokens`, other columns are ignored. There is no content: every request has its own
+tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def read_lengths(
 def stream_lengths(
     path: str | Path, limit: int | None = None, arrivals: ArrivalConfig | None = None, seed: int = 0
 ) -> StreamedTrace:
-    """The rows of a file in its order, arriving as `arrivals` says (Poisson, 4 per second), drawn with `seed`.
+    """Returns the rows of a file in its order. arrivals: their process (default: Poisson, 4 per second), with `seed`.
 
-    Raises TraceError, naming file and line, on a malformed row or a missing column, ConfigError for a negative seed.
+    Raises TraceError, with file and line, on a malformed row or a missing column, ConfigError for a negative seed.
     """
     config = arrivals or ArrivalConfig()
-    streams(seed)  # refuses a bad seed at once
+    streams(seed)  # rejects a bad seed before any row is read
 
     def make() -> Iterator[TraceRequest]:
         starts = instants(config, streams(seed))

@@ -1,8 +1,8 @@
 """Mooncake traces (Qin et al., FAST 2025; kvcache-ai/Mooncake): conversation, tool-agent and synthetic.
 
 JSONL `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: one global id for each block of 512 tokens, rounded
-up, so the last block may be partial. A later request whose ids continue an earlier one's shares its prompt, but not the
-tokens that were generated: the file does not say what they were.
+up, so the last block may be partial. A later request whose ids continue those of an earlier one shares its prompt, but
+not its generated tokens, which the file does not identify.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bo
     """Reads a Mooncake file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
     spread_batches: the published timestamps come in batches, about 3 s apart; this spreads each batch evenly up to the
-    next one, and says so in the notes. Raises TraceError, naming file and line, on a malformed row.
+    next one, and adds a note. Raises TraceError, with file and line, on a malformed row.
     """
     trace = read_from_zero("mooncake", path, _rows(path, limit))
     return spread(trace) if spread_batches else trace
 
 
 def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> StreamedTrace | Trace:
-    """As read_mooncake, row by row; iterating raises OutOfOrderError where the file is out of order.
+    """Like read_mooncake, row by row; iterating raises OutOfOrderError if the file is out of order.
 
-    With spread_batches the trace is read whole: where a row goes depends on those after it.
+    With spread_batches the trace is read whole: the new arrival of a row depends on the rows after it.
     """
     if spread_batches:
         return read_mooncake(path, limit, spread_batches)
@@ -49,7 +49,7 @@ def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: 
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
-    """The rows in the file's order, on the file's clock."""
+    """Yields the rows in the file's order, on the file's clock."""
     blocks = HashBlocks("mooncake", SEMANTICS)
     for i, (number, line) in enumerate(islice(read_lines(path), limit)):
         place = f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""Opens an archive of trace files (.tar, .tar.gz, .tgz, .tar.zst) or a folder of them. Nothing is unpacked to disk."""
+"""Reads an archive of trace files (.tar, .tar.gz, .tgz, .tar.zst) or a folder of them. Nothing is unpacked to disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_MEMBER_BYTES = 1 << 30
 def archive_files(path: str | Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yields (name within the archive, text) of each file whose name ends in one of `suffixes`, in the archive's order.
 
-    A folder's files come sorted by name. Raises TraceError if there is no such archive, it is damaged, or a file is not
-    UTF-8 or larger than 1 GiB.
+    A folder's files come sorted by name. Raises TraceError if the archive is missing or damaged, a file is not UTF-8,
+    or a file in an archive is larger than 1 GiB.
     """
     import tarfile  # seldom needed
 

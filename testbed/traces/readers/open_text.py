@@ -1,4 +1,4 @@
-"""Opens a trace file as lines of text: plain, .gz or .zst. Owns what can go wrong before a row is understood."""
+"""Reads a trace file as lines of text: plain, .gz or .zst. Owns the errors of files, encodings and compression."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _watcher: ContextVar[Callable[[int], object] | None] = ContextVar("watcher", def
 
 
 class DamagedError(TraceError):
-    """A compressed file is damaged, or was cut; the lines before that place were read."""
+    """A compressed file is damaged or truncated; the lines before that place were read."""
 
 
 @contextmanager
 def watching(told: Callable[[int], object]) -> Iterator[None]:
-    """Within: `told` is called with a number of lines whenever so many more were read, as a progress bar wants."""
+    """Within this context, `told` is called with the number of further lines that were read, for a progress bar."""
     token = _watcher.set(told)
     try:
         yield
@@ -34,7 +34,8 @@ def watching(told: Callable[[int], object]) -> Iterator[None]:
 
 
 def existing_file(path: str | Path, wanted: str = "a trace file") -> Path:
-    """`path` as a Path. Raises TraceError if no plain file is there: a device or a pipe could not be read twice."""
+    """Returns `path` as a Path. Raises TraceError if it is not a plain file: a device or a pipe cannot be read twice.
+    wanted: what to give, for the message."""
     file = Path(path)
     if file.is_file():
         return file
@@ -45,13 +46,14 @@ def existing_file(path: str | Path, wanted: str = "a trace file") -> Path:
 
 
 def format_suffix(path: str | Path) -> str:
-    """The extension that says the format, without that of a compression: '.jsonl' of 'a.jsonl.gz'."""
+    """Returns the extension of the format, without that of a compression: '.jsonl' of 'a.jsonl.gz'."""
     file = Path(path)
     return Path(file.stem).suffix.lower() if file.suffix.lower() in COMPRESSIONS else file.suffix.lower()
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Yields (line number from 1, line without its end), blank lines left out. Any line end; a byte-order mark is cut.
+    """Yields (line number from 1, line without its line end), except blank lines. Accepts any line end, and removes a
+    byte-order mark.
 
     Raises TraceError if the file is absent or is not UTF-8, and DamagedError if its compression is damaged.
     """
@@ -68,7 +70,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str]:
-    """Yields the text of a file in pieces, where its lines may be as long as the file. Raises as read_lines does."""
+    """Yields the text of a file in pieces, for files whose lines may be very long. Raises the errors of read_lines."""
     file = existing_file(path)
     numbers = [0]
     watch = _watcher.get()
@@ -83,7 +85,7 @@ def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str
 
 @contextmanager
 def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None]:
-    """Within: a file that cannot be read to its end raises TraceError. numbers[0]: the lines that were read."""
+    """Within this context, a file that cannot be read raises TraceError. numbers[0]: lines that were read so far."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -100,14 +102,14 @@ def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None
 
 
 def _undecodable_line(file: Path) -> int | None:
-    """The number of the first line that is not UTF-8: the stream that failed was ahead of the lines that it gave."""
+    """Returns the number of the first line that is not UTF-8: the failed stream had decoded ahead of its lines."""
     with open_text(file, errors="surrogateescape") as stream:
         numbered = enumerate(stream, 1)
         return next((number for number, line in numbered if any("\udc80" <= c <= "\udcff" for c in line)), None)
 
 
 def open_text(file: Path, errors: str = "strict") -> TextIO:
-    """The file as text, unpacked by its extension. errors: what to do with bytes that are not UTF-8, as in `open`."""
+    """Opens a file as text, decompressed by its extension. errors: for bytes that are not UTF-8, as in `open`."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors)
@@ -117,7 +119,7 @@ def open_text(file: Path, errors: str = "strict") -> TextIO:
 
 
 class ZstdFile(io.RawIOBase):
-    """A .zst file unpacked, frame after frame; a file that ends within a frame raises EOFError, as gzip does."""
+    """Decompresses a .zst file, frame after frame. A file that ends within a frame raises EOFError, as gzip does."""
 
     def __init__(self, file: Path) -> None:
         import zstandard  # heavy, and seldom needed
@@ -159,8 +161,8 @@ def read_csv(
 ) -> Iterator[tuple[str, list[str | None]]]:
     """Yields (place, cells) of each row: those of `required`, then of `optional` (None: no such column, or empty).
 
-    Columns are found by the header's names. Raises TraceError on a column that is missing or there twice, a row
-    with more or fewer cells than the header, or quotes that do not end.
+    Columns are found by the header's names. Raises TraceError on a missing or repeated column, a row with more or fewer
+    cells than the header, or quotes that do not end.
     """
     numbers = [0]
     reader = csv.reader(_numbered(path, numbers), strict=True)
@@ -189,7 +191,7 @@ def read_csv(
 
 
 def csv_header(path: str | Path) -> tuple[str, ...]:
-    """The names of a CSV's columns. Raises TraceError if a name occurs twice."""
+    """Returns the names of a CSV file's columns. Raises TraceError if a name occurs twice."""
     names = tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
     _check_once(names, path)
     return names
@@ -202,7 +204,7 @@ def _check_once(names: Sequence[str], path: str | Path) -> None:
 
 
 def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:
-    """The lines of `path`; numbers[0] is always the number of the last one."""
+    """Yields the lines of `path`, and sets numbers[0] to the number of each."""
     for number, line in read_lines(path):
         numbers[0] = number
         yield line

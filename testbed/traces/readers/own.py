@@ -1,21 +1,21 @@
-"""The testbed's own schema, as JSONL, CSV or Parquet: its files, whole or row by row. `own_rows` reads one record.
+"""Files of the testbed's own schema, as JSONL, CSV or Parquet, whole or row by row. `own_rows` reads one record.
 
-    request_id                              a name, unique in the file; absent: its row's number from 0
-    arrival_time                            s from the start of the run; not shifted. Absent only beside think_time
-    prompt_token_ids or prompt_tokens       the ids, or how many
-    output_token_ids or output_tokens       the ids, or how many; neither: the model decides (a real engine only)
+    request_id                              a name, unique in the file; absent: the row's number from 0
+    arrival_time                            s from the start of the run; not shifted. Optional only with think_time
+    prompt_token_ids or prompt_tokens       the ids, or their number
+    output_token_ids or output_tokens       the ids, or their number; neither: the model decides (real engine only)
     priority, tenant                        optional
     session_id, turn                        optional, together; turns count up by one from any number
     think_time                              s after the turn before finished: a closed-loop turn
     cancel_after, deadline                  s after arrival
-    cache_salt                              shares cached prefixes only with rows of the same salt
-Exact forms, which write_jsonl uses and which win over those above: arrival_ns, think_ns, cancel_after_ns, deadline_ns,
-prompt_parts, output_part (see serialize). Fields of other names are ignored, and named in the notes.
+    cache_salt                              cached prefixes are shared only with rows of the same salt
+Exact fields, which write_jsonl writes and which take precedence over those above: arrival_ns, think_ns,
+cancel_after_ns, deadline_ns, prompt_parts, output_part (see serialize). Other fields are ignored; the notes list them.
 
-Counts become synthetic content keyed by the request's id, the same in every file. In a session, a count is read as the
-whole prompt of the turn: where it is long enough to hold the prompt and the output of the turn before, it begins with
-them, so that prefix hits come out as in a chat; where it is shorter, the turn is a content of its own. If the output
-of the turn before is unknown (the model decides), only its prompt is shared.
+Counts become synthetic content keyed by the request's id, the same in every file. In a session, a count is the length
+of the turn's whole prompt. If it is long enough for the prompt and the output of the turn before, it begins with them,
+so that prefix hits are those of a chat. If it is shorter, the prompt is a separate content. If the output of the turn
+before is not known (the model decides), only its prompt is shared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, Draft, fill, r
 from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace
 
-Record = tuple[str, dict[str, Any]]  # (place, the fields that are there)
+Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
 
 
 def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
@@ -44,7 +44,7 @@ def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """As read_jsonl, row by row: see _streamed."""
+    """Like read_jsonl, row by row: see _streamed."""
     return _streamed("jsonl", path, lambda: _jsonl_records(path, limit))
 
 
@@ -54,7 +54,7 @@ def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def stream_csv_trace(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """As read_csv_trace, row by row: see _streamed."""
+    """Like read_csv_trace, row by row: see _streamed."""
     return _streamed("csv", path, lambda: _csv_records(path, limit))
 
 
@@ -73,8 +73,8 @@ def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
 def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
     """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
 
-    A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. One
-    that has lost these is read as any other file, and a note says so.
+    A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. If it
+    has lost its metadata, it is read like any other file, with a note.
     """
     from testbed.traces.frozen import (
         frozen_info,
@@ -93,12 +93,12 @@ def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def read_own(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads .jsonl, .csv or .parquet by its extension (.gz and .zst behind it). Raises TraceError on another one."""
+    """Reads .jsonl, .csv or .parquet by its extension (then .gz or .zst). Raises TraceError on another one."""
     return {"jsonl": read_jsonl, "csv": read_csv_trace, "parquet": read_parquet}[own_format(path)](path, limit)
 
 
 def own_format(path: str | Path) -> str:
-    """jsonl, csv or parquet, by a file's extension. Raises TraceError on another one."""
+    """Returns jsonl, csv or parquet, by a file's extension. Raises TraceError on another one."""
     existing_file(path)
     name = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}.get(format_suffix(path))
     if name is None:
@@ -129,12 +129,12 @@ def _parquet_records(path: str | Path) -> Iterator[Record]:
 
 
 def _is_null(name: str, value: object) -> bool:
-    """Whether a Parquet value is absent. pandas writes a missing number as NaN, which an arrival must never be."""
+    """Whether a Parquet value is absent. pandas writes a missing number as NaN; as an arrival_time, NaN is an error."""
     return value is None or (isinstance(value, float) and math.isnan(value) and name != "arrival_time")
 
 
 def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
-    """Reads all rows, then gives contents to those with counts, session by session in turn order."""
+    """Reads all rows, then makes the contents of those with counts, session by session in turn order."""
     drafts: list[Draft] = []
     ignored: dict[str, None] = {}
     for place, fields in records:
@@ -157,7 +157,7 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
 
 
 def _check_numbers(drafts: list[Draft]) -> None:
-    """Refuses a row without an id whose number is the id of another."""
+    """Raises TraceError for a row without an id whose number is the id of another row."""
     given = {draft.row.request_id: draft.row.place for draft in drafts if draft.has_id}
     if 0 < len(given) < len(drafts):
         for draft in drafts:
@@ -166,14 +166,14 @@ def _check_numbers(drafts: list[Draft]) -> None:
 
 
 def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record]]) -> StreamedTrace:
-    """The rows of a file as they come. Memory follows the ids, which must differ, and the newest turns of sessions.
+    """Returns the rows of a file as a stream. Memory grows with the ids, which must differ, and with the sessions.
 
-    Iterating raises OutOfOrderError where a row, or a turn of a session, is not in its place.
+    Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order.
     """
 
     def make() -> Iterator[TraceRequest]:
         ids: set[str] = set()
-        newest: dict[str, TraceRequest] = {}  # turn of each session
+        newest: dict[str, TraceRequest] = {}  # session -> its newest turn
         for place, fields in records():
             draft = read_draft(fields, place, str(len(ids)))
             previous = newest.get(draft.row.session_id or "")

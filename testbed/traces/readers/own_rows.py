@@ -1,6 +1,6 @@
-"""One record of the testbed's own schema, as a row: checks every field, and gives counts their synthetic contents.
+"""Converts one record of the testbed's own schema to a row: checks every field, and makes synthetic contents of counts.
 
-The fields, and what they mean, are told in `own`.
+`own` documents the fields.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIELDS = (
     "cache_salt",
 )
 EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns", "prompt_parts", "output_part")
-_FOREIGN = {  # trace=<name>: fields by which a file of another schema is known
+_FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
     "azure": {"TIMESTAMP", "ContextTokens"},
     "burstgpt": {"Timestamp", "Request tokens"},
     "bailian": {"chat_id", "hash_ids"},
@@ -47,24 +47,24 @@ _KEY = re.compile("[0-9a-f]{16}")
 
 @dataclass(slots=True)
 class Draft:
-    """A row whose synthetic contents are still to be found: they depend on the turn before."""
+    """A row whose synthetic contents are not made yet, as they depend on the turn before."""
 
     row: TraceRequest
-    num_prompt_tokens: int | None  # a count without tokens
+    num_prompt_tokens: int | None  # a count without content; None: the row has its content
     num_output_tokens: int | None
-    has_id: bool = True  # False: its number stands for one
+    has_id: bool = True  # False: the row's number is its id
 
 
 def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
-    """The row of one record by itself: counts become content keyed by request_id, sessions are not looked at.
+    """Returns the row of a single record: counts become content keyed by request_id, without regard to sessions.
 
-    Raises TraceError on a bad value, naming `place` and the field.
+    Raises TraceError on a bad value, with `place` and the field.
     """
     return fill(read_draft(fields, place, ""), None)
 
 
 def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
-    """Checks every field of a record; what is a count without tokens stays a count."""
+    """Checks every field of a record, and returns the row; counts stay counts. default_id: if the record has no id."""
     given = {name: value for name, value in fields.items() if value is not None}
     if not any(name in FIELDS or name in EXACT_FIELDS for name in given):
         raise _unknown_fields(given, place)
@@ -103,7 +103,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
 
 
 def foreign_format(names: Iterable[str]) -> str | None:
-    """The format of READERS whose fields these are, if they are those of no row of ours."""
+    """Returns the format of READERS that has these fields; None if there is none, or a field is the testbed's own."""
     found = set(names)
     if found & {*FIELDS, *EXACT_FIELDS}:
         return None
@@ -111,7 +111,7 @@ def foreign_format(names: Iterable[str]) -> str | None:
 
 
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
-    """The error for a record of another schema, with a hint at what it may be."""
+    """Returns the error for a record of another schema, with a hint at its format."""
     shown = ", ".join(map(repr, given)) or "nothing"
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
     foreign = foreign_format(given)
@@ -122,7 +122,7 @@ def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
 
 
 def _content(given: dict[str, Any], place: str, side: str) -> tuple[tuple[Part, ...], int | None]:
-    """(parts, None) of explicit content, ((), count) of a count, ((), None) if nothing is given."""
+    """Returns (parts, None) for explicit content, ((), count) for a count, ((), None) if nothing is given."""
     ids_field, count_field = f"{side}_token_ids", f"{side}_tokens"
     exact_field = "prompt_parts" if side == "prompt" else "output_part"
     count = given.get(count_field)
@@ -141,7 +141,7 @@ def _content(given: dict[str, Any], place: str, side: str) -> tuple[tuple[Part, 
 
 
 def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
-    """Parts as serialize writes them: {"span": [key in hex, start, length]} or {"ids": [...]}."""
+    """Returns parts as serialize writes them: {"span": [key in hex, start, length]} or {"ids": [...]}."""
     expected = (
         'parts as {"span": ["<16 hex digits>", start (to 2**62), '
         f'length (to {MAX_NUM_TOKENS:,})]}} or {{"ids": [...]}}'
@@ -171,7 +171,7 @@ def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
 
 
 def _optional_ns(given: dict[str, Any], place: str, name: str) -> int | None:
-    """`name`_ns, or `name`_time (or `name`, for cancel_after and deadline) in seconds."""
+    """Returns `name`_ns, or `name`_time (for cancel_after and deadline: `name`), which is in seconds, as ns."""
     if f"{name}_ns" in given:
         return check.nanoseconds(given[f"{name}_ns"], place, f"{name}_ns")
     field = name if name in ("cancel_after", "deadline") else f"{name}_time"
@@ -191,7 +191,7 @@ def _priority(value: object, place: str) -> int:
 
 
 def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:
-    """The row with its synthetic contents. previous: the turn before it in its session."""
+    """Returns the row with its synthetic contents. previous: the turn before it in its session."""
     row = draft.row
     own_key = content_key("request", row.request_id)
     prompt, output = row.prompt, row.output
@@ -205,9 +205,9 @@ def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:
 
 
 def _prompt(num_tokens: int, previous: TraceRequest | None, own_key: int) -> tuple[Part, ...]:
-    """A prompt of `num_tokens` that begins with the turn before, if it is long enough; else content of its own.
+    """Returns a prompt of `num_tokens`. It begins with the turn before, if it is long enough; else it is new content.
 
-    What is new in a turn goes on with the session's content where that is known: a session is then one long span.
+    The new text of a turn continues the span of the output before, if there is one: a session is then one long span.
     """
     if previous is None:
         return (Span(own_key, 0, num_tokens),)

@@ -1,14 +1,14 @@
-"""ServeGen (Xiang et al., 2025; alibaba/ServeGen): not recorded requests, but what clients do, window by window.
+"""ServeGen (Xiang et al., 2025; alibaba/ServeGen): not recorded requests, but statistics of clients in time windows.
 
 An archive or folder with, for each client N, `chunk-N-trace.csv` without a header (window start in s, requests/s, CV of
-the gaps, `Gamma`, `Weibull` or nothing, shape, scale) and `chunk-N-dataset.json` (per longer window: `input_tokens` and
-`output_tokens`, each a text of {length: probability}). Requests are drawn from it: this reader is a generator, and the
-same seed gives the same trace. The file has no joint distribution: prompt and output lengths are independent. A length
-of 0 is drawn as 1: a request has a prompt and an output.
+the gaps, `Gamma`, `Weibull` or nothing, shape, scale) and `chunk-N-dataset.json` (for longer windows: `input_tokens`
+and `output_tokens`, each a text of {length: probability}). Requests are sampled from these: the reader is a generator,
+and the same seed gives the same trace. The file has no joint distribution, so prompt and output lengths are
+independent. A length of 0 becomes 1, as a request has a prompt and an output.
 
-In each window a client sends rate x length requests (the published rates are counts), a rest by chance; their gaps are
-Gamma with the window's CV, or Weibull with its shape, scaled to fill the window. So counts per window are those of the
-file, and the burstiness within windows is that of its gaps.
+In each window a client sends rate x length requests (the published rates are counts); a fraction is rounded up or down
+at random. Their gaps are Gamma with the window's CV, or Weibull with its shape, scaled to fill the window. So the
+counts per window and the burstiness within windows are those of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from testbed.traces.synthesis import numbered_keys
 _TRACE, _DATASET = "-trace.csv", "-dataset.json"
 _PATTERNS = ("Gamma", "Weibull", "")
 _WHOLE_SECONDS = f"whole seconds from 0 to {MAX_SECONDS:,}"
-_MAX_RATE = 1e9  # also of a CV or a shape, which have narrower bounds where they are used
+_MAX_RATE = 1e9  # also of a CV or a shape, which have narrower bounds if they are used
 _Pdf = tuple[NDArray[np.int64], NDArray[np.float64]]  # lengths, cumulated probabilities
 
 
@@ -48,27 +48,27 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """One of the clients whose requests are drawn."""
+    """One of the clients whose requests are sampled."""
 
     number: int
     windows: dict[int, _Window]  # by start
-    lengths: dict[int, dict[str, str]]  # by start: field -> text of {length: probability}
+    lengths: dict[int, dict[str, str]]  # start of a window -> field -> text of {length: probability}
     place: str  # of the lengths
 
 
 def read_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> Trace:
-    """The first `limit` requests drawn from an archive or folder, whole; see stream_servegen."""
+    """Returns the first `limit` requests sampled from an archive or folder, whole; see stream_servegen."""
     return whole(stream_servegen(path, limit, seed))
 
 
 def stream_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> StreamedTrace:
-    """The first `limit` requests drawn from an archive or folder. A request's tenant is its client.
+    """Returns the first `limit` requests sampled from an archive or folder. A request's tenant is its client.
 
-    Memory follows the clients and one window. Raises TraceError, naming archive, file and line, on a malformed row, a
-    client without lengths, or windows that differ between clients; ConfigError for a negative seed.
+    Memory grows with the clients and the largest window. Raises TraceError, with archive, file and line, on a malformed
+    row, a client without lengths, or windows that differ between clients; ConfigError for a negative seed.
     """
     clients = _load(path)
-    streams(seed)  # refuses a bad seed at once
+    streams(seed)  # rejects a bad seed before any row is made
     note = f"drawn from {len(clients)} clients with seed {seed}"
     return StreamedTrace("servegen", lambda: islice(_requests(clients, seed), limit), (note,))
 
@@ -136,13 +136,13 @@ def _windows(text: str, place: str) -> dict[int, _Window]:
 
 
 def _window_lengths(starts: list[int]) -> list[int]:
-    """In s, of each window; the last is as long as the one before."""
+    """Returns the length of each window in s; the last is as long as the one before."""
     lengths = [after - start for start, after in pairwise(starts)]
     return [*lengths, lengths[-1] if lengths else 600]
 
 
 def _check_window(window: _Window, length_s: int) -> None:
-    """Refuses a window that ends after any clock, or that has more requests than are drawn at once."""
+    """Raises TraceError for a window that ends after MAX_SECONDS, or has more than MAX_HELD_ROWS requests."""
     last_s = MAX_SECONDS - length_s
     if window.start_s > last_s:
         raise refuse(window.place, "start", window.start_s, f"at most {last_s:,}, as its window is {length_s:,} s long")
@@ -152,7 +152,7 @@ def _check_window(window: _Window, length_s: int) -> None:
 
 
 def _check_process(cells: list[str], cv: float, shape: float, where: str) -> None:
-    """Refuses what no gaps can be drawn from."""
+    """Raises TraceError for parameters from which no gaps can be sampled."""
     if not cells[3]:
         raise refuse(where, "pattern", cells[3], "Gamma or Weibull, as the rate is above 0")
     if not 0 < cv <= 1000:
@@ -169,7 +169,7 @@ def _number(text: str, place: str, field: str) -> float:
 
 
 def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
-    """The texts of the distributions by window; windows without requests are left out."""
+    """Returns the texts of the distributions by window; windows without lengths are left out."""
     found: dict[int, dict[str, str]] = {}
     for start, given in json_object(text, place).items():
         number = whole_number(start, place, "window", 0, MAX_SECONDS, _WHOLE_SECONDS)
@@ -188,7 +188,7 @@ def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
 
 
 def _pdf(text: str, place: str) -> _Pdf:
-    """A text of {length: probability}, those of probability 0 left out."""
+    """Reads a text of {length: probability}; lengths of probability 0 are left out. Raises TraceError."""
     expected = (
         f"a text of {{length: probability}}, whole lengths from 0 to {MAX_NUM_TOKENS:,}, probabilities that sum to 1"
     )
@@ -210,7 +210,7 @@ def _pdf(text: str, place: str) -> _Pdf:
 
 
 class _Drawn:
-    """One client's requests, window after window."""
+    """Samples one client's requests, window after window."""
 
     def __init__(self, client: _Client, seed: int) -> None:
         rng = streams(seed, f"servegen/{client.number}")
@@ -222,7 +222,7 @@ class _Drawn:
         self.num_sent = 0
 
     def draw(self, start_s: int, length_s: int) -> tuple[list[int], list[int], list[int]]:
-        """Arrivals in ns, prompt and output lengths of a window."""
+        """Returns arrivals in ns, prompt lengths and output lengths of a window."""
         window = self._client.windows[start_s]
         expected = window.rate * length_s
         num = int(expected + self._arrivals.random()) if window.rate else 0
@@ -239,7 +239,7 @@ class _Drawn:
         return instants.tolist(), prompts, self._draw_lengths("output_tokens", start_s, num)
 
     def _draw_lengths(self, field: str, start_s: int, num: int) -> list[int]:
-        """From the window of lengths that holds `start_s`, else the last before it that has any, else the first."""
+        """Samples from the last window of lengths that starts by `start_s`; from the first one if there is none."""
         chosen = max((start for start in self._starts if start <= start_s), default=self._starts[0])
         if chosen != self._pdfs_of:
             place = f"{self._client.place}: window {chosen}"

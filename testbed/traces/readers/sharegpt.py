@@ -1,4 +1,4 @@
-"""ShareGPT: conversations as text. Knows no tokenizer: one is handed in, as lengths in tokens are never guessed.
+"""ShareGPT: conversations as text. Knows no tokenizer: the caller gives one, as lengths in tokens are never guessed.
 
 JSON: a list of `{"id", "conversations": [{"from": "human" | "gpt", "value": text}, ...]}`. There are no arrival times.
 """
@@ -27,10 +27,10 @@ def read_sharegpt(
 ) -> Trace:
     """Reads the conversations of a file (plain, .gz, .zst), at most `limit` of them and `max_turns` of each.
 
-    A turn's prompt is all that was said before it and the new question; its output is the recorded answer. The first
-    turns all arrive at 0, later ones when the turn before has finished (think time 0): give them arrivals and think
-    times with testbed.traces.transforms. Conversations without a question and its answer are left out and counted.
-    Raises TraceError without a tokenizer, or on a file of another shape.
+    A turn's prompt is the conversation before it plus the new question; its output is the recorded answer. All first
+    turns arrive at 0, and later turns when the turn before has finished (think time 0). Use testbed.traces.transforms
+    for other arrivals. Conversations without a question and its answer are left out and counted in the notes. Raises
+    TraceError without a tokenizer, or if the file has another format.
     """
     rows = _Rows(path, limit, _given(path, tokenizer), max_turns)
     found = list(rows)
@@ -44,7 +44,7 @@ def read_sharegpt(
 def stream_sharegpt(
     path: str | Path, limit: int | None = None, tokenizer: Tokenizer | None = None, max_turns: int | None = None
 ) -> StreamedTrace:
-    """As read_sharegpt, conversation by conversation."""
+    """Like read_sharegpt, conversation by conversation."""
     known = _given(path, tokenizer)
 
     def make() -> Iterator[TraceRequest]:
@@ -67,7 +67,7 @@ def _given(path: str | Path, tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 class _Rows:
-    """The rows of a file, gone through once; afterwards it is known how many conversations were read, and left out."""
+    """The rows of a file, to be iterated once. Counts the conversations that were read, and those left out."""
 
     def __init__(self, path: str | Path, limit: int | None, tokenizer: Tokenizer, max_turns: int | None) -> None:
         self.num_read = self.num_skipped = 0
@@ -91,7 +91,7 @@ class _Rows:
 
 
 def _turns(chat: Any, place: str) -> list[tuple[str, str]]:
-    """(question, answer) pairs from the start, up to the first message that breaks the alternation."""
+    """Returns (question, answer) pairs from the start, up to the first message that breaks the alternation."""
     if not isinstance(chat, dict):
         raise TraceError(f'{place}: found a JSON {type(chat).__name__}; expected {{"id", "conversations"}}')
     messages = present(chat, "conversations", place)

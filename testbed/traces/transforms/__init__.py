@@ -1,9 +1,9 @@
-"""Transformations of traces: pure functions from a trace to another, each of which says in the notes what it did.
+"""Transformations of traces: pure functions from a trace to another, whose notes state what was changed.
 
-They take a whole Trace, which gives a Trace, or a StreamedTrace, which gives one: rows are then changed as they are
-asked for. `spread`, `with_arrivals`, `restart`, `jitter`, `bootstrap` and `merge` need the whole. Parameters out of
-range raise ConfigError; a result without requests raises TraceError (of a stream: when its rows are asked for).
-`pipeline` applies a list of them by name.
+A whole Trace gives a Trace. A StreamedTrace gives a StreamedTrace, whose rows are changed during iteration. `spread`,
+`with_arrivals`, `restart`, `jitter`, `bootstrap` and `merge` need whole traces. Parameters out of range raise
+ConfigError. A result without requests raises TraceError (for a stream: during iteration). `pipeline` applies a list of
+transformations by name.
 """
 
 from testbed.traces.transforms.combination import merge, merge_streams, repeat

@@ -1,4 +1,4 @@
-"""Transformations that put traces together: repeated, merged."""
+"""Transformations that combine traces: repeat, merge."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import MAX_HELD_ROWS, MAX_STREAMED_ROWS, StreamedTrace
 from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed
 
-_REPEATED = "repeated"  # in the note of a trace that was
+_REPEATED = "repeated"  # the beginning of the note of a repeated trace
 
 
 def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True) -> S:
-    """The trace `times` times, each copy `gap_s` after the last arrival of the one before; ids get "#1", "#2", ...,
-    those of a trace that was repeated before "##1", ...
+    """Returns the trace `times` times, each copy `gap_s` after the last arrival of the one before. Ids of copies get
+    "#1", "#2", ..., or "##1", ... if the trace is itself repeated.
 
-    fresh_content: copies have contents of their own (explicit token ids stay); else a copy hits what the first one left
-    in a prefix cache.
+    fresh_content: copies have their own contents (explicit token ids stay); else prompts of a copy hit in a prefix
+    cache that has those of the first copy.
     """
     require("times", times, times >= 1, "at least 1")
     held = isinstance(trace, Trace)
@@ -37,7 +37,7 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
         for copy in range(times):
             for row in trace:
                 if copy == 0:
-                    period_ns = row.arrival_ns + gap_ns  # at last: of the last row
+                    period_ns = row.arrival_ns + gap_ns  # after the first copy: that of its last row
                     yield row
                     continue
                 again = marked(row, "", f"{mark}{copy}")._replace(arrival_ns=row.arrival_ns + copy * period_ns)
@@ -49,15 +49,15 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
 
 
 def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:
-    """Several traces as one; the label of each goes before its ids, sessions and, as label/tenant, its tenants.
+    """Returns several traces as one. The label of each is put before its ids, sessions and tenants (label/tenant).
 
-    share_content: equal contents of two traces are equal tokens (two windows of one file); else they are kept apart.
+    share_content: equal contents of two traces are equal tokens (two windows of one file); else they are different.
     """
     return arrange("+".join(traces), _merged(traces, share_content), _notes(traces, share_content))
 
 
 def merge_streams(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:
-    """As `merge`, row by row."""
+    """Like `merge`, row by row."""
     counts = [trace.num_requests for trace in traces.values()]
     num = None if None in counts else sum(count or 0 for count in counts)
     notes = tuple(_notes(traces, share_content))

@@ -1,4 +1,4 @@
-"""What all transformations share: they take a whole or a streamed trace, and give one of the same kind with a note."""
+"""Helpers of all transformations: these take a whole or a streamed trace, and return one of that kind with a note."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def derived(
     counted: Callable[[], str] | None = None,
     num_requests: int | None = None,
 ) -> S:
-    """The trace that has `rows`: made and checked now, or whenever they are asked for.
+    """Returns the trace with `rows`, of the kind of `trace`: whole, made and checked now; streamed, made on iteration.
 
-    note: what was done. counted: says the same with numbers, once the rows are made. num_requests: of a stream, if it
-    is known.
+    note: what was done. counted: returns a note with numbers, after the rows of a whole trace were made. num_requests:
+    of a stream, if it is known.
     """
     if isinstance(trace, StreamedTrace):
         return trace.derived(rows, note, num_requests)
@@ -42,7 +42,7 @@ def derived(
 
 
 def last_ns(trace: TraceSource) -> int:
-    """The last arrival; goes through a streamed trace once."""
+    """Returns the last arrival. Iterates over a streamed trace once."""
     if isinstance(trace, Trace):
         return trace.rows[-1].arrival_ns
     last = 0
@@ -57,11 +57,11 @@ def marked(row: TraceRequest, prefix: str, suffix: str) -> TraceRequest:
 
 
 def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
-    """The row with contents of its own."""
+    """Returns the row with its contents renamed: different from those of other `names`."""
     output = None if row.output is None else rename_part(row.output, *names)
     return row._replace(prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
 
 
 def finite(number: float) -> bool:
-    """Whether it is no infinity, no NaN, and no whole number beyond all floats."""
+    """Whether a number is not infinite, not NaN, and not a whole number too large for a float."""
     return abs(number) <= MAX_FLOAT

@@ -1,4 +1,4 @@
-"""Transformations by name, one after the other, as a configuration lists them. Owns the names and their parameters."""
+"""Applies a configured list of transformations by name. Owns the names and their parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
 class Transform:
     """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
 
-    draws: what the seed decides: which "units" stay (of set_rate: by thin), new "starts", … ways: of a parameter that
-    has no default, for it is a choice to make: what each value keeps.
+    draws: what the seed decides: which "units" stay (set_rate only with by=thin), new "starts", … ways: parameter
+    without a default, as the user has to choose -> value -> what that keeps.
     """
 
     apply: Callable[..., TraceSource]
-    says: str  # what it does, one line
+    says: str  # its effect, in one line
     is_streamed: bool = True
     draws: str = ""
     ways: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, Parameter]:
-        """By name: those that a configuration may set."""
+        """Returns the parameters that a configuration may set, by name."""
         _, *own = signature(self.apply, eval_str=True).parameters.items()
         return dict(own)
 
@@ -109,12 +109,12 @@ TRANSFORMS: dict[str, Transform] = {
 
 
 def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, seed: int = 0) -> TraceSource:
-    """The trace after all `steps`, in their order: {"name": one of TRANSFORMS, and its parameters}.
+    """Returns the trace after all `steps`, in their order. A step is {"name": one of TRANSFORMS, <parameter>: value}.
 
-    Row by row where the trace is streamed and the step allows it; otherwise the trace is made whole. seed: of steps
-    that draw and name none. A step that draws as an earlier one did, by one seed, gets numbers of its own: else
-    the units that were kept would all be kept again. Raises ConfigError, naming the step, for an unknown name or
-    parameter, or a value that is out of range.
+    A streamed trace stays streamed if the step allows it; otherwise it is made whole. seed: for random steps without a
+    seed. A step that samples the same thing with the same seed as an earlier step gets different random numbers;
+    otherwise it would keep all units that the earlier step kept. Raises ConfigError, with the step, for an unknown name
+    or parameter, or a value out of range.
     """
     num_drawn: Counter[tuple[str, int]] = Counter()
     for position, step in enumerate(steps):
@@ -138,12 +138,12 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
 
 
 def _told(error: ConfigError, told: str) -> ConfigError:
-    """The error with the step in front, unless it names a setting of the trace, such as an earlier step."""
+    """Returns the error with the step in front, unless its message begins with a setting of the trace."""
     return error if str(error).startswith("trace.") else ConfigError(f"{told}{error}")
 
 
 def _telling(trace: StreamedTrace, told: str) -> StreamedTrace:
-    """The stream, whose errors name the step when its rows are asked for."""
+    """Returns the stream with the step named in the errors that its iteration raises."""
 
     def rows() -> Iterator[TraceRequest]:
         try:
@@ -166,18 +166,18 @@ def check_steps(steps: Iterable[Step]) -> None:
         except ConfigError as error:
             raise _told(error, f"{where} ({step['name']}): ") from None
         except (_UnreadError, TraceError):
-            continue  # parameters are looked at first; the rest is for the trace itself to show
+            continue  # the parameters were checked before; other faults depend on the trace itself
 
 
 class _UnreadError(Exception):
-    """A transformation has come to the rows of a trace that has none yet."""
+    """A transformation that is only checked has begun to read rows."""
 
 
 def _unread() -> Iterator[TraceRequest]:
     raise _UnreadError
 
 
-_SMALLEST = Trace("", (TraceRequest("", 0, (Span(0, 0, 1),), None),))  # for what needs a whole trace
+_SMALLEST = Trace("", (TraceRequest("", 0, (Span(0, 0, 1),), None),))  # for transformations of whole traces
 
 
 def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace, told: str) -> TraceSource:

@@ -1,4 +1,4 @@
-"""Other traces like one that was recorded, each seed another: what replicates of a recorded trace are made by."""
+"""Makes traces similar to a recorded one, a different one for each seed: replicates of a recorded trace."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WHOLE = 2**64
 
 
 def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
-    """Moves the start of each session, conversation or single request by up to `within_s` either way, evenly drawn by a
-    hash of its name; what follows a start moves along. Nothing arrives before 0."""
+    """Moves each session, conversation or single request by up to `within_s` in either direction, uniformly, by a hash
+    of its name. All its requests move by the same time. Nothing arrives before 0."""
     require("within_s", within_s, 0 < within_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     unit_of, within_ns = units_of(trace), round(within_s * 1e9)
     earliest: dict[Unit, int] = {}
@@ -31,11 +31,11 @@ def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
 
 
 def bootstrap(trace: Trace, seed: int = 0) -> Trace:
-    """As many sessions, conversations or single requests, drawn with replacement; the starts stay where they are, and
-    what would come after the last recorded arrival is left out, as the recording left it out.
+    """Samples sessions, conversations or single requests with replacement, as many as there are. The recorded starts
+    stay. Requests that would come after the last recorded arrival are left out, as the recording left them out.
 
-    A unit that is drawn again has contents of its own, but for what several units share (a system prompt): a copy must
-    not hit the first one's blocks. Its ids get `~` and the number of the start.
+    A unit that is sampled again has its own contents, except those that several units share (a system prompt), so that
+    a copy does not hit the first one's blocks. Ids get `~` and the number of the start.
     """
     unit_of = units_of(trace)
     members: dict[Unit, list[TraceRequest]] = {}

@@ -15,9 +15,9 @@ from testbed.traces.transforms.units import UnitOf, units_of
 
 
 def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
-    """The requests that arrive in [start_s, end_s), moved so that start_s becomes 0.
+    """Returns the requests that arrive in [start_s, end_s), moved so that start_s becomes 0.
 
-    A closed-loop turn goes with the turn before it. An open session may be cut; its turns keep their prompts.
+    A closed-loop turn stays with the turn before it. Other sessions may be cut; their turns keep their prompts.
     """
     require("start_s", start_s, 0 <= start_s <= MAX_S, f"0 to {MAX_S:.1e}")
     expected = f"above start_s ({start_s}), up to {MAX_S:.1e}, or absent"
@@ -38,7 +38,7 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
 
 
 def limit(trace: S, num_requests: int) -> S:
-    """The first `num_requests` rows; sessions may lose their last turns."""
+    """Returns the first `num_requests` rows; sessions may lose their last turns."""
     require("num_requests", num_requests, num_requests >= 1, "at least 1")
     known = trace.num_requests
     if known is not None and num_requests >= known:
@@ -50,12 +50,12 @@ def limit(trace: S, num_requests: int) -> S:
 
 
 def keep(trace: S, wanted: Callable[[TraceRequest], bool], why: str = "filtered") -> S:
-    """The rows that `wanted` accepts. A session ends where one of its turns is refused."""
+    """Returns the rows that `wanted` accepts. A session ends before its first turn that is not accepted."""
     num_kept = 0
 
     def rows() -> Iterator[TraceRequest]:
         nonlocal num_kept
-        broken: set[str] = set()  # asked, never iterated
+        broken: set[str] = set()  # sessions that have ended; never iterated, as its order is not fixed
         num_kept = 0
         for row in trace:
             if row.session_id in broken:
@@ -78,7 +78,7 @@ def keep_within(
     tenant: str | None = None,
     max_turn: int | None = None,
 ) -> S:
-    """The requests within all bounds that are given (both ends included). A session ends where a turn is outside."""
+    """Returns the requests within all given bounds (inclusive). A session ends before its first turn outside."""
     bounds = {name: value for name, value in (
         ("min_prompt_tokens", min_prompt_tokens), ("max_prompt_tokens", max_prompt_tokens),
         ("min_output_tokens", min_output_tokens), ("max_output_tokens", max_output_tokens), ("max_turn", max_turn),
@@ -106,22 +106,22 @@ def keep_within(
 def thin(trace: S, fraction: float, seed: int = 0) -> S:
     """Keeps each session, conversation, or request outside of them with probability `fraction`, by a hash of its name.
 
-    Who stays at a smaller fraction also stays at a larger one.
+    What stays at a smaller fraction also stays at a larger one.
     """
     return thinned(trace, fraction, seed)
 
 
 def thinned(trace: S, fraction: float, seed: int, why: str = "") -> S:
-    """As `thin`. why: stands before the note."""
+    """Like `thin`. why: the beginning of the note."""
     require("fraction", fraction, 0 < fraction <= 1, "above 0, up to 1")
     return _below(trace, lambda _: int(fraction * 2**64), seed, f"{why}thinned to {fraction:g} with seed {seed}")
 
 
 def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
-    """Keeps `num` sessions, conversations, or requests outside of them, drawn by a hash of their names; all if there
+    """Keeps `num` sessions, conversations, or requests outside of them, sampled by a hash of their names; all if there
     are fewer.
 
-    Who is in a smaller sample is also in a larger one. Goes through a streamed trace three times; holds `num` hashes.
+    A smaller sample is a part of a larger one. Iterates over a streamed trace three times; holds `num` hashes.
     """
     require("num", num, num >= 1, "at least 1")
     return _below(
@@ -130,9 +130,9 @@ def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
 
 
 def _bound(trace: TraceSource, num: int, seed: int, unit_of: UnitOf) -> int:
-    """Above the `num` smallest hashes of the trace's units, below all others."""
+    """Returns a bound just above the `num` smallest hashes of the trace's units."""
     smallest: list[int] = []  # a heap of the negated hashes: the largest is first
-    held: set[int] = set()  # asked, never iterated
+    held: set[int] = set()  # the hashes in the heap; never iterated, as its order is not fixed
     for row in trace:
         key = content_key("thin", seed, *unit_of(row))
         if key in held:
@@ -147,7 +147,7 @@ def _bound(trace: TraceSource, num: int, seed: int, unit_of: UnitOf) -> int:
 
 
 def _below(trace: S, bound_of: Callable[[UnitOf], int], seed: int, note: str) -> S:
-    """The units whose hash is below a bound."""
+    """Returns the units whose hash is below a bound."""
     num_kept = 0
 
     def rows() -> Iterator[TraceRequest]:

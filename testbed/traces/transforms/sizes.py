@@ -16,8 +16,8 @@ def clip_lengths(
     max_output_tokens: int | None = None,
     max_total_tokens: int | None = None,
 ) -> S:
-    """Cuts prompts and outputs at their ends. max_total_tokens (a model's length) cuts the output to leave the prompt
-    one token, then the prompt.
+    """Cuts prompts and outputs at their ends. max_total_tokens (a model's length): the output is cut to this minus one
+    token, then the prompt to the rest.
     """
     bounds: dict[str, int | None] = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     for name, value, least in (
@@ -60,11 +60,11 @@ def _clipped(
 
 
 def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
-    """Makes prompts and outputs so many times as long, at least one token each.
+    """Makes prompts and outputs `prompt` and `output` times as long, at least one token each.
 
-    Every stretch of synthetic content is scaled in place, so that what was shared is shared in proportion. Explicit
-    token ids can only be shortened, at their end. In a session, what was said before counts as prompt: give both the
-    same factor where later turns should hit what earlier ones generated.
+    Start and end of every span are scaled, so that shared prefixes stay shared in proportion. Explicit token ids can
+    only be shortened, at their end. Earlier turns of a session are a part of later prompts: use the same factor for
+    both if later turns are to hit the outputs of earlier ones.
     """
     for name, factor in (("prompt", prompt), ("output", output)):
         require(name, factor, 0 < factor <= 1000, "above 0, up to 1000")

@@ -1,4 +1,4 @@
-"""Transformations of time: when requests arrive. Contents and lengths stay, and think times but for `speed_up`."""
+"""Transformations of arrivals. Contents and lengths stay, and so do think times, except in `speed_up`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from testbed.traces.transforms.units import session_of
 
 
 def scale_rate(trace: S, factor: float) -> S:
-    """Arrivals come `factor` times as fast: every arrival is divided by it. Think times and cancellations stay."""
+    """Makes arrivals `factor` times as fast: divides each arrival by it. Think times and cancellations stay."""
     require("factor", factor, finite(factor) and factor > 0, "a finite number above 0")
     idle = ", which changes nothing: all requests but closed-loop turns arrive at 0" if _is_at_once(trace) else ""
     return _rate_scaled(trace, factor, f"arrival rate x {factor:g}{idle}", ("factor", factor))
 
 
 def _rate_scaled(trace: S, factor: float, note: str, given: tuple[str, float]) -> S:
-    """given: the parameter that the factor comes from, and its value."""
+    """Divides arrivals by `factor`. given: the parameter from which it was computed, and its value, for errors."""
     late = f"large enough that the last arrival comes before {MAX_S:.1e} s"
     if isinstance(trace, Trace):
         require(*given, trace.rows[-1].arrival_ns / factor <= MAX_NS, late)
@@ -38,7 +38,7 @@ def _rate_scaled(trace: S, factor: float, note: str, given: tuple[str, float]) -
 
 
 def _is_at_once(trace: TraceSource) -> bool:
-    """Whether all arrivals are at 0. Looks at a stream up to the first that is not, or to its closed-loop turns."""
+    """Whether all arrivals are at 0. Reads a stream up to the first that is not, or to its closed tail."""
     for row in trace:
         if row.arrival_ns > 0:
             return False
@@ -48,8 +48,8 @@ def _is_at_once(trace: TraceSource) -> bool:
 
 
 def speed_up(trace: S, factor: float) -> S:
-    """The trace's clock runs `factor` times as fast: arrivals and think times, all that says when requests come, are
-    divided by it. Cancellations and deadlines, how long a request may take, stay."""
+    """Makes the trace's clock `factor` times as fast: divides arrivals and think times, which set when requests come.
+    Cancellations and deadlines, which limit how long a request takes, stay."""
     scaled = scale_rate(trace, factor)
 
     def rows() -> Iterator[TraceRequest]:
@@ -59,17 +59,17 @@ def speed_up(trace: S, factor: float) -> S:
     return derived(trace, rows, f"the trace's clock x {factor:g}", num_requests=trace.num_requests)
 
 
-WAYS = {  # of set_rate: what each keeps
+WAYS = {  # value of `by` of set_rate -> what it keeps
     "thin": "all times, and leaves whole sessions out at random",
     "warp": "all requests, and stretches or squeezes time, bursts and lulls with it",
 }
 
 
 def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
-    """Brings the mean rate of arrivals to `rate` per second, in the way that is chosen: the two are not alike.
+    """Changes the mean rate of arrivals to `rate` per second. The two ways of doing so give different loads.
 
     by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
-    sessions out at random (time stays; the rate can only fall). Goes through a streamed trace once.
+    sessions out at random (time stays; the rate can only fall). Iterates over a streamed trace once.
     """
     require("rate", rate, finite(rate) and rate > 0, "a finite number above 0")
     choose("by", by, tuple(WAYS))
@@ -90,10 +90,11 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
 
 
 def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
-    """Moves arrivals by a curve: straight between `points` (from_s, to_s), which rise in both, and on from the last.
+    """Moves arrivals by a piecewise linear curve through `points` (from_s, to_s): from_s rises, to_s never falls. After
+    the last point the last piece goes on.
 
-    The curve starts at (0, 0) unless the first point says otherwise. For example [[600, 300], [1200, 1200]]: the first
-    ten minutes twice as fast, the second ten as slow as that takes.
+    The curve starts at (0, 0) unless the first point is at from_s=0. For example [[600, 300], [1200, 1200]]: the first
+    ten minutes pass twice as fast, and the next ten more slowly, such that they end on time.
     """
     curve = _curve(points)
 
@@ -131,7 +132,7 @@ def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
 def stretch_to(trace: S, duration_s: float) -> S:
     """Scales the arrivals linearly so that the last comes at `duration_s` (the first is expected at 0).
 
-    Goes through a streamed trace once.
+    Iterates over a streamed trace once.
     """
     require("duration_s", duration_s, 0 < duration_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     end_ns, duration_ns = last_ns(trace), round(duration_s * 1e9)
@@ -164,7 +165,7 @@ def shift(trace: S, offset_ns: int, note: bool = True) -> S:
 def spread(trace: Trace) -> Trace:
     """Spreads rows that arrive at one instant evenly up to the next instant; the last batch as far as the one before.
 
-    For traces whose timestamps are batched: the bursts of the recording are then not those of the users.
+    For traces with batched timestamps, whose bursts come from the recording and not from the users.
     """
     made = list(trace.rows)
     timed = [i for i, row in enumerate(made) if row.think_ns is None]
@@ -184,7 +185,7 @@ def spread(trace: Trace) -> Trace:
 
 
 def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
-    """Gives the rows that wait for no other (no closed-loop turns) new arrivals, in order; see arrivals.arrivals."""
+    """Gives new arrivals, in order, to all rows except closed-loop turns; see arrivals.arrivals."""
     timed = [i for i, row in enumerate(trace.rows) if row.think_ns is None]
     require("arrivals", len(arrivals_ns), len(arrivals_ns) >= len(timed), f"at least {len(timed)} instants")
     rows = list(trace.rows)
@@ -194,7 +195,7 @@ def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
 
 
 def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
-    """New starts for sessions and requests outside sessions, in their order; what follows a start moves along."""
+    """Gives new starts to sessions and requests outside sessions, in their order; later turns move with the start."""
     starts = instants(config, streams(seed))
     offsets: dict[tuple[str, str], int] = {}
     rows = []
@@ -208,7 +209,7 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
 
 
 def check_offset(offset_s: float) -> int:
-    """Seconds as ns, either way."""
+    """Returns seconds, positive or negative, as ns. Raises ConfigError if they are out of range."""
     expected = f"a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}"
     require("offset_s", offset_s, abs(offset_s) <= MAX_S, expected)
     return round(offset_s * 1e9)

@@ -1,8 +1,8 @@
-"""What is kept, drawn and moved together: a session, a conversation that only its contents show, a single request.
+"""Units that are kept, sampled and moved together: a session, a conversation found by its contents, a single request.
 
-Files of hash blocks without sessions (Mooncake) have conversations all the same: a turn's prompt begins with the blocks
-of the turn before it. A block that more than MAX_TURNS different blocks follow is a prompt that conversations share, as
-the system's; the first block behind the last such one names the conversation.
+Files of hash blocks without sessions (Mooncake) contain conversations, too: a turn's prompt begins with the blocks of
+the turn before it. A block that is followed by more than MAX_TURNS different blocks belongs to a prompt that
+conversations share, such as a system prompt. The first block after the last shared one identifies the conversation.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from itertools import pairwise
 
 from testbed.traces.schema import Span, TraceRequest, TraceSource
 
-MAX_TURNS = 16  # of the published conversation file, one block has more followers, and has thousands; the next one 11
-_MIN_BLOCKS = 4  # of some prompt: fewer parts are a system prompt and a question
+MAX_TURNS = 16  # in the published conversation file one block has thousands of followers; the next has 11
+_MIN_BLOCKS = 4  # in the longest prompt: fewer parts can be a system prompt and a question
 
 Unit = tuple[str, str]
 UnitOf = Callable[[TraceRequest], Unit]
 
 
 def units_of(trace: TraceSource) -> UnitOf:
-    """Says to what a row of the trace belongs. Goes through the trace once; holds the blocks that others follow."""
-    followers: dict[int, set[int]] = {}  # of a block: up to one more than MAX_TURNS
+    """Returns a function: row -> its unit. Iterates over the trace once; holds the blocks that others follow."""
+    followers: dict[int, set[int]] = {}  # block -> the different blocks after it, up to MAX_TURNS + 1
     block_tokens = most_blocks = 0
     for row in trace:
         if row.session_id is not None or len(row.prompt) < 2:
@@ -42,13 +42,13 @@ def units_of(trace: TraceSource) -> UnitOf:
 
 
 def _keys(row: TraceRequest) -> list[int]:
-    """Of the blocks of a prompt; none if it is not of blocks."""
+    """Returns the keys of a prompt's blocks; none if the prompt does not consist of blocks."""
     keys = [part.key for part in row.prompt if isinstance(part, Span) and part.start == 0]
     return keys if len(keys) == len(row.prompt) else []
 
 
 def session_of(row: TraceRequest) -> Unit:
-    """Its session, or itself outside sessions."""
+    """Returns the session of a row; outside sessions the request itself."""
     return ("request", row.request_id) if row.session_id is None else ("session", row.session_id)
 
 
@@ -61,7 +61,7 @@ def _conversation(shared: set[int], row: TraceRequest) -> Unit:
 
 
 def contents_of(rows: Iterable[TraceRequest], unit_of: UnitOf) -> set[int]:
-    """Keys of the contents that several units have in common."""
+    """Returns the keys of the contents that several units share."""
     owner: dict[int, Unit] = {}
     common: set[int] = set()
     for row in rows:

@@ -1,7 +1,7 @@
 """Step times from a fit to measured steps: curves over the number of rows, and coefficients for everything else.
 
 The form is that of the roofline, with measured numbers instead of a data sheet's. The work of all rows (projections,
-MLP, norms, launches) is a piecewise linear, never falling curve over the rows of a step: its tokens, or the rows of the
+MLP, norms, launches) is a piecewise linear non-decreasing curve over the rows of a step: its tokens, or the rows of the
 graph in which the profiled engine replays it. One curve is for steps of decodes only, one for steps with prefills.
 Attention is linear in the decodes' context, in how far contexts are below the longest (both have separate coefficients
 for steps with prefills), in the prefills' context and (query, key) pairs, and in the pairs among a chunk's own tokens.

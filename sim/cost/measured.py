@@ -82,7 +82,7 @@ def _medians(sizes: list[Floats], times: Floats) -> list[Floats]:
 
 
 def _line(sizes: Iterable[float], times: Iterable[float]) -> tuple[Floats, Floats]:
-    """Returns one time for each size, ascending: the medians of repeats, without outliers, made never falling."""
+    """Returns one time for each size, ascending: the medians of repeats, without outliers, made non-decreasing."""
     xs, ys = _medians([np.asarray(list(sizes), float)], np.asarray(list(times), float))
     kept = _inliers(ys)
     return xs[kept], _isotonic(ys[kept])
@@ -105,8 +105,8 @@ def _inliers_of(sizes: list[Floats], values: Floats) -> NDArray[np.bool_]:
 
 
 def _isotonic(ys: Floats) -> Floats:
-    """Returns the nearest never-falling values: falling neighbours get the mean of their logarithms (pool adjacent
-    violators). Never-falling input is not changed. scipy has this, but its import takes 0.2 s in every run."""
+    """Returns the nearest non-decreasing values: decreasing neighbours get the mean of their logarithms (pool adjacent
+    violators). Non-decreasing input is not changed. scipy has this, but its import takes 0.2 s in every run."""
     pools: list[tuple[float, int]] = []  # (mean of the logarithms, number of points)
     logs = np.log(ys).tolist()
     for log in logs:
@@ -337,7 +337,7 @@ def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
 
 
 def _rising(times: Floats) -> Floats:
-    """Makes times never fall along either size: isotonic regression of each line, then a running maximum."""
+    """Makes times non-decreasing along both sizes: isotonic regression of each line, then a running maximum."""
     for axis in (1, 0):
         times = np.apply_along_axis(_isotonic, axis, times)
     return np.maximum.accumulate(np.maximum.accumulate(times, axis=1), axis=0)

@@ -69,7 +69,7 @@ def _encode(row: TraceRequest) -> bytes:
 
 
 def _encode_plain(row: TraceRequest, prompt: Span, output: Span) -> bytes:
-    """Returns what the general case returns, faster, for a request outside sessions with one span: most long traces."""
+    """Returns the bytes of the general case, but faster, for a request outside sessions whose prompt is one span."""
     raw = row.request_id.encode()
     plain = _pack_plain(b"--", b"i", row.arrival_ns, b"i", row.priority, b"---(", b"k", *prompt, b")(k", *output, b")")
     return _pack_text(b"s", len(raw)) + raw + plain

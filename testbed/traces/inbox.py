@@ -6,7 +6,7 @@ one instant come in row order, a request before its own abort.
 
 Rows are read as time goes on: those that are due, up to READ_AHEAD more, and the closed-loop turns that wait for one of
 these. Tokens are made when they are read, except the first few of a prompt, by which shared prefixes are found. These
-are made shortly before a request is delivered, those of several requests in one pass. The inbox keeps no tokens:
+are made shortly before a request is delivered, those of several requests in one pass. The inbox keeps no others, so
 memory grows with the live sessions, not with the trace.
 """
 

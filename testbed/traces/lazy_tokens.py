@@ -13,7 +13,7 @@ from typing import overload
 
 
 class LazyTokens(Seq[int]):
-    """make: returns all tokens. head: the first ones, made already; slices within it do not call `make`.
+    """Token ids. make: returns all of them. head: the first ones, made already; slices within it do not call `make`.
 
     Equal to an array, or to LazyTokens, with the same ids.
     """

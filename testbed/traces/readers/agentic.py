@@ -170,7 +170,7 @@ def _request(
     ids = present(entry, "hash_ids", where)
     for field in ("think_time", "api_time"):
         if entry.get(field) is not None:
-            seconds(entry[field], where, field)  # checked where nothing takes it, too
+            seconds(entry[field], where, field)  # checked even if it is not used
     return TraceRequest(
         request_id=name,
         arrival_ns=at_ns,

@@ -93,7 +93,7 @@ def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
 
 
 def read_own(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads .jsonl, .csv or .parquet by its extension (then .gz or .zst). Raises TraceError on another one."""
+    """Reads .jsonl, .csv (also .gz and .zst) or .parquet, by extension. Raises TraceError on another extension."""
     return {"jsonl": read_jsonl, "csv": read_csv_trace, "parquet": read_parquet}[own_format(path)](path, limit)
 
 

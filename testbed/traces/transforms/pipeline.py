@@ -25,8 +25,8 @@ OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
 class Transform:
     """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
 
-    draws: what the seed decides: which "units" stay (set_rate only with by=thin), new "starts", … ways: parameter
-    without a default, as the user has to choose -> value -> what that keeps.
+    draws: what the seed decides: which "units" stay (set_rate only with by=thin), new "starts", … ways: parameter that
+    has no default, as the user has to choose -> its values -> what each keeps.
     """
 
     apply: Callable[..., TraceSource]

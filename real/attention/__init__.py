@@ -1,1 +1,1 @@
-"""Attention over paged KV: what a step tells it, the providers that compute it, and how one is chosen."""
+"""Attention over paged KV: the metadata of a step, the providers that compute attention, and the choice of one."""

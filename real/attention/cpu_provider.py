@@ -1,7 +1,7 @@
-"""The provider of CPUs: decodes by a C kernel that reads paged blocks where they lie, prefills as the reference does.
+"""The provider for CPUs: a C kernel computes decodes and reads KV blocks in place; prefills run as in the reference.
 
-To gather the blocks first, as the reference does, takes longer than to attend to them. The kernel is compiled on first
-use (real/kernels/host.py); where that cannot be, the reference stands in.
+The reference gathers the blocks first, which takes longer than the attention itself. The kernel is compiled on first
+use (real/kernels/host.py). If it cannot be compiled, `why_not` gives the reason, and `auto` takes the reference.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from real.attention.torch_provider import Decodes, TorchAttention
 from real.kernels.host import library, why_no_library
 from real.kernels.host_layers import turn_and_store
 
-LANES = 16  # as the kernel has it
+LANES = 16  # as in the kernel
 _ENTRIES = {torch.float32: "decode_float32", torch.bfloat16: "decode_bfloat16"}
 
 
 class _Decode(ctypes.Structure):
-    """As real/kernels/paged_decode.c has it."""
+    """The struct of the same name in real/kernels/paged_decode.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "output")),
@@ -47,7 +47,7 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 class CpuAttention(TorchAttention):
-    """The reference but for decodes."""
+    """The reference, except for decodes and for the work between a layer's projections and attention."""
 
     name = "cpu"
 
@@ -78,7 +78,7 @@ class CpuAttention(TorchAttention):
 def _attend(
     kernel: Any, told: _Decode, held: tuple[Tensor | None, ...], query: Tensor, kv_cache: Tensor, output: Tensor
 ) -> None:
-    """held: what the kernel is told the places of."""
+    """held: the tensors whose addresses `told` contains; they must stay alive until the kernel has run."""
     keys, values = kv_cache
     assert keys.is_contiguous()
     assert output.is_contiguous()

@@ -1,6 +1,6 @@
-"""A first, small step on a GPU, before a model is loaded: what only shows there (a compiler's missing header, a binary
-for other GPUs, a kernel that takes too much of a multiprocessor, wrong numbers) is a reason against a provider then,
-and no traceback later. It compiles what the engine would compile anyway.
+"""Two small test steps on a GPU, before a model is loaded. Some faults of a provider show only there: a compiler's
+missing header, a binary for other GPUs, a kernel that needs too much of a multiprocessor, wrong numbers. The test turns
+them into a reason against the provider instead of a later traceback. It compiles kernels that the engine needs anyway.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from real.attention.torch_provider import TorchAttention
 from real.device import is_out_of_memory
 from testbed.errors import DeviceError
 
-LIMIT = 0.05  # of the largest number of a token's output; half precision is off by a tenth of that
-MAX_MESSAGE = 200  # characters; compilers tell more
+LIMIT = 0.05  # of the largest absolute value of a token's output; errors of half precision are a tenth of that
+MAX_MESSAGE = 200  # characters; messages of compilers are longer
 PROMPT, CHUNK, SHORT, LONG = (20, 20), (5, 45), (1, 18), (1, 700)  # (new tokens, context): a row of each kind
 
 
-# what a layer hands to a step (query, key, value, KV memory), and the step
+# what a layer passes to attention (query, key, value, KV memory), and the step's metadata
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]
 
 
 @torch.inference_mode()
 def why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
-    """Why a provider fails at a step of all kinds of rows, or one of decodes; None if it gives what the reference
-    gives."""
+    """Why a provider fails at a step with all kinds of rows or at one with decodes only; None if its outputs are those
+    of the reference. Raises DeviceError if the GPU does not answer any more."""
     reference = TorchAttention(spec)
     for rows in ([PROMPT, CHUNK, SHORT, LONG], [SHORT, LONG]):
         inputs = _inputs(spec, rows)
         try:
             output = _run(provider, inputs)
-        except AssertionError:  # our own mistake
+        except AssertionError:  # a bug of our own
             raise
         except Exception as error:
-            if is_out_of_memory(error):  # which says nothing against the provider
+            if is_out_of_memory(error):  # which is no fault of the provider
                 raise
             _check_answers(spec.device, provider.name, error)
             told = " ".join(str(error).split())
             short = told if len(told) <= MAX_MESSAGE else f"{told[:MAX_MESSAGE]} …"
             return f"it failed at a first small step ({type(error).__name__}: {short})"
-        del inputs  # there may be no room for two
-        with sdpa_kernel(SDPBackend.MATH):  # plain products, which every device has
-            expected = _run(reference, _inputs(spec, rows))  # its own: a wrong provider may have written anywhere
-        largest, off = (each.abs().flatten(1).amax(1) for each in (expected, output - expected))  # of each token
+        del inputs  # the device may have no memory for both
+        with sdpa_kernel(SDPBackend.MATH):  # plain matrix multiplications, which every device has
+            expected = _run(reference, _inputs(spec, rows))  # new inputs: a wrong provider may have overwritten the old
+        largest, off = (each.abs().flatten(1).amax(1) for each in (expected, output - expected))  # per token
         is_right = off <= LIMIT * largest
         if not is_right.all():
             worst = int(torch.nan_to_num(off / largest, nan=torch.inf).argmax())
@@ -59,7 +59,7 @@ def why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None
 
 
 def _check_answers(device: torch.device, name: str, error: Exception) -> None:
-    """Raises DeviceError where what went wrong has left the GPU unusable: nobody else could be tried on it."""
+    """Raises DeviceError if the error has left the GPU unusable: then no other provider can be tried on it."""
     if device.type != "cuda":
         return
     try:
@@ -73,13 +73,13 @@ def _check_answers(device: torch.device, name: str, error: Exception) -> None:
 
 
 def _run(provider: AttentionProvider, inputs: Inputs) -> Tensor:
-    """The step's output, in float32 on the host: what the device says against it is said here."""
+    """Returns the step's output in float32 on the host. The copy waits, so the device's errors are raised here."""
     query, key, value, kv_cache, metadata = inputs
     return provider.prepare(metadata)(query, key, value, kv_cache).float().cpu()
 
 
 def _inputs(spec: AttentionSpec, rows: list[tuple[int, int]]) -> Inputs:
-    """Random sequences, the same for the same rows, each in blocks of its own."""
+    """Returns the inputs of random sequences, each in its own KV blocks; equal rows give equal inputs."""
     generator = torch.Generator().manual_seed(0)
     size, device = spec.block_size, spec.device
     num_blocks = [-(-context // size) for _, context in rows]

@@ -1,9 +1,9 @@
-"""FlashAttention-3 (Shah et al. 2024), through the package flash_attn_3: one call a layer for all rows of a step,
-whatever their lengths, over pages of any size.
+"""FlashAttention-3 (Shah et al. 2024), through the package flash_attn_3: one call per layer for all rows of a step,
+whatever their lengths, over KV blocks of any size.
 
-It reads lengths, tables and cumulative lengths on the device, and so could be captured for any step; but how it splits
-the work goes by the bounds that a captured step with prompts gives, each row as long as any may be: it would launch
-a grid for all of them. Such steps are our Triton kernels', as with FlashAttention-2.
+It reads lengths, tables and cumulative lengths on the device, so any step could be captured. But its grid follows from
+the bounds of a step. In a captured step with prompts every row has the greatest possible length as its bound, so the
+grid would be far too large. Our Triton kernels compute such steps, as with FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def create(spec: AttentionSpec) -> FlashProvider:
 
 
 class Flash3Step:
-    """One step's attention in one paged call."""
+    """One step's attention, in one paged call per layer."""
 
     def __init__(self, provider: FlashProvider, metadata: AttentionMetadata) -> None:
         self._scale, self._metadata = provider.spec.scale, metadata

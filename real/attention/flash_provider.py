@@ -1,5 +1,5 @@
-"""FlashAttention-2 (Dao 2023) through the flash-attn package: see real/attention/flash_step.py for what it computes,
-and what our kernels do beside it. Decodes go through flash_attn_with_kvcache, all else through flash_attn_varlen_func.
+"""FlashAttention-2 (Dao 2023) through the flash-attn package. real/attention/flash_step.py describes which rows it
+computes and which our kernels do. It computes decodes by flash_attn_with_kvcache, other rows by flash_attn_varlen_func.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def load(module: str, package: str, load_it: Callable[[], ModuleType]) -> ModuleType | str:
-    """The module, or why there is none."""
+    """Returns the module, or the reason why it cannot be loaded."""
     if importlib.util.find_spec(module) is None:
         return f"the package {package} is not installed"
     try:
@@ -43,7 +43,7 @@ def load(module: str, package: str, load_it: Callable[[], ModuleType]) -> Module
 
 
 def _why_too_old(package: ModuleType, spec: AttentionSpec) -> str | None:
-    """Which of the arguments that the steps of such a spec hand over a function of the package does not take."""
+    """Why the installed package is too old for this spec: a function or argument that it lacks; None if it has all."""
     functions = ["flash_attn_varlen_func"]
     asked = []
     if takes_pages(spec):

@@ -1,11 +1,12 @@
-"""A step of attention by somebody's FlashAttention-2 (Dao 2023), and by our Triton kernels what that cannot take.
+"""A step of attention by a library's FlashAttention-2 (Dao 2023), with our Triton kernels for rows that it cannot take.
 
-Its paged calls want a block size that is a multiple of 256 and a cache in half precision. Where these are given, rows
-that follow cached positions are its business; elsewhere our kernels take them. Rows without cached positions (most
-prompts) attend to the step's own keys and values by a plain varlen call, at any block size.
+Its paged calls need a block size that is a multiple of 256 and a cache in half precision. If both are given, it
+computes the rows that follow cached positions; otherwise our kernels do. Rows without cached positions (most prompts)
+attend to the step's own keys and values by a plain varlen call, at any block size.
 
-Its launches depend on which rows are prompts, which a captured step may not ask: captured steps with prompts are our
-kernels' altogether, where those can run. What any FlashAttention shares, FlashAttention-3 too, stands here as well.
+Its launches depend on which rows are prompts, which the host does not know in a captured step. So our kernels compute
+all rows of captured steps with prompts. The code that all providers with FlashAttention share, FlashAttention-3
+included, is here as well.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ ALL = slice(None)
 
 
 class Options(NamedTuple):
-    """Of all calls of a step, which are causal, aligned to the end. window: (tokens to the left, to the right) of a
-    query, itself not counted; -1: no bound."""
+    """Options of all calls of a step, which are causal and aligned to the end. window: how many tokens (to the left, to
+    the right) a query attends to, itself not counted; -1: no bound."""
 
     scale: float
     window: tuple[int, int]
@@ -53,7 +54,7 @@ class Options(NamedTuple):
 class Part(NamedTuple):
     """Rows of a step that are computed in one call."""
 
-    tokens: slice | Tensor  # where their tokens lie in the flat batch; ALL: they are the batch
+    tokens: slice | Tensor  # indices of their tokens in the flat batch; ALL: they are the whole batch
     query_starts: Tensor  # int32 [rows + 1], cumulative
     context_starts: Tensor  # int32 [rows + 1], cumulative
     max_query_len: int
@@ -63,20 +64,20 @@ class Part(NamedTuple):
 
 
 class Varlen(Protocol):
-    """Rows of any length, [num_tokens, num_heads, head_dim]. keys, values: the part's own, [num_tokens, num_kv_heads,
-    head_dim], or with is_paged those of the cache."""
+    """Computes rows of any length, [num_tokens, num_heads, head_dim]. keys, values: the part's own, [num_tokens,
+    num_kv_heads, head_dim]; with is_paged, those of the cache."""
 
     def __call__(
         self, part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool
     ) -> Tensor: ...
 
 
-# (part, query [rows, num_heads, head_dim], KV memory, options) -> as the query, of rows of one token each
+# (part of rows with one token each, query [rows, num_heads, head_dim], KV memory, options) -> output, shape of query
 Decode = Callable[[Part, Tensor, Tensor, Options], Tensor]
 
 
 def why_not_here(spec: AttentionSpec) -> str | None:
-    """Why no FlashAttention can run; None if one may."""
+    """Why no FlashAttention can run on this device or for this spec; None if nothing is against it."""
     if spec.device.type != "cuda":
         return f"it needs CUDA, the device is {spec.device.type}"
     if spec.dtype not in HALF:
@@ -89,25 +90,25 @@ def why_not_here(spec: AttentionSpec) -> str | None:
 
 
 def takes_pages(spec: AttentionSpec) -> bool:
-    """Whether FlashAttention-2 itself reads such a cache."""
+    """Whether FlashAttention-2 can read a cache of this format and block size."""
     return spec.block_size % PAGE == 0 and spec.kv_dtype == "auto"
 
 
 class FlashProvider:
-    """Somebody's FlashAttention under the name that it has here. step: what computes steps with it."""
+    """A library's FlashAttention as a provider. step: creates the attention of a step."""
 
     def __init__(self, name: str, spec: AttentionSpec, step: MakeStep) -> None:
         self.name = name
         self.spec = spec
         self.slopes = spec.slopes_on_device()
-        self.scoring: Scoring | None = None  # of our kernels, where they can run
+        self.scoring: Scoring | None = None  # for our kernels; None if they cannot run
         self._step = step
         if triton_provider.why_not(spec) is None:
             self.scoring = scoring_of(spec)
 
     @property
     def supports_graphs(self) -> bool:
-        """Without our kernels nobody leaves slots below 0 out."""
+        """Whether our kernels can run: only our store kernel skips slots below 0, which padding tokens have."""
         return self.scoring is not None
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
@@ -119,7 +120,7 @@ class FlashProvider:
         return stored_by_kernels(self.spec, metadata, step)
 
     def window(self, metadata: AttentionMetadata) -> int | None:
-        """None: it cuts nothing off."""
+        """Returns the sliding window; None if it excludes no position of the step."""
         window = self.spec.sliding_window
         return None if window is None or window >= max(metadata.context_lens) else window
 
@@ -128,7 +129,7 @@ MakeStep = Callable[[FlashProvider, AttentionMetadata], Attend]
 
 
 class FlashStep:
-    """One step's attention. decode: None leaves decodes to our kernels."""
+    """One step's attention. decode: computes decodes; None leaves them to our kernels."""
 
     def __init__(
         self, provider: FlashProvider, metadata: AttentionMetadata, *, varlen: Varlen, decode: Decode | None = None
@@ -149,7 +150,7 @@ class FlashStep:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
         decode, varlen, options = self._decode, self._varlen, self._options
-        if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # nothing to put together
+        if self._decodes is not None and decode is not None and self._decodes.tokens is ALL:  # no other rows
             return decode(self._decodes, query, kv_cache, options)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self._paged is not None:
@@ -170,7 +171,7 @@ class FlashStep:
 
 
 def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
-    """None without rows. For the whole batch nothing is sent to the device."""
+    """Returns these rows as a part; None if there are none. For the whole batch nothing is sent to the device."""
     if not rows:
         return None
     query_lens, context_lens = ([lens[row] for row in rows] for lens in (metadata.query_lens, metadata.context_lens))
@@ -185,7 +186,7 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
         send_array(np.array([0, *accumulate(lens)], dtype=np.int32), device) for lens in (query_lens, context_lens)
     )
     first_tokens = [0, *accumulate(metadata.query_lens)]
-    if rows[-1] - rows[0] == len(rows) - 1:  # side by side: views, no copies
+    if rows[-1] - rows[0] == len(rows) - 1:  # adjacent rows: views, no copies
         tokens: slice | Tensor = slice(first_tokens[rows[0]], first_tokens[rows[-1] + 1])
         chosen: slice | Tensor = slice(rows[0], rows[-1] + 1)
     else:

@@ -1,24 +1,26 @@
-"""The seam between a model's layers and whatever computes attention over paged KV blocks.
+"""The interface between a model's layers and the providers of attention over paged KV blocks.
 
-A step's metadata is handed to the provider once (`prepare`); the result is then called by every layer with that layer's
-projections and KV memory. It stores the new keys and values first, then lets every token attend to its own sequence's
-positions up to itself: all of them, or the last `sliding_window`, itself included.
+The provider gets a step's metadata once (`prepare`). Every layer then calls the result with its own projections and KV
+memory. The call stores the new keys and values first. Then every token attends to the positions of its own sequence up
+to itself: all of them, or the last `sliding_window`, itself included.
 
 KV memory of a layer: [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim].
 
-**FP8.** Where the cache holds FP8, it holds key / k_scale and value / v_scale, clamped to the format's range and
-rounded to nearest even. Every token attends to what the cache holds, its own step's keys and values too: so nothing
-depends on how a prompt is cut into chunks.
+**FP8.** An FP8 cache holds key / k_scale and value / v_scale, clamped to the format's range and rounded to nearest
+even. Every token attends to the stored values, those of its own step included. So results do not depend on how a prompt
+is cut into chunks.
 
 **CUDA graphs.** A step is captured once and replayed with other lengths. The metadata of such a step has `are_bounds`:
-its tuples say the most that a row may have, which for decodes is one new token each, and else the tokens of the whole
-step. A provider with `supports_graphs` promises for it that `prepare` and the call wait for nothing, copy nothing from
-the host, and choose shapes, launches and memory from the host's tuples and the tensors' shapes alone; what a row has
-they read on the device. So the call can be replayed after all tensors of the metadata and the projections have been
-overwritten, as long as no row has more than its bound. Rows that only pad a batch of decodes have context length 0 (or
-read some block that exists) and slot -1 (or one that nobody reads): what comes out of them is finite if what they read
-is. Those that pad another step have no query tokens and no context; the tokens that pad it stand behind those of all
-rows, with slots like these, and what comes out of them means nothing. For a slot below 0 nothing is stored.
+its tuples are upper bounds for each row. The bound of new tokens is one in a step of decodes, and the tokens of the
+whole step otherwise. A provider with `supports_graphs` promises for such a step: `prepare` and the call do not wait,
+copy nothing from the host, and choose shapes, launches and memory only from the tuples and the tensors' shapes. The
+actual lengths are read on the device. So the call can be replayed after all tensors of the metadata and the projections
+have been overwritten, as long as no row exceeds its bounds.
+
+*Padding.* Rows that pad a batch of decodes have context length 0 (or read some existing block) and slot -1 (or a slot
+that is never read). Their output is finite if the values that they read are. Rows that pad another step have no query
+tokens and no context. The tokens that pad it come after those of all rows and have such slots too; their output is
+undefined. For a slot below 0 nothing is stored.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ FP8_FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def cache_format(kv_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
-    """The format of the KV memory; auto or None: the model's."""
+    """Returns the format of the KV memory; for auto or None, that of the model."""
     return dtype if kv_dtype in (None, "auto") else FP8_FORMATS[kv_dtype]
 
 
 class AttentionSpec(NamedTuple):
-    """What does not change from step to step: the heads, the scale of the scores, the paging, the placement.
+    """What does not change from step to step: heads, scale of the scores, block size, device, number formats.
 
     sliding_window: the token at position p attends to p - sliding_window + 1 … p; None: to 0 … p. kv_dtype: the format
-    of the KV memory, a key of FP8_FORMATS, or auto: that of the model. k_scale, v_scale: of FP8, see above.
-    alibi_slopes: one a head (Press et al. 2022): slope * (position of the key - position of the query) is added to a
-    score.
+    of the KV memory, a key of FP8_FORMATS, or auto: that of the model. k_scale, v_scale: scales of an FP8 cache, see
+    above. alibi_slopes: one per head (Press et al. 2022): slope * (position of the key - position of the query) is
+    added to a score.
     """
 
     num_heads: int
@@ -63,11 +65,11 @@ class AttentionSpec(NamedTuple):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What the KV memory holds."""
+        """The format of the KV memory."""
         return cache_format(self.kv_dtype, self.dtype)
 
     def slopes_on_device(self) -> Tensor | None:
-        """float32 [num_heads]; None: no ALiBi."""
+        """Returns the ALiBi slopes, float32 [num_heads]; None without ALiBi."""
         slopes = self.alibi_slopes
         return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device)
 
@@ -76,9 +78,9 @@ class AttentionSpec(NamedTuple):
 class AttentionMetadata:
     """One flat batch: row i is a sequence with query_lens[i] new tokens, the last of its context_lens[i] positions.
 
-    The tensors lie on the device, the tuples are the same facts for the host, so that no provider waits for a copy.
-    Entries of `block_tables` are blocks that exist. Those behind a row's last block mean nothing, nor do those that lie
-    wholly outside the window of the row's first new token: others may have such a block by now.
+    The tensors are on the device. The tuples are the same lengths on the host, so that no provider waits for a copy.
+    All entries of `block_tables` are existing blocks. Entries after a row's last block have no meaning. Nor do entries
+    wholly before the window of the row's first new token: such a block may belong to another sequence by now.
     """
 
     query_lens: tuple[int, ...]
@@ -86,9 +88,9 @@ class AttentionMetadata:
     query_starts: Tensor  # int32 [num_rows + 1], cumulative query_lens
     context_starts: Tensor  # int32 [num_rows + 1], cumulative context_lens
     context_lens_tensor: Tensor  # int32 [num_rows]
-    slot_mapping: Tensor  # int64 [num_tokens], where each token's key and value go: block * block_size + offset
+    slot_mapping: Tensor  # int64 [num_tokens], slot of each token's key and value: block * block_size + offset
     block_tables: Tensor  # int32 [num_rows, max blocks of a row]
-    are_bounds: bool = False  # the tuples say the most that a row may have, not what it has
+    are_bounds: bool = False  # whether the tuples are upper bounds instead of the actual lengths
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +102,8 @@ class AttentionMetadata:
 
 
 def metadata_of(rows: Sequence[tuple[int, int]], slot_mapping: Tensor, block_tables: Tensor) -> AttentionMetadata:
-    """Of a step that serves no request: rows of (new tokens, context), whose slots and tables lie on the device."""
+    """Returns the metadata of a step that serves no request. rows: (new tokens, context) each; the tensors of slots and
+    tables are on the device."""
     query_lens, context_lens = zip(*rows, strict=True)
     query_starts, context_starts, lengths = (
         torch.tensor(numbers, dtype=torch.int32, device=block_tables.device)
@@ -112,14 +115,14 @@ def metadata_of(rows: Sequence[tuple[int, int]], slot_mapping: Tensor, block_tab
 
 
 class HeadNorm(NamedTuple):
-    """Weights of RMSNorm over a head, each [head_dim]."""
+    """RMSNorm of each query and key head: weights [head_dim], and epsilon."""
 
     query_weight: Tensor
     key_weight: Tensor
     eps: float
 
 
-# (query, key, value, norm, (cos, sin), KV memory): normalises heads and turns them in place, stores keys and values
+# (query, key, value, norm, (cos, sin), KV memory): normalises and rotates heads in place, stores keys and values
 TurnAndStore = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, tuple[Tensor, Tensor], Tensor], None]
 
 
@@ -136,13 +139,13 @@ class StepAttention(NamedTuple):
 
     attend: Attend
     store: Callable[[Tensor, Tensor, Tensor], None]  # (key, value, KV memory): by slot
-    turn_and_store: TurnAndStore | None = None  # in one go what lies between a layer's projections and the call
+    turn_and_store: TurnAndStore | None = None  # fuses the work between a layer's projections and `attend`
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
     ) -> Tensor:
-        """Stores key and value, unless `turn_and_store` did; attends. The result has the shape of query, and is valid
-        until the next call."""
+        """Stores key and value, unless `turn_and_store` did (is_stored), and attends. The result has the shape of query
+        and is valid until the next call."""
         if not is_stored:
             self.store(key, value, kv_cache)
         return self.attend(query, key, value, kv_cache)
@@ -156,34 +159,34 @@ class AttentionProvider(Protocol):
 
     @property
     def supports_graphs(self) -> bool:
-        """Whether a step can be captured; see the module's text for what that promises."""
+        """Whether a step can be captured; the module's docstring states what that promises."""
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
-        """Does once a step what every layer needs: index tensors, tiling, workspaces."""
+        """Prepares once per step what every layer needs: index tensors, tiling, workspaces."""
         ...
 
 
 def quantize(x: Tensor, scale: float, fp8: torch.dtype) -> Tensor:
-    """x / scale, clamped to what the format can hold."""
+    """Returns x / scale, clamped to the range of the format."""
     limit = torch.finfo(fp8).max
     return (x.float() * (1.0 / scale)).clamp(-limit, limit).to(fp8)
 
 
 def dequantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """What was read from an FP8 cache, in the model's format; other caches' contents as they are."""
+    """Returns values read from an FP8 cache in the model's format; values of another cache stay as they are."""
     return x if x.dtype == dtype else (x.float() * scale).to(dtype)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """FP8 as bytes: torch gathers and scatters those."""
+    """Views FP8 as bytes, which torch can gather and scatter."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def store_kv(
     key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
-    """Writes each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot; no slot is below 0."""
+    """Writes each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot, which is at least 0."""
     if kv_cache.dtype != key.dtype:
         key, value = quantize(key, k_scale, kv_cache.dtype), quantize(value, v_scale, kv_cache.dtype)
     keys, values = as_bytes(kv_cache).flatten(1, 2).unbind(0)  # [num_blocks * block_size, num_kv_heads, head_dim]
@@ -194,7 +197,7 @@ def store_kv(
 def as_stored(
     key: Tensor, value: Tensor, cache_dtype: torch.dtype, k_scale: float, v_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Key and value as they would be read back from the cache."""
+    """Returns key and value as they would be read back from the cache."""
     if cache_dtype == key.dtype:
         return key, value
     return (

@@ -1,4 +1,4 @@
-"""Chooses an attention provider: the first that can run, in a fixed order, and says why the others were not taken."""
+"""Chooses an attention provider: the first that can run, in a fixed order. Gives the reasons against the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _nothing(spec: AttentionSpec) -> None:
 
 
 class Entry(NamedTuple):
-    """A provider; why it cannot run (None: it can); why `auto` passes it over although it can (None: it does not)."""
+    """How to create a provider. why_not: why it cannot run; None: it can. only_by_name: why `auto` passes over it
+    although it can run; None: it does not."""
 
     why_not: Callable[[AttentionSpec], str | None]
     create: Callable[[AttentionSpec], AttentionProvider]
@@ -38,21 +39,21 @@ UNKNOWN = "this version has no such provider"
 
 
 class Choice(NamedTuple):
-    """The provider, and one line for each name in the registry: chosen, or why not."""
+    """The provider, and for each name in the registry one line on why it was chosen or not."""
 
     provider: AttentionProvider
     reasons: dict[str, str]
 
     @property
     def passed_over(self) -> list[str]:
-        """A sentence for each provider that stands before the chosen one in the order."""
+        """A sentence for each provider that comes before the chosen one in the order."""
         before = list(self.reasons)[: list(self.reasons).index(self.provider.name)]
         return [f"attention={name} is passed over for {self.provider.name}: {self.reasons[name]}" for name in before]
 
 
 def choose_attention(name: str, spec: AttentionSpec) -> Choice:
-    """`auto` or a provider's name -> the provider, which on a GPU has made a first step. Raises ConfigError if the one
-    that is named cannot run, saying which can."""
+    """Returns the provider of this name, or for `auto` the first that can run; on a GPU it has passed its test steps.
+    Raises ConfigError if the named provider cannot run; the message lists those that can."""
     obstacles = {known: entry.why_not(spec) for known, entry in PROVIDERS.items()}
     passed_over = {known: why for known, entry in PROVIDERS.items() if (why := entry.only_by_name(spec)) is not None}
     wanted = [known for known in PROVIDERS if known not in passed_over] if name == "auto" else [name]
@@ -74,9 +75,10 @@ def choose_attention(name: str, spec: AttentionSpec) -> Choice:
 
 
 def choose_together(name: str, spec: AttentionSpec, latest: Callable[[int], int]) -> Choice:
-    """The same, one for all ranks: what one of them passes over is used by none. latest: the largest of their numbers.
+    """Chooses one provider for all ranks: no rank uses a provider that another rank passes over. latest: this rank's
+    index in the order -> the largest index of all ranks.
 
-    Ranks with different providers would not capture the same steps, and wait for each other in vain.
+    Ranks with different providers would capture different steps, and then wait for each other forever.
     """
     choice, names = choose_attention(name, spec), list(PROVIDERS)
     common = names[latest(names.index(choice.provider.name))]
@@ -84,6 +86,6 @@ def choose_together(name: str, spec: AttentionSpec, latest: Callable[[int], int]
 
 
 def _why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
-    """On a GPU, of all but the reference, which stands at the end."""
+    """Runs the test steps on a GPU, except for the reference, which comes last in the order."""
     is_tried = spec.device.type == "cuda" and provider.name != REFERENCE
     return first_step.why_it_fails(provider, spec) if is_tried else None

@@ -1,10 +1,11 @@
 """The reference provider: plain torch, any device, any block size.
 
 Rows with one new token (decodes) are computed together: their blocks are gathered into one padded batch. Decodes are
-grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with more
-(prefills, chunks of them) are computed one by one, in tiles of queries that bound the size of the mask. With a sliding
-window only the blocks that some query of a row (of a tile) looks at are gathered, and the rest of them is masked. With
-ALiBi a mask holds what is added to the scores, for each head, and the attention is computed in float32.
+grouped by the power of two above their length in blocks, so that padding at most doubles the work. Rows with several
+new tokens (prefills, chunks) are computed one by one, in tiles of queries that bound the size of the mask. With a
+sliding window, only blocks to which some query of a row (or tile) attends are gathered; their other positions are
+masked. With ALiBi, a mask holds the biases that are added to the scores of each head, and attention is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from real.attention.interface import (
 )
 from real.staging import send_array
 
-MAX_GATHERED_TOKENS = 2**16  # padded positions that one decode group gathers; a single longer row stands alone
-MAX_MASK_ELEMENTS = 2**24  # queries x keys of one prefill tile
-MAX_MASKED_QUERIES = 256  # of one tile that needs a mask: the masked half of a tile is computed in vain
+MAX_GATHERED_TOKENS = 2**16  # padded positions that one decode group gathers; a longer row is a group of its own
+MAX_MASK_ELEMENTS = 2**24  # queries x keys of one prefill tile, times heads with ALiBi
+MAX_MASKED_QUERIES = 256  # of a tile that needs a mask: scores that the mask hides are computed for nothing
 
 
 class DecodeGroup(NamedTuple):
     """Decode rows of similar length."""
 
-    tokens: Tensor | None  # int64 [n], where their queries lie in the flat batch; None: they are the batch, in order
-    blocks: Tensor  # int32 [n * max blocks of the group], what they look at of their block tables, one after the other
-    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: the positions that exist and lie in the window; with ALiBi
-    # float32 [n, num_kv_heads, query heads of a KV head, max blocks * block_size]
+    tokens: Tensor | None  # int64 [n], indices of their queries in the flat batch; None: they are the whole batch
+    blocks: Tensor  # int32 [n * max blocks of the group], the blocks that they attend to, row after row
+    mask: Tensor  # bool [n, 1, 1, max blocks * block_size]: positions that exist and are in the window; with ALiBi the
+    # biases, float32 [n, num_kv_heads, query heads of a KV head, max blocks * block_size]
 
 
 Decodes = Callable[[Tensor, Tensor, Tensor], None]  # (query, KV memory, output): fills the output of all decodes
@@ -54,19 +55,19 @@ class PrefillTile(NamedTuple):
     first: int
     last: int
     num_keys: int
-    block_table: Tensor | None  # [blocks that hold num_keys]; None: the keys are of this step, tokens … last - 1
-    window: int | None  # None: it cuts nothing off
+    block_table: Tensor | None  # [blocks that hold num_keys]; None: the keys are of the step's tokens … last - 1
+    window: int | None  # None: it excludes no position
 
 
 class TorchAttention:
     """Gathers keys and values by block table and calls scaled_dot_product_attention."""
 
     name = "torch"
-    supports_graphs = False  # it gathers as many blocks as the rows have
+    supports_graphs = False  # shapes depend on how many blocks the rows have
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        slopes = spec.slopes_on_device()  # below [num_kv_heads, query heads of a KV head, 1]
+        slopes = spec.slopes_on_device()  # reshaped below to [num_kv_heads, query heads of a KV head, 1]
         self._slopes = None if slopes is None else slopes.view(spec.num_kv_heads, -1, 1)
 
     def prepare(self, metadata: AttentionMetadata) -> StepAttention:
@@ -96,7 +97,7 @@ class TorchAttention:
         return partial(self._attend_groups, groups)
 
     def _group(self, rows: list[int], metadata: AttentionMetadata) -> list[list[int]]:
-        """Splits decode rows by length class, and each class so that no gather exceeds its limit."""
+        """Splits decode rows by length class, and each class so that no group gathers more than MAX_GATHERED_TOKENS."""
         by_class: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             by_class[(self._num_attended_blocks(metadata.context_lens[row]) - 1).bit_length()].append(row)
@@ -110,12 +111,12 @@ class TorchAttention:
         return -(-num_tokens // self.spec.block_size)
 
     def _first_attended(self, position: int) -> int:
-        """The first position that the token at `position` looks at."""
+        """Returns the first position that the token at `position` attends to."""
         window = self.spec.sliding_window
         return 0 if window is None else max(0, position + 1 - window)
 
     def _num_attended_blocks(self, context_len: int) -> int:
-        """Blocks that the last of so many tokens looks at."""
+        """Returns the number of blocks that the last of `context_len` tokens attends to."""
         return self._num_blocks(context_len) - self._first_attended(context_len - 1) // self.spec.block_size
 
     def _decode_group(self, metadata: AttentionMetadata, rows: list[int], first_tokens: list[int]) -> DecodeGroup:
@@ -134,7 +135,7 @@ class TorchAttention:
         else:
             first_blocks = (lengths - window).clamp(min=0) // self.spec.block_size  # [n]
             columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
-            tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))  # behind a row's end they mean nothing
+            tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))  # beyond a row's end they are masked
             positions = positions + first_blocks[:, None] * self.spec.block_size
             mask = (positions < lengths[:, None]) & (positions >= lengths[:, None] - window)
         mask = mask[:, None, None, :]
@@ -174,7 +175,7 @@ class TorchAttention:
                 output.index_copy_(0, group.tokens, self._decode(group, query.index_select(0, group.tokens), kv_cache))
 
     def _decode(self, group: DecodeGroup, query: Tensor, kv_cache: Tensor) -> Tensor:
-        """Query [n, num_heads, head_dim] -> the same shape. The query heads of one KV head stand in as its queries."""
+        """Query [n, num_heads, head_dim] -> the same shape. The query heads of a KV head are passed as its queries."""
         num_rows = query.shape[0]
         num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         queries = query.reshape(num_rows, num_kv_heads, -1, head_dim)
@@ -188,13 +189,13 @@ class TorchAttention:
         return output.to(query.dtype).reshape(num_rows, -1, head_dim)
 
     def _gather(self, kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some blocks, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Returns the keys and values of some blocks, each [num_blocks, block_size, num_kv_heads, head_dim]."""
         raw, spec = as_bytes(kv_cache), self.spec
         keys, values = (raw[i].index_select(0, blocks).view(kv_cache.dtype) for i in range(2))
         return dequantize(keys, spec.k_scale, spec.dtype), dequantize(values, spec.v_scale, spec.dtype)
 
     def _prefill(self, tile: PrefillTile, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        """One tile's rows of the output, [last - first, num_heads, head_dim]."""
+        """Returns the output of one tile, [last - first, num_heads, head_dim]."""
         if tile.block_table is None:
             first = tile.last - tile.num_keys
             keys, values = key[first : tile.last], value[first : tile.last]
@@ -210,7 +211,7 @@ class TorchAttention:
             queries, keys, values = queries.float(), keys.float(), values.float()
         shape = (num_kv_heads, queries.shape[2], tile.num_keys, head_dim)
         output = functional.scaled_dot_product_attention(
-            queries.permute(1, 2, 0, 3),  # KV heads stand in for the batch: [num_kv_heads, group, queries, head_dim]
+            queries.permute(1, 2, 0, 3),  # KV heads as the batch dimension: [num_kv_heads, group, queries, head_dim]
             keys.transpose(0, 1)[:, None].expand(shape),  # shared by the group, not copied
             values.transpose(0, 1)[:, None].expand(shape),
             attn_mask=mask,
@@ -220,9 +221,10 @@ class TorchAttention:
         return output.to(query.dtype).permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
 
     def _mask(self, tile: PrefillTile, device: torch.device) -> Tensor | None:
-        """What a tile's queries, the last positions of its keys, look at, [queries, keys]; None: square and causal.
+        """Returns the keys that each query of a tile attends to, bool [queries, keys]; None if square and causal.
 
-        With ALiBi, what is added to the scores, float32 [num_kv_heads, query heads of a KV head, queries, keys].
+        With ALiBi, the biases of the scores, float32 [num_kv_heads, query heads of a KV head, queries, keys]. The
+        queries are the last positions of the keys.
         """
         num_queries = tile.last - tile.first
         if num_queries == tile.num_keys and tile.window is None and self._slopes is None:

@@ -1,7 +1,7 @@
 """Our Triton kernels (real/kernels) as a provider: any block size, head sizes up to 256, FP8 caches, ALiBi, windows.
 
-Rows with one new token go to the decode kernel, the others to the prefill kernel; both read the cache, to which the
-step's keys and values have been written. Which row is of which kind the kernels find out on the device.
+Rows with one new token are computed by the decode kernel, others by the prefill kernel. Both read the cache, to which
+the step's keys and values have been written. The kernels determine on the device which rows they compute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from real.kernels.parts import Parts
 
 MAX_HEAD_DIM = 256
-MAX_GROUP = 128  # query heads of a KV head: the rows of a prefill tile
+MAX_GROUP = 128  # query heads of a KV head: at most the rows of a prefill tile
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -40,7 +40,7 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter; decided when they are imported."""
+    """Whether kernels run in Triton's interpreter; Triton decides it when they are imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -53,12 +53,12 @@ def _why_not_interpreted(spec: AttentionSpec) -> str | None:
 
 
 def only_by_name(spec: AttentionSpec) -> str | None:
-    """Why `auto` does not take it although it can run."""
+    """Why `auto` does not take this provider although it can run; None if it does."""
     return "it would run in Triton's interpreter, which is for tests" if is_interpreted() else None
 
 
 class TritonAttention:
-    """Paged attention by the kernels in real/kernels."""
+    """Paged attention by the Triton kernels in real/kernels."""
 
     name = "triton"
     supports_graphs = True
@@ -72,7 +72,7 @@ class TritonAttention:
 
 
 def stored_by_kernels(spec: AttentionSpec, metadata: AttentionMetadata, attend: Attend) -> StepAttention:
-    """A step whose keys and values our kernels put into their slots."""
+    """Returns a step whose keys and values are stored by our kernels. attend: its attention."""
     from real.kernels.heads import turn_and_store
     from real.kernels.store import store_kv
 
@@ -81,15 +81,15 @@ def stored_by_kernels(spec: AttentionSpec, metadata: AttentionMetadata, attend: 
 
 
 class TritonStep:
-    """One step's attention by our kernels alone."""
+    """One step's attention, by our kernels only."""
 
     def __init__(self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata) -> None:
         self._rows = PagedRows(spec, scoring, metadata)
         self._may_have_padding = metadata.are_bounds and max(metadata.query_lens) > 1
-        self._output: Tensor | None = None  # of all layers, one after the other
+        self._output: Tensor | None = None  # reused by all layers, which run one after the other
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor) -> Tensor:
-        if self._output is None:  # nobody writes the tokens that pad a step
+        if self._output is None:  # no kernel writes the output of padding tokens
             create = torch.zeros_like if self._may_have_padding else torch.empty_like
             self._output = create(query, memory_format=torch.contiguous_format)
         self._rows.attend(query, kv_cache, self._output)
@@ -105,12 +105,13 @@ class Takes(IntEnum):
     """Which rows of a step are computed by our kernels."""
 
     DECODES = 1
-    CACHED = 2  # also those of several tokens that follow cached positions
+    CACHED = 2  # decodes, and rows of several tokens that follow cached positions
     EVERYTHING = 3
 
 
 class PagedRows:
-    """The rows of a step, of which the kernels read everything from the cache. Also part of other providers' steps."""
+    """Rows of a step that our kernels compute; they read all keys and values from the cache. Other providers use it
+    too."""
 
     def __init__(
         self, spec: AttentionSpec, scoring: Scoring, metadata: AttentionMetadata, takes: Takes = Takes.EVERYTHING
@@ -121,7 +122,7 @@ class PagedRows:
         others = [
             num for num, context in lens if num > 1 and takes >= (Takes.EVERYTHING if num == context else Takes.CACHED)
         ]
-        if metadata.are_bounds:  # however few tokens a row may have, it may have one
+        if metadata.are_bounds:  # any row can have a single new token
             decodes = [context for _, context in lens]
         else:
             decodes = [context for num, context in lens if num == 1]
@@ -143,7 +144,7 @@ class PagedRows:
             self._prefills = _lay_out(spec, metadata, others, skips_fresh=takes < Takes.EVERYTHING)
 
     def attend(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Fills these rows' tokens of output."""
+        """Writes the output of these rows' tokens."""
         from real.kernels.decode import paged_decode
         from real.kernels.prefill import paged_prefill
 
@@ -161,7 +162,7 @@ class PagedRows:
 
 
 def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, query_lens: list[int], *, skips_fresh: bool) -> Prefills:
-    """query_lens: of the rows that are laid out."""
+    """Cuts rows into tiles for the prefill kernel. query_lens: new tokens of the rows that are cut."""
     from real.kernels.formats import capability
     from real.kernels.prefill import lay_out_tiles, most_tiles, tiling
 
@@ -179,7 +180,7 @@ def _lay_out(spec: AttentionSpec, metadata: AttentionMetadata, query_lens: list[
 
 
 def scoring_of(spec: AttentionSpec) -> Scoring:
-    """What the kernels need to know of a spec; puts the slopes onto the device."""
+    """Returns what the kernels need of a spec; copies the slopes to the device."""
     from real.kernels.attend import Scoring
 
     return Scoring(spec.scale, spec.sliding_window, spec.slopes_on_device(), spec.k_scale, spec.v_scale)

@@ -1,5 +1,5 @@
-"""The FlashAttention-2 that torch itself is built with (torch.nn.attention.varlen), so that prompts need no package
-beside torch. See real/attention/flash_step.py for what it computes; decodes are our kernels' business.
+"""The FlashAttention-2 in torch itself (torch.nn.attention.varlen), so that prompts need no package except torch.
+real/attention/flash_step.py describes which rows it computes; our kernels compute decodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from real.attention import triton_provider
 from real.attention.flash_step import FlashProvider, FlashStep, Options, Part, why_not_here
 from real.attention.interface import AttentionSpec
 
-ASKED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")  # what is handed over by name
+ASKED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")  # arguments passed by name
 
 
 def why_not(spec: AttentionSpec) -> str | None:

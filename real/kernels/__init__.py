@@ -1,7 +1,8 @@
-"""Triton kernels over paged KV memory: store, decode, prefill, block copies. See docs/attention.md.
+"""Triton kernels over paged KV memory (store, decode, prefill, block copies; see docs/attention.md), for experts and
+for sampling; and the C kernels for CPUs.
 
-Public functions take torch tensors and hide the launches. They import without a GPU and without a driver; with
-TRITON_INTERPRET=1 in the environment before the import they run on the CPU, slowly, for tests.
+Public functions take torch tensors and hide the launches. They can be imported without a GPU or driver. If
+TRITON_INTERPRET=1 is in the environment before the import, they run on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MIN_CAPABILITY = (8, 0)
 
 @cache
 def why_no_launchers() -> str | None:
-    """Why Triton, also under torch.compile, cannot build its launchers; None if it has what it takes: the compiler that
-    CC names, or gcc, or clang, and the headers of this Python."""
+    """Why Triton (also under torch.compile) cannot build its launchers; None if it can. It needs the compiler that CC
+    names, else gcc or clang, and the headers of this Python."""
     named = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
         problem = f"CC={named} is not found" if named else "there is none"

@@ -15,17 +15,17 @@ from real.kernels.formats import widen
 LOG2_E = 1.4426950408889634
 MAX_WINDOW = 2**30  # no context is longer; positions are int32
 
-# The least with which keys and values are loaded while something is computed. Triton shares all stages but two out
-# among the loads of the table and those of keys and values, which need the table's; with one stage for each a loop
-# waits in each turn for the loads that its last turn began.
+# The least number of stages with which loads of keys and values overlap with computation. Triton divides all stages
+# except two between the loads of the block table and the loads of keys and values, which depend on the former. With one
+# stage for each, every iteration would wait for the loads that the previous one began.
 STAGES = 5
 
 
 class Scoring(NamedTuple):
-    """What makes weights of queries and keys, and how an FP8 cache is scaled.
+    """How attention weights are computed from queries and keys, and the scales of an FP8 cache.
 
-    scale: of q · k. window: the token at position p attends to p - window + 1 … p; None: to 0 … p. slopes: ALiBi (Press
-    et al. 2022), float32 [num_heads]: slope * (position of the key - position of the query) is added to a score.
+    scale: factor of q · k. window: the token at position p attends to p - window + 1 … p; None: to 0 … p. slopes: ALiBi
+    (Press et al. 2022), float32 [num_heads]: slope * (position of the key - position of the query) is added to a score.
     """
 
     scale: float
@@ -36,7 +36,7 @@ class Scoring(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts its work, and what it runs on."""
+    """How a kernel cuts its work into tiles, and its launch options."""
 
     block_m: int  # rows (query tokens x query heads of a KV head) of a program
     block_n: int  # keys of one iteration
@@ -46,7 +46,8 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def load_tile(base, places, dims, exists, IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Rows of head_dim elements at `places`, [len(places), HEAD_PAD]; 0 where nothing is to be read."""
+    """Loads rows of head_dim elements at `places`, [len(places), HEAD_PAD]; 0 where `exists` is false or dims are
+    padding."""
     pointers = base + places[:, None] + dims[None, :]
     if IS_MASKED:
         if HEAD_DIM == HEAD_PAD:
@@ -65,11 +66,12 @@ def attend(
     KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Lets query [M, HEAD_PAD] attend to the keys at positions first … last - 1; returns the new acc, top, total.
+    """Attends from query [M, HEAD_PAD] to the keys at positions first … last - 1; returns the new acc, top, total.
 
     acc [M, HEAD_PAD], top and total [M], float32: sum of weighted values, largest score, sum of weights so far.
-    positions: of the queries, [M]. IS_MASKED: last - first need not be a multiple of BLOCK_N. IS_CAUSAL (with
-    IS_MASKED): a query sees no later key, and with HAS_WINDOW none before its window. keys, values: of the KV head.
+    positions: those of the queries, [M]. IS_MASKED: last - first need not be a multiple of BLOCK_N. IS_CAUSAL (with
+    IS_MASKED): a query attends to no later key, and with HAS_WINDOW to none before its window. keys, values: pointers
+    to those of the KV head.
     """
     dims = tl.arange(0, HEAD_PAD)
     for start in range(first, last, BLOCK_N):
@@ -93,7 +95,7 @@ def attend(
             scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = higher
-        if IS_MASKED and HAS_WINDOW:  # a query may have seen no key yet: inf - inf is no weight
+        if IS_MASKED and HAS_WINDOW:  # a query can have no visible key yet: avoids -inf - -inf = NaN
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - shift[:, None])
         fading = tl.exp2(top - shift)

@@ -1,5 +1,5 @@
-"""Moves KV blocks, any number of pairs in one launch: within the device's memory, or between it and the host's, which
-the device reads and writes itself where it is pinned."""
+"""Moves KV blocks, any number of pairs in one launch: within the device's memory, or between it and pinned host memory,
+which the device reads and writes directly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1024  # words that a program moves at a time
+CHUNK = 1024  # words that a program moves in one iteration
 
 
 @triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["pairs"])
@@ -16,7 +16,7 @@ def move_kernel(
     target, source, pairs, stride_target_plane, stride_source_plane, num_items,
     PLANES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program: every so-manieth item, as many as there are programs; an item is a chunk of a block of one plane."""
+    """Each program moves every num_programs-th item; an item is a chunk of a block of one plane."""
     CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
     for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
         pair = pairs + 2 * (item // (PLANES * CHUNKS))
@@ -28,12 +28,14 @@ def move_kernel(
 
 
 def move_blocks(target: Tensor, source: Tensor, pairs: Tensor, max_programs: int | None = None) -> None:
-    """target, source: [planes, num_blocks, *block], contiguous in a plane, on the device or in pinned host memory; they
-    may be the same. pairs: int64 [n, 2], (block of the source, block of the target), on the device.
-    max_programs: no more run beside what else the device does; None: as many as there is work for.
+    """Copies blocks from source to target.
 
-    The pairs are moved in no order: within one memory no block may be the source of one and the target of another (the
-    caller excludes these), and what two pairs write to one block must be equal.
+    target, source: [planes, num_blocks, *block], contiguous within a plane, on the device or in pinned host memory;
+    they can be the same tensor. pairs: int64 [n, 2], (block of the source, block of the target), on the device.
+    max_programs: limit, so that other work can run at the same time; None: one program per item.
+
+    The pairs are copied in no particular order. Within one memory no block may be the source of one pair and the target
+    of another (the caller guarantees this). If two pairs write to one block, they must write the same values.
     """
     planes = source.shape[0]
     assert target.shape[0] == planes

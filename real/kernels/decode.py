@@ -1,7 +1,7 @@
-"""Attention of one query token a row over its paged KV: all query heads of a KV head in one program.
+"""Attention of rows with one query token over their paged KV. A program has all query heads of a KV head (up to 64).
 
-Long contexts are cut into parts (see real/kernels/parts.py), one program each, whose results a second kernel joins. A
-row of context length 0 gives zeros.
+Long contexts are cut into parts (see real/kernels/parts.py), one program each; a second kernel joins their results. The
+output of a row with context length 0 is zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from real.kernels.formats import as_stored, capability
 from real.kernels.parts import Parts
 
 MAX_GROUP_TILE = 64  # query heads of one program
-REDUCE_TILE = 16  # parts that are joined at a time
+REDUCE_TILE = 16  # parts that are joined in one iteration
 
 INDICES = ["tables", "context_lens", "query_starts"]  # their alignment and strides vary from step to step
 
@@ -37,8 +37,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (row, or item of Parts; KV head and tile of its query heads).
 
-    partial: float32, sums of weighted values [items, heads, head_dim], then (at partial_size) the log2 of the sums of
-    weights [items, heads]; of rows that have several parts.
+    partial: float32, for rows that have several parts: averages of the values [items, heads, head_dim], then (at
+    partial_size) the log2 of the sums of weights [items, heads].
     """
     item = tl.program_id(0)
     row = item
@@ -101,8 +101,8 @@ def reduce_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, TILE: tl.constexpr,
     IS_MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): the mean of the parts' results, weighted by their sums of weights; of one part that is the
-    output already."""
+    """Program (row, head): averages the parts' results, weighted by their sums of weights. Rows with a single part are
+    skipped, as decode_kernel has written their output."""
     row = tl.program_id(0)
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     if end - begin == 1:
@@ -135,17 +135,17 @@ def reduce_kernel(
 
 
 def group_tile(group: int) -> int:
-    """Query heads of one program, of those of a KV head."""
-    return min(MAX_GROUP_TILE, max(16, 1 << (group - 1).bit_length()))  # tl.dot wants 16 rows
+    """Returns the number of query heads that one program computes. group: query heads of a KV head."""
+    return min(MAX_GROUP_TILE, max(16, 1 << (group - 1).bit_length()))  # tl.dot needs 16 rows
 
 
 def num_programs(group: int, num_kv_heads: int) -> int:
-    """Of one row, or one part of it."""
+    """Returns the number of programs for one row, or for one part of a row."""
     return num_kv_heads * -(-group // group_tile(group))
 
 
 def tiling(head_dim: int, group: int, dtype: torch.dtype) -> Tiling:
-    """Tiles for a head size, the query heads of a KV head, and the format that is computed in."""
+    """Chooses tiles for a head size, the number of query heads of a KV head, and the format of the computation."""
     head_pad = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         return Tiling(group_tile(group), 32 if head_pad <= 64 else 16, 4, 2)
@@ -165,13 +165,13 @@ def paged_decode(
     query_starts: Tensor | None = None,
     parts: Parts | None = None,
 ) -> None:
-    """Fills output for the rows of one query token, which is the last of the row's context.
+    """Writes the output of the rows with one query token, which is the last of the row's context.
 
     query, output [num_tokens, num_heads, head_dim]; kv_cache [2, num_blocks, block_size, num_kv_heads, head_dim];
     block_tables int32 [num_rows, max blocks]; context_lens int32 [num_rows]. query_starts: int32 [num_rows + 1], where
-    the tokens of each row begin; rows of more tokens, or of none, are left out (None: row i is token i). parts: of
-    plan_parts for the same rows. Waits for nothing, and depends on no value that lies on the device: fit for a CUDA
-    graph.
+    the tokens of each row begin; rows with several tokens or none are left out (None: row i is token i). parts: result
+    of plan_parts for the same rows. The launch does not wait and depends on no value on the device, so it can be
+    captured in a CUDA graph.
     """
     num_rows = len(context_lens)
     num_heads, head_dim = query.shape[1:]

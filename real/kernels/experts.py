@@ -1,9 +1,9 @@
-"""The feed-forward of a mixture of experts: rows of tokens times the weights of the expert that each row goes through.
+"""The feed-forward of a mixture of experts: each token is multiplied by the weights of the experts chosen for it.
 
-A pair is a token and one of its experts. Pairs are sorted by expert, and cut into tiles of at most BLOCK_M pairs of one
-expert; a program takes a tile and some output features. How many tiles there can be depends on the number of pairs
-alone, so nothing waits for the device, and a captured graph holds for any routing. No two programs write the same
-place: results are the same in every run.
+A pair is a token and one of its experts. Pairs are sorted by expert and cut into tiles of at most BLOCK_M pairs of one
+expert. A program computes some output features of a tile. The number of tiles depends only on the number of pairs, so
+the host does not wait for the device, and a captured graph is valid for any routing. No two programs write the same
+element, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from real.kernels.formats import E4M3_BITS, PLAIN, capability, readable, widen
 if TYPE_CHECKING:
     from real.layers.fp8 import Matrix
 
-MIN_TILE, MAX_TILE = 16, 64  # pairs of a tile: what tensor cores take at least, and what keeps both sums in registers
-BLOCK_N, BLOCK_K = 64, 64  # output features of a program, input features of a turn
+MIN_TILE, MAX_TILE = 16, 64  # pairs of a tile: least for tensor cores; most that keeps both sums in registers
+BLOCK_N, BLOCK_K = 64, 64  # output features of a program, input features of an iteration
 
 
 @triton.jit
 def load_part(rows, at, exists, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Elements `at` of some rows, [len(exists), BLOCK_K]; 0 where there is none. Whole parts are loaded unchecked."""
+    """Loads elements `at` of some rows, [len(exists), BLOCK_K]; 0 beyond the rows. Full parts need no column mask."""
     if NUM_IN % BLOCK_K == 0:
         return tl.load(rows + at[None, :], mask=exists[:, None], other=0.0)
     return tl.load(rows + at[None, :], mask=exists[:, None] & (at < NUM_IN)[None, :], other=0.0)
@@ -37,9 +37,9 @@ def load_weight(
     rows, at, exists, scale_rows, column_groups, dtype: tl.constexpr,
     NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """As load_part, of a weight, in the format that it is multiplied in; FP8 times its scales, rounded once.
+    """Loads a part of a weight like load_part, in the format of the GEMM; FP8 is multiplied by its scales.
 
-    scale_rows: where the scales of each row begin; column_groups: which of them is that of each column.
+    scale_rows: pointers to the scales of each row; column_groups: index of each column's scale among them.
     """
     part = load_part(rows, at, exists, NUM_IN, BLOCK_K)
     if FORMAT != PLAIN:
@@ -60,8 +60,8 @@ def gate_up_kernel(
 ):  # fmt: skip
     """Program (tile, features): silu(x @ gate.T) * (x @ up.T) of a tile's pairs, stored in sorted order.
 
-    tiles: (expert, first, last) of the sorted pairs; an empty one ends at once. weight [num_experts, 2 * NUM_OUT,
-    NUM_IN]: gate above up. Pair p belongs to token p // PER_TOKEN.
+    tiles: (expert, first, last) of the sorted pairs; the program of an empty tile ends at once. weight [num_experts,
+    2 * NUM_OUT, NUM_IN]: rows of gate, then of up. Pair p belongs to token p // PER_TOKEN.
     """
     tile = tiles + 3 * tl.program_id(0)
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -73,7 +73,7 @@ def gate_up_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_feature = features < NUM_OUT
     rows = (weight + expert * stride_expert + features.to(tl.int64) * stride_row)[:, None]
-    of_gates = rows  # where scales begin, which FP8 alone has
+    of_gates = rows  # pointers to scales, which only FP8 has
     of_ups = rows
     if FORMAT != PLAIN:
         own = scales + expert * stride_scales
@@ -106,9 +106,9 @@ def down_kernel(
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, features): share * (x @ down.T) of a tile's pairs, x in sorted order, each stored at its pair.
+    """Program (tile, features): share * (x @ down.T) of a tile's pairs. x is in sorted order, the output is not.
 
-    weight [num_experts, NUM_OUT, NUM_IN]; shares: of each pair in its token.
+    weight [num_experts, NUM_OUT, NUM_IN]; shares: the weight of each pair's expert for its token.
     """
     tile = tiles + 3 * tl.program_id(0)
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -138,7 +138,7 @@ def down_kernel(
 
 
 class Routes(NamedTuple):
-    """Which rows go through which expert."""
+    """Which pairs are computed with which expert."""
 
     order: Tensor  # int32 [num_pairs]: the pairs, sorted by expert
     tiles: Tensor  # int32 [num_tiles, 3]: (expert, first, last) of the sorted pairs
@@ -146,16 +146,16 @@ class Routes(NamedTuple):
 
 
 def routes(experts: Tensor, num_experts: int) -> Routes:
-    """experts: int64 [num_tokens, per_token], those of each token. The last tiles may be empty."""
+    """Sorts pairs into tiles, the last of which can be empty. experts: int64 [num_tokens, per_token]."""
     flat = experts.flatten()
     num_pairs = flat.shape[0]
     block_m = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(-(-num_pairs // num_experts))))
     order = flat.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    ends = counts.cumsum(0)  # of the pairs of each expert
+    ends = counts.cumsum(0)  # where the sorted pairs of each expert end
     last_tiles = ((counts + block_m - 1) // block_m).cumsum(0)
-    num_tiles = num_pairs // block_m + min(num_experts, num_pairs)  # an expert has at most one that is not full
+    num_tiles = num_pairs // block_m + min(num_experts, num_pairs)  # at most one tile per expert is not full
     tile = torch.arange(num_tiles, device=flat.device)
     expert = torch.searchsorted(last_tiles, tile, right=True).clamp_(max=num_experts - 1)
     num_of = (counts[expert] + block_m - 1) // block_m
@@ -165,8 +165,8 @@ def routes(experts: Tensor, num_experts: int) -> Routes:
 
 
 def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
-    """x [num_tokens, hidden]; shares and experts (int64) [num_tokens, per_token]; gate_up: of [num_experts, 2 * inner,
-    hidden]; down: of [num_experts, hidden, inner] -> the shares' sum of what the experts give, [num_tokens, hidden]."""
+    """x [num_tokens, hidden]; shares and experts (int64) [num_tokens, per_token]; gate_up [num_experts, 2 * inner,
+    hidden]; down [num_experts, hidden, inner] -> the experts' results, summed by share, [num_tokens, hidden]."""
     num_tokens, per_token = experts.shape
     num_experts, hidden, inner = down.weight.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
@@ -188,7 +188,7 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
 
 
 def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
-    """Weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
+    """Returns weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
     weight, scales = matrix
     assert weight.stride(2) == 1, "the elements of a row lie side by side"
     strides = weight.stride(0), weight.stride(1)

@@ -1,5 +1,5 @@
-"""What lies between a layer's projections and its attention, in one launch: queries and keys are normalised head by
-head and turned by their positions, keys and values are stored in the KV memory."""
+"""The work between a layer's projections and its attention, in one launch: queries and keys are normalised per head and
+rotated by their positions; keys and values are stored in the KV memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from real.kernels.formats import for_writing, store_as
 
 @triton.jit
 def load_turned(x, weight, cos, sin, eps, HALF: tl.constexpr, HALF_PAD: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Both halves of a head, normalised where there is a weight, turned; in the head's own format."""
+    """Loads both halves of a head, normalised (with HAS_NORM) and rotated, in the head's own format."""
     dims = tl.arange(0, HALF_PAD)
     is_part = dims < HALF
     first = tl.load(x + dims, mask=is_part, other=0.0).to(tl.float32)
@@ -22,7 +22,7 @@ def load_turned(x, weight, cos, sin, eps, HALF: tl.constexpr, HALF_PAD: tl.const
         scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
         first = first * scale * tl.load(weight + dims, mask=is_part, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + HALF + dims, mask=is_part, other=0.0).to(tl.float32)
-        first = first.to(x.dtype.element_ty).to(tl.float32)  # as the layer of its own leaves it
+        first = first.to(x.dtype.element_ty).to(tl.float32)  # rounded like the result of a separate norm
         second = second.to(x.dtype.element_ty).to(tl.float32)
     c = tl.load(cos + dims, mask=is_part, other=0.0).to(tl.float32)
     s = tl.load(sin + dims, mask=is_part, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def heads_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): a query head, a key head, or a value head, in this order. Nothing is stored for a slot
+    """Program (token, head). Query heads come first, then key heads, then value heads. Nothing is stored for a slot
     below 0."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HALF_PAD)
@@ -87,10 +87,12 @@ def turn_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """query [num_tokens, num_heads, head_dim] and key [num_tokens, num_kv_heads, head_dim] are normalised (norm:
-    weights of either, [head_dim], and epsilon; None leaves that out) and turned in place; key and value are stored.
-    rotation: cos and sin, [num_tokens, 1, head_dim / 2]; kv_cache, slot_mapping, scales: as for
-    real.kernels.store.store_kv. Results are rounded to the tensors' format after the norm and after the rotation.
+    """Normalises and rotates query and key in place; stores key and value.
+
+    query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim]. norm: weights of query and
+    key, [head_dim] each, and epsilon; None: no norm. rotation: cos and sin, [num_tokens, 1, head_dim / 2]. kv_cache,
+    slot_mapping, scales: as for real.kernels.store.store_kv. Results are rounded to the tensors' format after the norm
+    and after the rotation.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, (cos, sin) = key.shape[1], rotation

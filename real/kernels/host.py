@@ -1,6 +1,6 @@
-"""Compiles the C files of this folder for the machine at hand, on first use, and loads them; as Triton does for a GPU.
+"""Compiles the C files of this folder for this machine on first use, and loads them, as Triton does for a GPU.
 
-What was compiled lies in the user's cache, named by all that it was made from: it is never older than its source.
+The compiled library is in the user's cache. Its name is a hash of all inputs, so it is never older than its source.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 
 FLAGS = (
     "-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast",
-    # sums may be taken in another order, which vectors do; infinities stay what they are
+    # allow sums in another order, as vectors need; infinities keep their meaning
     "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
 )  # fmt: skip
-LINKED = ("-shared",)  # without -fopenmp: not a second OpenMP, whose threads would wait beside torch's
-# The first that the compiler takes. no-tree-pre: GCC would give the ends of ranges branches of their own, and the loops
-# around them no vectors.
+LINKED = ("-shared",)  # without -fopenmp, which could load a second OpenMP with threads of its own next to torch's
+# The first options that the compiler takes are used. -fno-tree-pre: otherwise GCC makes branches for the ends of ranges
+# and does not vectorise the loops around them.
 FOR_THIS_MACHINE = (("-march=native", "-fno-tree-pre"), ("-march=native",), ("-mcpu=native",), ())
 
 
 class HostCodeError(Exception):
-    """Why there is no such library here, in one line."""
+    """The library cannot be compiled or loaded here; the message is one line."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Their functions, for threads of the OpenMP that torch has loaded. Raises HostCodeError."""
+    """Returns the compiled functions, which use the threads of torch's OpenMP. Raises HostCodeError."""
     sources = {file.name: file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     try:
@@ -43,19 +43,19 @@ def library() -> ctypes.CDLL:
     made_from = (*sources.values(), version, repr((compiler, FLAGS, FOR_THIS_MACHINE, LINKED)).encode(), _processor())
     key = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:16]
     file = _folder() / f"kernels-{key}.so"
-    if not file.is_absolute():  # who has no home has no cache; code is not taken from where one happens to be
+    if not file.is_absolute():  # no home folder, so no cache; code must not be loaded from the current folder
         raise HostCodeError("there is no folder for what is compiled; set XDG_CACHE_HOME to one")
     try:
         if not file.exists():
             _compile(compiler, sources, file)
         return ctypes.CDLL(str(file))
-    except OSError as error:  # a folder that cannot be written to, a libc or an OpenMP that is not there
+    except OSError as error:  # e.g. a folder that cannot be written to, a missing libc or OpenMP
         raise HostCodeError(f"what {compiler[0]} makes cannot be used ({error})") from None
 
 
 @cache
 def why_no_library() -> str | None:
-    """None if it can be used."""
+    """Why the library cannot be used; None if it can."""
     try:
         library()
     except HostCodeError as error:
@@ -86,7 +86,7 @@ def _compile(compiler: list[str], sources: dict[str, bytes], file: Path) -> None
         linked = subprocess.run([*compiler, *LINKED, *objects, "-o", str(made)], capture_output=True, check=False)
         if linked.returncode:
             raise HostCodeError(f"{compiler[0]} cannot link a shared library")
-        made.replace(file)  # whole: another process may be making the same
+        made.replace(file)  # atomic: another process may compile the same library
 
 
 def _folder() -> Path:
@@ -94,7 +94,7 @@ def _folder() -> Path:
 
 
 def _processor() -> bytes:
-    """What code that was made for this machine may not run without."""
+    """Describes the processor: code compiled for it may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

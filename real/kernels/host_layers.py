@@ -1,5 +1,5 @@
-"""Element-wise parts of a layer on a CPU, by layers.c: torch needs some thirty operators for them, each of which goes
-through memory. Without a C compiler torch's operators stand in."""
+"""Norms, heads (norm, rotation, store) and argmax on a CPU, by layers.c: for a layer's parts torch needs some thirty
+operators, each of which reads and writes memory. Without a C compiler, torch's operators are used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = (torch.float32, torch.bfloat16)
 
 
 class _Heads(ctypes.Structure):
-    """As real/kernels/layers.c has it."""
+    """The struct of the same name in real/kernels/layers.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "key_cache", "value_cache", "value")),
@@ -30,7 +30,7 @@ class _Heads(ctypes.Structure):
 
 
 def by_host(kernel: Callable[P, Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """A function whose first argument is a tensor: where C `takes` that, by `kernel`; elsewhere as it is."""
+    """Decorates a function whose first argument is a tensor: calls `kernel` instead if C `takes` that tensor."""
 
     def decorate(fn: Callable[P, Tensor]) -> Callable[P, Tensor]:
         @wraps(fn)
@@ -44,14 +44,14 @@ def by_host(kernel: Callable[P, Tensor]) -> Callable[[Callable[P, Tensor]], Call
 
 
 def takes(x: Tensor) -> bool:
-    """Whether it is rows on a CPU, one after the other, in a format that C computes. (Heads of a wider projection lie
-    one after the other where there is one token, and else do not: what computes them shall not hang on that.)"""
+    """Whether x is contiguous rows on a CPU, in a format that C computes. (Only two dimensions: heads cut from a wider
+    projection are contiguous for one token only, and which code computes them must not depend on that.)"""
     is_plain = x.device.type == "cpu" and x.dtype in FORMATS and x.dim() == 2 and x.is_contiguous()
     return is_plain and why_no_library() is None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As real.layers.norm has it; so are the others."""
+    """As real.layers.norm.rms_norm; add_rms_norm likewise."""
     return _normalize(x, None, weight, eps)
 
 
@@ -77,7 +77,7 @@ def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """float32 [num_rows, vocab] -> int64 [num_rows], the first of the largest; NaN is larger than all, as in torch."""
+    """float32 [num_rows, vocab] -> int64 [num_rows], first index of the largest; NaN is the largest, as in torch."""
     assert logits.dtype == torch.float32
     rows, size = logits.shape
     places = torch.empty(rows, dtype=torch.int64)
@@ -95,7 +95,7 @@ def turn_and_store(
     kv_cache: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """As real.kernels.heads has it, in the model's format."""
+    """As real.kernels.heads.turn_and_store, with a cache in the model's own format."""
     num_tokens, num_heads, head_dim = query.shape
     query_weight, key_weight, eps = norm or (None, None, 0.0)
     tensors = (query, key, value, *rotation, kv_cache, *(norm[:2] if norm else ()))
@@ -121,5 +121,5 @@ def _place(x: Tensor) -> ctypes.c_void_p:
 
 
 def _how(x: Tensor) -> tuple[int, int]:
-    """(is_half, num_threads)."""
+    """Returns (is_half, num_threads)."""
     return int(x.dtype == torch.bfloat16), torch.get_num_threads()

@@ -1,22 +1,23 @@
-/* What lies between a layer's projections, on a CPU: norms, rotary positions, the store of keys and values; and the
-   largest logit of a row. A row is gone through by one thread and depends on no other. Numbers are rounded to their
-   format where torch's operators leave them, except between a norm and its weight and within a rotation. */
+/* The work between a layer's projections, on a CPU: norms, rotary positions, the store of keys and values; and the
+   largest logit of a row. Each row is computed by one thread and depends on no other row. Numbers are rounded to their
+   format after the same operations as in torch, except between a norm and its weight and within a rotation. */
 
 #include "lines.h"
 
-#define PART 64     /* numbers that are looked at together, so that the compiler takes vectors */
-#define GRAIN 32768 /* elements that are worth a second thread */
+#define PART 64     /* numbers that are compared together, so that the compiler uses vectors */
+#define GRAIN 32768 /* more elements than this are worth a second thread */
 #define TEXT(pragma) _Pragma(#pragma)
 #define FOR_ROWS(rows, elements) \
   TEXT(omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && (elements) > GRAIN)) \
   for (int64_t row = 0; row < (rows); row++)
 
-/* What brings a line's mean square to 1. */
+/* Returns the factor that brings the mean square of `size` numbers to 1. squares: the sum of their squares. */
 static INLINE float scale_of(float squares, int64_t size, float eps) {
   return 1.0f / sqrtf(squares / (float)size + eps);
 }
 
-/* Line `at` of x plus that of residual (null: none), which x holds then, over its root mean square, times the weight. */
+/* Adds residual (null: none) to x in place, for `size` elements from `at` on; writes the sum over its root mean square,
+   times the weight, to output. */
 static INLINE void normalize(void *x, const void *residual, const void *weight, void *output, int64_t at, int64_t size,
                              float eps, int is_half) {
   float squares = 0.0f;
@@ -38,8 +39,8 @@ void normalize_rows(void *x, const void *residual, const void *weight, void *out
     normalize(x, residual, weight, output, row * size, size, eps, 0);
 }
 
-/* As real/kernels/host_layers.py has it. Strides: elements from one token to the next; heads lie side by side, in the
-   cache too. */
+/* The struct _Heads of real/kernels/host_layers.py. Strides: elements from one token to the next; the heads of a token
+   are contiguous, in the cache too. */
 typedef struct {
   void *query, *key, *key_cache, *value_cache;
   const void *value, *query_weight, *key_weight; /* weights [dim]; null: no norm */
@@ -88,7 +89,7 @@ static INLINE void turn_and_store(const Heads *h, int64_t token, int64_t dim, in
   case number: turn_and_store(h, token, number, is_half); break;
 
 static INLINE void turn_and_store_token(const Heads *h, int64_t token, int is_half) {
-  switch (h->dim) { /* sizes that the compiler knows are computed faster */
+  switch (h->dim) { /* faster for sizes that are known at compile time */
     OF_SIZE(64) OF_SIZE(128)
     default: turn_and_store(h, token, h->dim, is_half);
   }
@@ -102,7 +103,7 @@ void turn_and_store_heads(const Heads *h, int is_half, int num_threads) {
     turn_and_store_token(h, row, 0);
 }
 
-static INLINE float larger(float x, float y) { return x > y || x != x ? x : y; } /* of them NaN, if one is */
+static INLINE float larger(float x, float y) { return x > y || x != x ? x : y; } /* NaN if one is NaN */
 
 static INLINE float largest(const float *x, int64_t size) {
   float most[PART], of_all = -INFINITY;
@@ -117,14 +118,14 @@ static INLINE float largest(const float *x, int64_t size) {
 
 static INLINE int is(float x, float wanted) { return x == wanted || (x != x && wanted != wanted); }
 
-/* Whether one of PART numbers is `wanted`. */
+/* Whether `wanted` is among PART numbers. */
 static INLINE int holds(const float *x, float wanted) {
   int num = 0;
   for (int j = 0; j < PART; j++) num += is(x[j], wanted);
   return num > 0;
 }
 
-/* Where the first of the largest numbers of each row lies. x: float32 [rows, size]. */
+/* Writes the index of the first largest number of each row to places. x: float32 [rows, size]. */
 void argmax_rows(const float *x, int64_t *places, int64_t rows, int64_t size, int num_threads) {
   FOR_ROWS(rows, rows * size) {
     const float *const line = x + row * size;

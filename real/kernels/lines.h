@@ -1,4 +1,4 @@
-/* Lines of numbers, float32 or bfloat16 (is_half), read and written as floats; for the C files of this folder. */
+/* Reads and writes arrays of float32 or bfloat16 (is_half) numbers as floats; for the C files of this folder. */
 
 #include <math.h>
 #include <stdint.h>
@@ -27,7 +27,7 @@ static INLINE void put(void *to, int64_t at, float x, int is_half) {
     ((float *)to)[at] = x;
 }
 
-/* x as it would be read after it was written. */
+/* Returns x as it would be read back after writing. */
 static INLINE float rounded(float x, int is_half) {
   const uint16_t half = half_of(x);
   return is_half ? get(&half, 0, 1) : x;
@@ -41,7 +41,7 @@ static INLINE void store(void *to, int64_t at, const float *from, int64_t dim, i
   for (int64_t i = 0; i < dim; i++) put(to, at + i, from[i], is_half);
 }
 
-/* e^x for x <= 0, to six digits; below e^-87 it stays there. Coefficients: Cephes' expf (Moshier). */
+/* Returns e^x for x <= 0, to six digits; at least e^-87. Coefficients: Cephes' expf (Moshier). */
 static INLINE float exp_of(float x) {
   x = x < -87.0f ? -87.0f : x;
   const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;

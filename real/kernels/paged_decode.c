@@ -1,42 +1,42 @@
-/* Attention of decodes over a paged KV cache, on a CPU: each row's keys and values are read where they lie, once.
+/* Attention of decodes over a paged KV cache, on a CPU: each row's keys and values are read in their blocks, once.
 
-   A row and a KV head are a piece of work; its query heads go through the positions together, CHUNK of them at a time,
-   with a running maximum and sum (Milakov and Gimelshein, 2018). What a row gets depends on no other row. */
+   An item of work is a row and a KV head. Its query heads are computed together, CHUNK positions at a time, with a
+   running maximum and sum (Milakov and Gimelshein, 2018). A row's result depends on no other row. */
 
 #include "lines.h"
 
-#define LANES 16 /* floats of a vector; the compiler splits it where the machine's are shorter */
-#define TILE 4   /* keys that two queries are multiplied with at a time */
+#define LANES 16 /* floats of a vector; the compiler splits it if the machine's vectors are shorter */
+#define TILE 4   /* keys that two queries are multiplied by at a time */
 #define WIDE 4   /* vectors of an output that stay in registers */
-#define CHUNK 32 /* positions between two looks at the maximum */
+#define CHUNK 32 /* positions per update of the running maximum */
 #define CACHE_LINE 64 /* bytes */
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16)));
 
-/* As real/attention/cpu_provider.py has it. Shapes: query, output [tokens, heads, dim]; keys, values [blocks,
-   block_size, kv_heads, dim], float32 or bfloat16 all; dim a multiple of LANES. */
+/* The struct _Decode of real/attention/cpu_provider.py. Shapes: query, output [tokens, heads, dim]; keys, values
+   [blocks, block_size, kv_heads, dim]; all float32 or all bfloat16; dim is a multiple of LANES. */
 typedef struct {
   const void *query, *keys, *values;
   void *output;
-  const int64_t *tokens;  /* [rows], where a row's query lies, and its output */
-  const int32_t *tables;  /* [rows, table_stride], its blocks */
-  const int32_t *lengths; /* [rows], its positions, the new one included */
-  const float *slopes;    /* ALiBi's, [heads]; null: none */
+  const int64_t *tokens;  /* [rows], token index of each row's query and output */
+  const int32_t *tables;  /* [rows, table_stride], block tables */
+  const int32_t *lengths; /* [rows], number of positions, the new one included */
+  const float *slopes;    /* ALiBi slopes, [heads]; null: none */
   int64_t rows, heads, kv_heads, dim, block_size, table_stride;
-  int64_t window; /* positions that it looks back at; 0: all */
+  int64_t window; /* positions that a query attends to, its own included; 0: all */
   float scale;
 } Decode;
 
-/* Where a key or value can be read as floats: in place, or in `room`. */
+/* Returns where a key or value can be read as floats: in place, or converted into `room`. */
 static INLINE const float *line(const void *from, int64_t at, float *room, int64_t dim, int is_half) {
   if (!is_half) return (const float *)from + at;
   load(from, at, room, dim, 1);
   return room;
 }
 
-/* Where a row's positions lie, CHUNK at most from `begin` on; returns how many. item: a row and a KV head. */
+/* Writes the offsets of an item's positions, at most CHUNK from `begin` on, to places; returns how many. */
 static INLINE int64_t locate(const Decode *d, int64_t item, int64_t begin, int64_t dim, int64_t *places) {
   const int64_t row = item / d->kv_heads, kv_head = item % d->kv_heads, rest = d->lengths[row] - begin;
   const int32_t *table = d->tables + row * d->table_stride;
@@ -53,8 +53,8 @@ static INLINE int64_t first_of(const Decode *d, int64_t item) {
   return d->window && length > d->window ? length - d->window : 0;
 }
 
-/* Fetches keys or values while something else is computed: a processor's own prefetching foresees neighbours only, and
-   blocks lie anywhere. */
+/* Prefetches keys or values during other computation: the processor's own prefetcher expects neighbouring addresses,
+   and blocks can be anywhere. */
 static INLINE void prefetch(const void *from, const int64_t *places, int64_t n, int64_t dim, int is_half) {
   const int64_t size = is_half ? sizeof(uint16_t) : sizeof(float);
   for (int64_t p = 0; p < n; p++)
@@ -100,7 +100,7 @@ static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_hal
   const int64_t group = d->heads / d->kv_heads, paired = group + group % 2, width = dim / LANES;
   const int64_t row = item / d->kv_heads, length = d->lengths[row], head = item % d->kv_heads * group;
   const int64_t at = (d->tokens[row] * d->heads + head) * dim;
-  const int64_t after = item + (item + 1 < d->rows * d->kv_heads); /* by another thread, at times: caches are shared */
+  const int64_t after = item + (item + 1 < d->rows * d->kv_heads); /* its thread may be another: shared caches help */
   int64_t begin = first_of(d, item), rooms[2][CHUNK], *places = rooms[0], *next = rooms[1];
   Lanes query[paired][width], out[paired][width];
   float most[paired], sum[paired], scores[paired][CHUNK], room[is_half ? CHUNK * dim : 1];
@@ -118,7 +118,7 @@ static INLINE void attend(const Decode *d, int64_t item, int64_t dim, int is_hal
     const int64_t tiled = (n + TILE - 1) / TILE * TILE;
     prefetch(d->values, places, n, dim, is_half);
     for (int64_t p = 0; p < n; p++) lines[p] = line(d->keys, places[p], room + p * dim * is_half, dim, is_half);
-    for (int64_t p = n; p < tiled; p++) lines[p] = lines[n - 1]; /* multiplied, and not looked at */
+    for (int64_t p = n; p < tiled; p++) lines[p] = lines[n - 1]; /* multiplied, but the scores are not used */
     for (int64_t q = 0; q < paired; q += 2)
       for (int64_t p = 0; p < tiled; p += TILE)
         dots(query[q], query[q + 1], lines + p, width, scores[q] + p, scores[q + 1] + p);
@@ -159,7 +159,7 @@ static INLINE void attend_all(const Decode *d, int64_t dim, int is_half, int num
   case number: attend_all(d, number, is_half, num_threads); break;
 
 static INLINE void by_size(const Decode *d, int is_half, int num_threads) {
-  switch (d->dim) { /* sizes that the compiler knows are computed faster */
+  switch (d->dim) { /* faster for sizes that are known at compile time */
     OF_SIZE(32) OF_SIZE(64) OF_SIZE(128)
     default: attend_all(d, d->dim, is_half, num_threads);
   }

@@ -1,8 +1,8 @@
-"""How the contexts of a step's decodes are cut into parts, a program each (Flash-Decoding, Dao et al. 2023).
+"""How the contexts of a step's decodes are cut into parts, one program each (Flash-Decoding, Dao et al. 2023).
 
-All parts of a step have the same length, which the device chooses from the contexts of its rows: so a long row among
-short ones keeps no multiprocessor to itself, also in a CUDA graph, for which the host knows the longest context there
-may be and nothing else.
+All parts of a step have the same length, which the device chooses from the contexts of all rows. So a long row among
+short ones is spread over several multiprocessors. This also holds in a CUDA graph, of which the host knows only the
+longest possible context.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from real.kernels.attend import MAX_WINDOW
 
 MIN_PART = 128  # keys that are worth a program of their own
-MAX_WHOLE = 4096  # keys that one program may read where there are programs enough: the others would wait for it
-PROGRAMS_PER_SM = 4  # that a launch aims at
-ROWS, ITEMS = 128, 32  # that a program of plan_kernel looks at at a time
+MAX_WHOLE = 4096  # most keys of one program if there are enough programs; the others would wait for a longer one
+PROGRAMS_PER_SM = 4  # aim of a launch
+ROWS, ITEMS = 128, 32  # rows and items of one iteration of plan_kernel
 
 
 @triton.jit
 def load_keys(context_lens, query_starts, index, num_rows, window, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr):
-    """How many keys the decodes among the rows at `index` attend to; 0 of others, and behind the last row."""
+    """Loads how many keys the rows at `index` attend to; 0 for rows that are no decodes and beyond the last row."""
     exists = index < num_rows
     num_keys = tl.load(context_lens + index, mask=exists, other=0)
     if HAS_WINDOW:
@@ -44,9 +44,9 @@ def plan_kernel(
     items, starts, context_lens, query_starts, num_rows, num_items, num_parts, window,
     LEAST: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Program: ITEMS parts, see Parts. num_parts: how many parts of equal length all keys together would make.
+    """Each program writes ITEMS items of Parts. num_parts: into how many parts of equal length all keys should be cut.
 
-    Every program adds up all rows for itself.
+    Every program sums over all rows on its own.
     """
     total = 0
     for first in range(0, num_rows, ROWS):
@@ -55,9 +55,9 @@ def plan_kernel(
     length = tl.maximum((total + num_parts - 1) // num_parts, 1)
     length = (length + LEAST - 1) // LEAST * LEAST
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    owner = tl.zeros([ITEMS], tl.int32)  # rows that end before the item
-    begin = tl.zeros([ITEMS], tl.int32)  # where the last of these ends
-    end = tl.full([ITEMS], 2**30, tl.int32)  # where the item's row ends
+    owner = tl.zeros([ITEMS], tl.int32)  # number of rows whose items all come before: the item's own row
+    begin = tl.zeros([ITEMS], tl.int32)  # first item of that row
+    end = tl.full([ITEMS], 2**30, tl.int32)  # item after the last of that row
     num_before = 0
     for first in range(0, num_rows, ROWS):
         index = first + tl.arange(0, ROWS)
@@ -83,15 +83,15 @@ def plan_kernel(
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; of the interpreter, one."""
+    """Returns the number of multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class Parts(NamedTuple):
-    """How the contexts of a step's decodes are cut; on the device.
+    """How the contexts of a step's decodes are cut; both tensors are on the device.
 
-    items: int32 [items, 4], of each part: its row (-1: there is none); which of the row's parts it is; how many these
-    are; the length of all parts. starts: int32 [rows + 1], a row's first item.
+    items: int32 [items, 4], for each part: its row (-1: no part); its index among the row's parts; the number of the
+    row's parts; the length of all parts in keys. starts: int32 [rows + 1], the first item of each row.
     """
 
     items: Tensor
@@ -99,9 +99,9 @@ class Parts(NamedTuple):
 
 
 def choose_num_parts(num_rows: int, programs: int, max_keys: int, num_sms: int) -> int:
-    """How many parts of equal length all keys of a step should make; 1: rows stay whole.
+    """Returns into how many parts of equal length all keys of a step should be cut; 1: rows stay whole.
 
-    programs: of one row. max_keys: no row attends to more.
+    programs: number of programs for one row. max_keys: the most keys that a row can attend to.
     """
     filling = -(-PROGRAMS_PER_SM * num_sms // programs)
     is_full = 2 * num_rows > filling
@@ -118,10 +118,10 @@ def plan_parts(
     num_decodes: int,
     num_parts: int | None = None,
 ) -> Parts | None:
-    """Once a step, for all its layers; None: rows stay whole. Shapes as for paged_decode.
+    """Cuts contexts into parts, once per step for all its layers; None: rows stay whole. Shapes as for paged_decode.
 
-    programs: that a part takes. max_context: no decode's context is longer. num_decodes: rows that are decodes for
-    sure. num_parts: None lets the heuristic choose. Waits for nothing, and depends on no value that lies on the device.
+    programs: number of programs for one part. max_context: upper bound of the decodes' contexts. num_decodes: rows that
+    are certainly decodes. num_parts: None: choose_num_parts decides. Does not wait; depends on no value on the device.
     """
     num_rows = len(context_lens)
     max_keys = max_context if window is None else min(max_context, window)
@@ -129,7 +129,7 @@ def plan_parts(
         num_parts = choose_num_parts(num_decodes, programs, max_keys, num_processors(context_lens.device))
     if num_parts == 1:
         return None
-    num_items = min(num_rows + num_parts, num_rows * triton.cdiv(max_keys, MIN_PART))  # more there cannot be
+    num_items = min(num_rows + num_parts, num_rows * triton.cdiv(max_keys, MIN_PART))  # upper bound
     parts = Parts(context_lens.new_empty((num_items, 4)), context_lens.new_empty(num_rows + 1))
     plan_kernel[(triton.cdiv(num_items, ITEMS),)](
         *parts, context_lens, query_starts, num_rows, num_items, num_parts,

@@ -1,10 +1,10 @@
-"""Attention of rows with several query tokens over their paged KV: whole prompts, chunks, and what follows a cached
-prefix. The step's own keys and values lie in the cache already.
+"""Attention of rows with several query tokens over their paged KV: whole prompts, chunks, and prompts after a cached
+prefix. The step's own keys and values are already in the cache.
 
-A program takes some consecutive query tokens of a row with all query heads of a KV head, so that keys that were loaded
-serve the whole group (also short chunks fill a tile). Which program takes which tokens the device lays out once a step,
-also in a CUDA graph, for which the host knows no row's length; tiles with the most keys come first, so that the launch
-does not end in one long program.
+A program takes some consecutive query tokens of a row with all query heads of a KV head. So loaded keys serve the whole
+group, and short chunks fill a tile too. The device assigns tokens to programs once per step. This also works in a CUDA
+graph, of which the host does not know the rows' lengths. Tiles with the most keys come first, so that the launch does
+not end with one long program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
 from real.kernels.formats import as_stored, capability
 
-ROWS, TILES = 128, 16  # that a program of tiles_kernel looks at at a time
-HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory for a program; the others have 99 or 163
+ROWS, TILES = 128, 16  # rows and tiles of one iteration of tiles_kernel
+HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory per program; others have 99 or 163
 
 
 @triton.jit(
@@ -34,7 +34,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). Tile: (row, its first query token in the row); row -1: there is none."""
+    """Program (tile, KV head). Tile: (row, index of its first query token in the row); row -1: no tile."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     tile = tiles + 2 * tl.program_id(0)
@@ -66,8 +66,8 @@ def prefill_kernel(
     keys += kv_head.to(tl.int64) * stride_kv_head
     values += kv_head.to(tl.int64) * stride_kv_head
 
-    # three stretches of keys: before what the window of all queries holds, what all queries see, behind it
-    last = num_before + tl.minimum(first_query + TOKENS, num_queries)  # behind what the last query sees
+    # three ranges of keys: only in the window of some queries; seen by all queries; the rest, which not all queries see
+    last = num_before + tl.minimum(first_query + TOKENS, num_queries)  # end of the keys that the last query sees
     first, seen_from = 0, 0
     if HAS_WINDOW:
         first = tl.maximum(num_before + first_query + 1 - window, 0)
@@ -97,9 +97,9 @@ def prefill_kernel(
 def tiling(
     head_dim: int, group: int, dtype: torch.dtype, max_query_len: int, capability: tuple[int, int] | None
 ) -> Tiling:
-    """Tiles for a head size, query heads of a KV head, the format that is computed in, the longest row, and the GPU.
-
-    Where STAGES would take more than 99 KB, the least that a GPU has, tiles have fewer keys, or loads wait.
+    """Chooses tiles for a head size, the query heads of a KV head, the format of the computation, the longest row, and
+    the GPU. If STAGES would need more than the 99 KB of shared memory that every GPU has, tiles have fewer keys, or
+    there are fewer stages and loads wait.
     """
     head_pad = max(16, triton.next_power_of_2(head_dim))
     block_m = 64 if max_query_len * group <= 64 or head_pad > 128 else 128
@@ -114,8 +114,8 @@ def tiling(
 
 @triton.jit
 def load_lengths(query_starts, context_lens, row, exists, TOKENS: tl.constexpr, SKIPS_FRESH: tl.constexpr):
-    """Of rows: how many tiles each has (0 of decodes, with SKIPS_FRESH of whole prompts, and of what does not exist),
-    and the positions before its first query."""
+    """Loads for each row how many tiles it has, and the number of positions before its first query. Decodes have no
+    tiles; nor have rows beyond the last, and with SKIPS_FRESH rows without cached positions."""
     num_queries = tl.load(query_starts + row + 1, mask=exists, other=0) - tl.load(
         query_starts + row, mask=exists, other=0
     )
@@ -131,8 +131,8 @@ def tiles_kernel(
     tiles, query_starts, context_lens, num_rows,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SKIPS_FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row. Puts each of its tiles behind those of all rows that have more keys before them; of two with as
-    many, the one of the earlier row comes first."""
+    """Each program places the tiles of one row. A tile comes after all tiles with more keys before their first query;
+    of tiles with equally many, the one of the earlier row comes first."""
     row = tl.program_id(0)
     num_own, num_before = load_lengths(query_starts, context_lens, row, row < num_rows, TOKENS, SKIPS_FRESH)
     for first in range(0, num_own, TILES):
@@ -145,7 +145,7 @@ def tiles_kernel(
                 query_starts, context_lens, others, others < num_rows, TOKENS, SKIPS_FRESH
             )  # fmt: skip
             gap = at[:, None] - befores[None, :]
-            # of the other row, the tiles that do not come before this one: its first ones
+            # how many tiles of the other row, counted from its first, do not come before this tile
             num_not = tl.where(others[None, :] < row, gap + TOKENS - 1, gap + TOKENS) // TOKENS
             num_not = tl.where(gap < 0, 0, num_not)
             place += tl.sum(tl.maximum(counts[None, :] - num_not, 0), 1)
@@ -154,7 +154,7 @@ def tiles_kernel(
 
 
 def most_tiles(num_tokens: int, num_rows: int, tokens_per_tile: int) -> int:
-    """However so many tokens are shared out among at most so many rows of two tokens and more."""
+    """Returns the most tiles that `num_tokens` can make, in up to `num_rows` rows of two or more tokens each."""
     num_rows = min(num_rows, num_tokens // 2)
     return num_rows + (num_tokens - num_rows) // tokens_per_tile
 
@@ -162,11 +162,11 @@ def most_tiles(num_tokens: int, num_rows: int, tokens_per_tile: int) -> int:
 def lay_out_tiles(
     query_starts: Tensor, context_lens: Tensor, num_tiles: int, tokens_per_tile: int, *, skips_fresh: bool = False
 ) -> Tensor:
-    """The tiles of the rows of more than one query token, int32 [num_tiles, 2]: row, and the row's query token that the
-    tile begins with; (-1, -1) behind the last.
+    """Returns the tiles of the rows with several query tokens, int32 [num_tiles, 2]: the row, and the index of the
+    tile's first query token in the row; (-1, -1) after the last.
 
-    Shapes as for paged_prefill. num_tiles: there are no more. skips_fresh: also without the rows that have no cached
-    positions. Waits for nothing, and depends on no value that lies on the device.
+    Shapes as for paged_prefill. num_tiles: upper bound. skips_fresh: leaves out rows that have no cached positions as
+    well. Does not wait; depends on no value on the device.
     """
     tiles = context_lens.new_full((num_tiles, 2), -1)
     tiles_kernel[(len(context_lens),)](
@@ -187,10 +187,10 @@ def paged_prefill(
     output: Tensor,
     scoring: Scoring,
 ) -> None:
-    """Fills output for the rows that `tiles` names (see lay_out_tiles; tile is the Tiling that they were laid out for).
+    """Writes the output of the rows in `tiles` (see lay_out_tiles). tile: the Tiling for which they were laid out.
 
-    Shapes as for paged_decode; query_starts: int32 [num_rows + 1]. The queries of a row are the last of its context,
-    each sees the keys up to its own position.
+    Shapes as for paged_decode; query_starts: int32 [num_rows + 1]. The queries of a row are the last positions of its
+    context; each attends to the keys up to its own position.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv_cache.shape[3]

@@ -1,9 +1,10 @@
-"""Draws tokens from logits: temperature, min-p, top-k, top-p, and the exponential race over what they leave.
+"""Samples tokens from logits: temperature, min-p, top-k, top-p, and the exponential race over the tokens that remain.
 
-In four launches, however many draws there are: the largest logit of each part of a vocabulary; where there are filters,
-the least logit that they keep, found by halving an interval, without a sort; the winner of each part; the winner. Noise
-is a hash of (key, token id), as in real/sampling/noise.py. No sum is taken in an order that depends on the batch, so a
-draw does not either. What torch computes (real/sampling/sampler.py) differs by roundings of float32 alone.
+A draw is one token to sample. Any number of draws takes four launches: the largest logit of each part of the
+vocabulary; if there are filters, the least logit that they keep, found by halving an interval, without a sort; the
+winner of each part; the winner. Noise is a hash of (key, token id), as in real/sampling/noise.py. The order of every
+sum is independent of the batch, and so is the sampled token. Results of torch (real/sampling/sampler.py) differ only by
+roundings of float32.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 PART = 8192  # logits of one program
-BLOCK = 1024  # that it looks at at a time
-FILTER_BLOCK = 4096  # the same, where one program looks at a whole row, several times
-# one number a draw: where a group is drawn in parts they begin anywhere
+BLOCK = 1024  # logits of one iteration
+FILTER_BLOCK = 4096  # logits of one iteration of least_kernel, where one program reads a whole row several times
+# arrays with one number per draw; a group that is sampled in parts passes slices, whose alignment varies
 OF_DRAWS = ["rows", "temperatures", "keys", "log_min_p", "top_k", "top_p", "targets"]
-NO_LIMIT = tl.constexpr(2.0)  # of top-p: no sum of probabilities reaches it
+NO_LIMIT = tl.constexpr(2.0)  # a top-p that no sum of probabilities reaches: the filter is off
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))  # splitmix64's, as signed numbers
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -41,7 +42,7 @@ def log_exponential(key, token):
     state = state ^ shift_right(state, 31)
     uniform = (shift_right(state, 24) + 1).to(tl.float32) * (2.0**-40)
     uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
-    # -log(1 - u). A GPU's logarithm errs by 2^-22, whatever its size: near 0, where races are won, by its series
+    # -log(1 - u). The absolute error of a GPU's logarithm is 2^-22. Near 0, where races are won, its series is used
     series = tl.zeros_like(uniform) + 1.0 / 12.0
     for i in tl.static_range(11):
         series = series * uniform + 1.0 / (11 - i)
@@ -51,7 +52,7 @@ def log_exponential(key, token):
 
 @triton.jit
 def load_scaled(row, token, vocab_size, largest, temperature):
-    """Logits over the temperature, largest 0; -inf behind the vocabulary."""
+    """Loads logits, shifted so that the largest is 0, over the temperature; -inf beyond the vocabulary."""
     logit = tl.load(row + token, mask=token < vocab_size, other=float("-inf"))
     return (logit - largest) / temperature
 
@@ -80,7 +81,7 @@ def load_largest(largest, draw, num_parts, PARTS_PAD: tl.constexpr):
 
 @triton.jit
 def beyond(row, vocab_size, largest, temperature, middle, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens are likelier than `middle`, or what they weigh (exp of the logit); the least of these, and the
+    """Returns how many logits are above `middle` (with BY_MASS: the sum of their exponentials); the least of these; the
     largest of the others."""
     total = 0.0
     above = tl.full([BLOCK], float("inf"), tl.float32)
@@ -100,15 +101,15 @@ def beyond(row, vocab_size, largest, temperature, middle, BY_MASS: tl.constexpr,
 
 @triton.jit
 def least_kept(row, vocab_size, largest, temperature, low, limit, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The least logit from `low` on, itself a logit, for which all that is likelier numbers, or weighs, less than
-    `limit`. The largest logit, 0, is always kept.
+    """Returns the least logit, from `low` on, such that the number of logits above it (with BY_MASS: the sum of their
+    exponentials) is less than `limit`. `low` must be a logit of the row. The largest logit, 0, is always kept.
 
-    An interval that holds it is halved until one logit is left in it; its ends are logits themselves.
+    An interval that contains the result is halved until one logit is left in it; its ends are logits themselves.
     """
     high = tl.zeros_like(low)
     while low < high:
         middle = low + (high - low) * 0.5
-        middle = tl.where(middle < high, middle, low)  # where no float lies between
+        middle = tl.where(middle < high, middle, low)  # if there is no float in between
         total, above, below = beyond(row, vocab_size, largest, temperature, middle, BY_MASS, BLOCK)
         low = tl.where(total < limit, low, above)
         high = tl.where(total < limit, below, high)
@@ -120,8 +121,8 @@ def least_kernel(
     least, largest, logits, rows, temperatures, log_min_p, top_k, top_p, vocab_size, num_parts, stride_row,
     BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (draw): the least logit that its filters keep, after the temperature. Each filter sees what the one
-    before has left; equals of the least are kept."""
+    """Program (draw): the least logit that its filters keep, after the temperature. Each filter acts on the tokens that
+    the one before has left; ties with the least are kept."""
     draw = tl.program_id(0)
     row = logits + tl.load(rows + draw) * stride_row
     most = load_largest(largest, draw, num_parts, PARTS_PAD)
@@ -149,7 +150,7 @@ def race_kernel(
     scores, winners, largest, least, logits, rows, temperatures, keys, vocab_size, stride_row,
     PART: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Program (draw, part of the vocabulary): the token that comes first, of equals the one with the smallest id."""
+    """Program (draw, part of the vocabulary): the token with the best score; of equal ones, the smallest id."""
     draw, num_parts = tl.program_id(0), tl.num_programs(1)
     row = logits + tl.load(rows + draw) * stride_row
     most = load_largest(largest, draw, num_parts, PARTS_PAD)
@@ -173,7 +174,7 @@ def race_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=OF_DRAWS)
 def pick_kernel(token_ids, targets, scores, winners, num_parts, PARTS_PAD: tl.constexpr):
-    """Program (draw): the token that comes first of all parts' winners, to its place in the step's output."""
+    """Program (draw): writes the best of all parts' winners to its index in the step's output."""
     draw = tl.program_id(0)
     part = tl.arange(0, PARTS_PAD)
     score = tl.load(scores + draw * num_parts + part, mask=part < num_parts, other=float("-inf"))
@@ -190,11 +191,11 @@ def draw_tokens(
     keys: Tensor,
     limits: tuple[Tensor, ...] | None,
 ) -> None:
-    """Draw i, from row rows[i] of logits, is written to token_ids[targets[i]].
+    """Samples draw i from row rows[i] of logits and writes the token to token_ids[targets[i]].
 
     token_ids: int64 [num_draws]; targets: int64 [n]; logits: float32 [num_rows, vocab]; rows: int64 [n];
-    temperatures: float32 [n]; keys: int64 [n]. limits, each [n]: log of min-p, float32, -inf: off; top-k, int64, the
-    vocabulary's size: off; top-p, float32, 2: off. None keeps all tokens.
+    temperatures: float32 [n]; keys: int64 [n]. limits: None keeps all tokens; else three tensors [n]: log of min-p,
+    float32 (-inf: off); top-k, int64 (the vocabulary's size: off); top-p, float32 (2: off).
     """
     largest = largest_logits(logits, rows)
     least = None if limits is None else least_logits(logits, rows, temperatures, limits, largest)
@@ -209,7 +210,7 @@ def draw_tokens(
 
 
 def largest_logits(logits: Tensor, rows: Tensor) -> Tensor:
-    """Of each part of these rows: float32 [n, num_parts]."""
+    """Returns the largest logit of each part of these rows: float32 [n, num_parts]."""
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     vocab_size = logits.shape[1]
     largest = logits.new_empty((len(rows), triton.cdiv(vocab_size, PART)))
@@ -222,7 +223,7 @@ def largest_logits(logits: Tensor, rows: Tensor) -> Tensor:
 def least_logits(
     logits: Tensor, rows: Tensor, temperatures: Tensor, limits: tuple[Tensor, ...], largest: Tensor
 ) -> Tensor:
-    """The least that the limits keep of each draw, over the temperature, where the largest is 0: float32 [n]."""
+    """Returns the least logit that the limits keep of each draw, float32 [n]; shifted and divided as by load_scaled."""
     num_draws, num_parts = largest.shape
     least = logits.new_empty(num_draws)
     least_kernel[(num_draws,)](

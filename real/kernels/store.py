@@ -1,4 +1,4 @@
-"""Writes a step's keys and values into their slots of the KV memory, converted to FP8 where that holds FP8."""
+"""Writes a step's keys and values into their slots of the KV memory, converted to FP8 if the cache is FP8."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def store_kernel(
 def store_kv(
     key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
-    """key, value [num_tokens, num_kv_heads, head_dim] -> their slots (block * block_size + offset) of kv_cache,
+    """Writes key, value [num_tokens, num_kv_heads, head_dim] to their slots (block * block_size + offset) of kv_cache
     [2, num_blocks, block_size, num_kv_heads, head_dim]. slot_mapping: int64 [num_tokens]; below 0: nothing is stored.
 
     An FP8 cache holds key / k_scale and value / v_scale, clamped to the format's range.

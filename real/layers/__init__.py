@@ -1,1 +1,1 @@
-"""The layers that models are made of. They know tensors and weights; no requests, no scheduling."""
+"""The layers that models consist of. They know tensors and weights, but no requests and no scheduling."""

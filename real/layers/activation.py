@@ -1,4 +1,4 @@
-"""What lies between the projections of a feed-forward layer."""
+"""The activation functions between the projections of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {"relu": functional.relu, "gel
 
 @compiled_on_cuda
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020): [num_tokens, 2 * intermediate], gate and up side by side -> silu(gate) * up,
-    [num_tokens, intermediate]."""
+    """SwiGLU (Shazeer 2020): [num_tokens, 2 * intermediate], gate then up -> silu(gate) * up, [num_tokens,
+    intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)

@@ -1,4 +1,4 @@
-"""Fusing of small element-wise functions: on a GPU each tensor that they read or write costs a trip to memory."""
+"""Fuses small element-wise functions by torch.compile: unfused, each operator reads and writes GPU memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from real.kernels import MIN_CAPABILITY, why_not
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FP8_CAPABILITY = (8, 9)  # Triton converts e4m3 from here on
-MAX_SHAPES = 64  # compilations of a function: of each hidden size and epsilon, for one token and for several
+FP8_CAPABILITY = (8, 9)  # the first at which Triton converts e4m3
+MAX_SHAPES = 64  # compilations of a function: for each hidden size and epsilon, one for one token, one for several
 
 
 def compiled_on_cuda(fn: Callable[P, R], least: tuple[int, int] = MIN_CAPABILITY) -> Callable[P, R]:
-    """`fn`, whose first argument is a tensor: compiled where that lies on a GPU, called as it is elsewhere.
+    """Returns a function that runs `fn` compiled if its first argument, a tensor, is on a GPU, else uncompiled.
 
-    It is compiled when the first tensor on a GPU comes, for all sizes but 0 and 1, which are compiled by themselves. So
-    that a capture never compiles, who captures a graph runs its sizes once before. What lies between is rounded to the
-    tensors' format, as torch's own operators do. Without Triton, or what that builds its launchers with, and before
-    compute capability 8.0, where torch.compile refuses bfloat16, or `least`, the function stays as it is; so it does
-    under torch's TORCHDYNAMO_DISABLE=1.
+    It is compiled at its first call with a tensor on a GPU, once for all sizes except 0 and 1, which have compilations
+    of their own. A capture must not compile, so each captured size is run once before. Intermediate results are rounded
+    to the tensors' format, as by torch's own operators. `fn` stays uncompiled if Triton or the compiler for its
+    launchers is missing, if the compute capability is below 8.0 (where torch.compile does not take bfloat16) or below
+    `least`, and under torch's TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
 
@@ -45,22 +45,22 @@ def compiled_on_cuda(fn: Callable[P, R], least: tuple[int, int] = MIN_CAPABILITY
 
 
 def compile_shapes(fn: Callable[P, R], **how: Any) -> Callable[P, R]:
-    """torch.compile for all models that a process loads. Weights are parameters, whose sizes it takes as constants: so
-    each model's are compiled anew, and torch by itself gives up after 8. how: further arguments of torch.compile.
+    """Applies torch.compile with a limit that is enough for all models of a process. It takes the sizes of parameters
+    as constants, so it compiles again for each model; torch's own limit is 8. how: further arguments of torch.compile.
     """
     if takes_limit():
         how["recompile_limit"] = MAX_SHAPES
-    else:  # torch's own setting, which is read at each compilation, for whatever the process compiles
+    else:  # torch's global setting, which is read at each compilation and holds for all functions of the process
         torch._dynamo.config.recompile_limit = max(MAX_SHAPES, torch._dynamo.config.recompile_limit)
     return torch.compile(fn, fullgraph=True, dynamic=True, **how)
 
 
 def takes_limit() -> bool:
-    """Whether this torch has a limit for each function, which came after 2.8."""
+    """Whether torch.compile takes a limit for each function, which versions after 2.8 do."""
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 @cache
 def can_compile(device: torch.device, least: tuple[int, int] = MIN_CAPABILITY) -> bool:
-    """Whether torch.compile can make kernels for a GPU, with what it finds here."""
+    """Whether torch.compile can build kernels for this GPU with the software that is installed."""
     return why_not(device) is None and torch.cuda.get_device_capability(device) >= least

@@ -1,6 +1,6 @@
 """The two ends of a language model: token ids to vectors, and vectors to logits over the vocabulary.
 
-Under tensor parallelism the vocabulary is what the ranks share out, in both; it is padded to a multiple of the ranks.
+Under tensor parallelism both are split over the ranks by vocabulary, padded to a multiple of the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from real.layers.slots import Slot, empty_parameter, shared
 
 
 class VocabParallel(nn.Module):
-    """The rows `start` … `start + num_rows - 1` of a matrix [vocab, hidden]; rows behind the vocabulary are zeros."""
+    """The rows `start` … `start + num_rows - 1` of a matrix [vocab, hidden]; rows beyond the vocabulary are zeros."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class VocabParallel(nn.Module):
 
 
 class VocabEmbedding(VocabParallel):
-    """Token ids [num_tokens] -> [num_tokens, hidden]. Each rank looks up its own ids; the sum is everybody's."""
+    """Token ids [num_tokens] -> [num_tokens, hidden]. Each rank looks up the ids that it has; results are summed."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:

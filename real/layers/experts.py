@@ -1,9 +1,9 @@
-"""A mixture of experts (Shazeer et al. 2017) in the place of a feed-forward: a router gives each token to a few of many
-small feed-forwards, and their results are summed by its shares.
+"""A mixture of experts (Shazeer et al. 2017) instead of a feed-forward layer. A router sends each token to a few of
+many small feed-forwards, and their results are summed, weighted by the router's shares.
 
-Under tensor parallelism every rank has a part of every expert, and the ranks' results are summed; the router is whole
-on every rank. On a GPU the Triton kernels of real/kernels/experts.py compute it; elsewhere the torch code below does,
-expert by expert, which waits for the routing and so cannot be captured.
+Under tensor parallelism every rank has a part of every expert, and the ranks' results are summed. Every rank has the
+whole router. On a GPU the Triton kernels of real/kernels/experts.py compute the experts. Elsewhere the torch code below
+does, expert by expert; it reads the routing on the host, so it cannot be captured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from testbed.specs.quantization import Fp8Scheme
 
 
 class ExpertProjection(nn.Module):
-    """One or several projections of every expert: `weight` [num_experts, out_features, in_features], with scales where
-    it is FP8. kept: of one expert."""
+    """One or several projections of every expert: `weight` [num_experts, out_features, in_features], with scales if it
+    is FP8. num: number of experts. kept: what this rank keeps of one expert's weight."""
 
     weight: Tensor
 
@@ -56,12 +56,13 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         hidden, inner = whole_part(hidden_size), even_part(shape.inner_size, placement)
-        gate_up = {"gate_proj": inner, "up_proj": inner}  # gate above up
+        gate_up = {"gate_proj": inner, "up_proj": inner}  # rows of gate, then of up
         self.gate_up_proj = ExpertProjection(shape.num, Kept(gate_up, hidden), placement, scheme)
         self.down_proj = ExpertProjection(shape.num, Kept({"down_proj": hidden}, inner), placement, scheme)
 
     def forward(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        """x [num_tokens, hidden]; shares and experts [num_tokens, per_token] -> [num_tokens, hidden], of this rank."""
+        """x [num_tokens, hidden]; shares and experts [num_tokens, per_token] -> this rank's part of the sum,
+        [num_tokens, hidden]."""
         gate_up, down = self.gate_up_proj.matrix, self.down_proj.matrix
         if x.is_cuda:
             from real.kernels.experts import run_experts  # not at the top: needs Triton
@@ -71,10 +72,10 @@ class Experts(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Router and experts, [num_tokens, hidden] in and out. Module names are those of Hugging Face's Qwen3-MoE.
+    """Router and experts: [num_tokens, hidden] -> the same shape. Module names are those of Hugging Face's Qwen3-MoE.
 
-    scheme: of the experts' weights; None: they are not quantised, as the router never is. Raises DeviceError on a GPU
-    that the kernels cannot run on.
+    scheme: quantisation of the experts' weights; None: none. The router is never quantised. Raises DeviceError on a GPU
+    on which the kernels cannot run.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class SparseFeedForward(nn.Module):
 
 
 def choose_experts(scores: Tensor, per_token: int, *, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token by the softmax over all: scores [num_tokens, num_experts] -> (shares,
-    float32, and experts, int64, [num_tokens, per_token]). normalizes: the shares of a token add up to 1."""
+    """Returns the experts of each token with the largest softmax over all: scores [num_tokens, num_experts] -> (shares
+    float32, experts int64), both [num_tokens, per_token]. normalizes: the shares of a token add up to 1."""
     shares, experts = scores.softmax(-1, dtype=torch.float32).topk(per_token, dim=-1)
     return (shares / shares.sum(-1, keepdim=True) if normalizes else shares), experts
 
 
 def run_experts_one_by_one(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
-    """As real.kernels.experts.run_experts, in plain torch: each expert that was chosen takes its tokens at once."""
+    """Computes the same as real.kernels.experts.run_experts in plain torch, one GEMM pair per chosen expert."""
     result = torch.zeros_like(x)
     for expert in sorted({*experts.flatten().tolist()}):
         tokens, place = (experts == expert).nonzero(as_tuple=True)

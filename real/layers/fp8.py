@@ -1,11 +1,11 @@
-"""Linear layers whose weights are stored in FP8 (e4m3) with scales: a byte a weight in memory.
+"""Linear layers whose weights are stored in FP8 (e4m3) with scales: one byte of memory per weight.
 
-What is multiplied by is the weight times its scale, in the format of the activations, made anew for each product: on a
-GPU one kernel of torch.compile, which reads a byte and writes two. Activations are not quantised. So results are those
-of the same weights in the activations' format, on every device; what is saved is memory, not time.
+Before each GEMM the weight is multiplied by its scales and converted to the activations' format: on a GPU by one kernel
+of torch.compile, which reads one byte and writes two per weight. Activations are not quantised. So results are those of
+the same weights in the activations' format, on every device. This saves memory, not time.
 
-A part of a weight on one rank may begin and end within a block of weights that share a scale: every row and column that
-a rank keeps knows which of the rank's scales is its own.
+A rank's part of a weight can begin and end within a block of weights that share a scale. So the index of the scale is
+stored for every row and every column that a rank keeps.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ STORED = torch.float8_e4m3fn
 
 class Scales(NamedTuple):
     values: Tensor  # float32 [..., groups of rows, groups of columns]
-    row_groups: Tensor  # int32 [out_features]: the group that each is in
-    column_groups: Tensor  # int32 [in_features]
+    row_groups: Tensor  # int32 [out_features]: the group of each row
+    column_groups: Tensor  # int32 [in_features]: the group of each column
 
 
 class Matrix(NamedTuple):
-    """A weight as it is stored, or several of the same shape in a dimension before."""
+    """A weight as it is stored, or several of the same shape along a leading dimension."""
 
     weight: Tensor  # [..., out_features, in_features]
-    scales: Scales | None = None  # None: it is what to multiply by
+    scales: Scales | None = None  # None: the weight is not quantised
 
     def one(self, index: int) -> Matrix:
-        """Of several."""
+        """Returns one of several weights."""
         scales = self.scales and self.scales._replace(values=self.scales.values[index])
         return Matrix(self.weight[index], scales)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """As something to multiply by, of one: in `dtype`, if it is FP8."""
+        """Returns a single weight ready for a GEMM: an FP8 weight dequantised to `dtype`, another as it is."""
         return self.weight if self.scales is None else dequantize(self.weight, *self.scales, dtype)
 
 
 class Fp8Layout:
-    """Which scales a rank keeps of a weight of which it keeps a part."""
+    """Which scales of a weight a rank keeps, given the part of the weight that it keeps."""
 
     def __init__(self, scheme: Fp8Scheme, kept: Kept) -> None:
         self._scheme, (self._rows, self._columns) = scheme, kept
@@ -57,7 +57,7 @@ class Fp8Layout:
         self.shape = sum(self._num.values()), num_groups(kept.columns, scheme.columns)
 
     def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each row and each column the group that it is in, int32."""
+        """Returns the group of each row and of each column, int32."""
         begin, rows = 0, []
         for name, part in self._rows.items():
             rows.append(_group_of_each(part, self._scheme.rows) + begin)
@@ -65,14 +65,14 @@ class Fp8Layout:
         return torch.cat(rows).to(device), _group_of_each(self._columns, self._scheme.columns).to(device)
 
     def slots(self, scales: Tensor) -> dict[str, Slot]:
-        """scales: of `shape`."""
+        """Returns a slot for the scales of each packed projection. scales: a parameter of `shape`."""
         views = torch.split(scales, [*self._num.values()])
         return {name: self._slot(view, part) for (name, part), view in zip(self._rows.items(), views, strict=True)}
 
     def _slot(self, view: Tensor, rows: Part) -> Slot:
-        """Scales are shared out as the weights are; that of a block which lies on two ranks goes to both."""
+        """Scales are split over the ranks as the weights are; a block that two ranks share has its scale on both."""
         scheme, columns = self._scheme, self._columns
-        if scheme.rows is None:  # one of the whole tensor: a scalar
+        if scheme.rows is None:  # one scale for the whole tensor: a scalar
             return Slot(view[0, 0], ())
         if scheme.columns is not None and not columns.is_whole:
             return shared(view, 1, columns.start // scheme.columns, -(-columns.size // scheme.columns))
@@ -80,14 +80,14 @@ class Fp8Layout:
 
 
 def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme) -> Matrix:
-    """What `Fp8.create_weights` gave it."""
+    """Returns the weight and scales that `Fp8.create_weights` registered in the layer."""
     weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
     return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups")))
 
 
 class Fp8:
-    """A LinearMethod: `weight` [out_features, in_features] in e4m3; its scales, float32, by the scheme's name, [groups
-    of rows, groups of columns]; `row_groups` and `column_groups`."""
+    """A LinearMethod. It gives a layer: `weight` [out_features, in_features] in e4m3; its scales, float32 [groups of
+    rows, groups of columns], under the scheme's name for them; the buffers `row_groups` and `column_groups`."""
 
     def __init__(self, scheme: Fp8Scheme) -> None:
         self.scheme = scheme
@@ -112,17 +112,18 @@ class Fp8:
 
 
 def linear_method(scheme: Fp8Scheme | None) -> LinearMethod:
-    """For weights that are quantised so, or not."""
+    """Returns the method for weights of this scheme; None: for weights that are not quantised."""
     return Unquantized() if scheme is None else Fp8(scheme)
 
 
 def num_groups(part: Part, size: int | None) -> int:
-    """Groups of `size` (None: all) in a row that a rank's part touches."""
+    """Returns how many groups of `size` consecutive features (None: one group of all) a rank's part touches."""
     return 1 if size is None else -(-(part.start + part.kept) // size) - part.start // size
 
 
 def _group_of_each(part: Part, size: int | None) -> Tensor:
-    """Of each row or column of a rank's part, which of the groups that the part touches it is in; int32 [part.kept]."""
+    """Returns for each feature of a rank's part its group, counted from the first that the part touches; int32
+    [part.kept]."""
     if size is None:
         return torch.zeros(part.kept, dtype=torch.int32)
     first = part.start // size
@@ -131,6 +132,6 @@ def _group_of_each(part: Part, size: int | None) -> Tensor:
 
 @partial(compiled_on_cuda, least=FP8_CAPABILITY)
 def dequantize(weight: Tensor, scales: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight [out, in] in e4m3, scales [groups of rows, groups of columns], the group of each row and column -> the
+    """weight [out, in] in e4m3; scales [groups of rows, groups of columns]; rows, columns: the group of each -> the
     weight in `dtype`, rounded once."""
     return (weight.to(torch.float32) * scales[rows][:, columns]).to(dtype)

@@ -1,8 +1,9 @@
-"""Linear layers over flat tokens, and the seam through which quantised weights can come in.
+"""Linear layers over flat tokens, and the interface for quantised weights (LinearMethod).
 
-Under tensor parallelism column-parallel layers keep some output features, and their results stay apart; row-parallel
-layers keep some input features, and their results are summed. In and out sizes are always those of the whole model.
-Weights have output features in dimension 0 and input features in dimension 1, whatever a linear method stores.
+Under tensor parallelism, column-parallel layers keep some of the output features, and their results stay on their rank.
+Row-parallel layers keep some of the input features, and their results are summed over the ranks. Sizes of inputs and
+outputs are always given for the whole model. Weights have output features in dimension 0 and input features in
+dimension 1, whatever a linear method stores.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from testbed.specs.model import ModelSpec
 
 
 class Part(NamedTuple):
-    """Of some features of a whole model those that lie on this rank, one behind the other."""
+    """The consecutive features, of those of the whole model, that this rank keeps."""
 
-    size: int  # of all
-    start: int
-    kept: int
+    size: int  # features of the whole model
+    start: int  # the first that this rank keeps
+    kept: int  # how many it keeps
 
     @property
     def is_whole(self) -> bool:
@@ -33,8 +34,8 @@ class Part(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of a weight [out_features, in_features], or of several of one shape. rows: of each projection
-    that is packed into it, by the checkpoint's name."""
+    """What a rank keeps of a weight [out_features, in_features], or of several of one shape. rows: the part of each
+    projection that is packed into it, by the checkpoint's name."""
 
     rows: Mapping[str, Part]
     columns: Part
@@ -48,15 +49,15 @@ class LinearMethod(Protocol):
     """How a layer stores its weight and multiplies by it."""
 
     def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
-        """num: of weights, if there are several."""
+        """Registers the layer's parameters. num: leading dimensions, if there are several weights of one shape."""
         ...
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features], of this rank."""
+        """x [num_tokens, in_features] -> [num_tokens, out_features], the features of this rank."""
         ...
 
     def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
-        """As HasSlots; also of the bias."""
+        """As HasSlots.slots; also called for the bias."""
         ...
 
 
@@ -74,7 +75,7 @@ class Unquantized:
 
 
 def dense_slots(kept: Kept, parameter: Tensor) -> Mapping[str, Slot]:
-    """Of a weight or a bias; of rows and columns one or the other is shared out."""
+    """Returns the slots of a weight or a bias; either its rows or its columns are split over the ranks."""
     rows, columns = kept
     views = torch.split(parameter, [part.kept for part in rows.values()])
     pairs = zip(rows.items(), views, strict=True)
@@ -90,7 +91,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def share(size: int, placement: Placement) -> int:
-    """One rank's part of a size that divides among them."""
+    """Returns one rank's part of a size, which must be a multiple of the number of ranks."""
     assert size % placement.group.size == 0, f"{size} does not divide among {placement.group.size} ranks"
     return size // placement.group.size
 
@@ -98,8 +99,8 @@ def share(size: int, placement: Placement) -> int:
 class Linear(nn.Module):
     """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features].
 
-    in_features, out_features: a number lies whole on every rank. Several projections of the same input are packed in
-    one multiplication, by the checkpoint's name of each, their outputs side by side.
+    in_features, out_features: if it is a number, every rank keeps all of them. out_features as a mapping: several
+    projections of the same input, by their names in the checkpoint, in one GEMM; their outputs are concatenated.
     """
 
     bias: Tensor | None
@@ -131,10 +132,10 @@ class Linear(nn.Module):
 
 
 class QKVParallel(Linear):
-    """The query, key and value projections of grouped-query attention in one multiplication.
+    """The query, key and value projections of grouped-query attention in one GEMM.
 
-    The spec counts the heads of the whole model, the attributes those of this rank. Where there are more ranks than KV
-    heads, several hold the same KV head.
+    The spec has the numbers of heads of the whole model, the attributes those of this rank. If there are more ranks
+    than KV heads, several ranks hold the same KV head.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class QKVParallel(Linear):
 
 
 class RowParallel(Linear):
-    """A projection back into the hidden size, of a Part of the input features: the ranks sum their results, and add the
-    bias once. Its input is this rank's part, [num_tokens, in_features / ranks].
+    """A projection back to the hidden size. Each rank multiplies its part of the input features, [num_tokens,
+    in_features / ranks]. The results are summed over the ranks, then the bias is added once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,11 +172,11 @@ class RowParallel(Linear):
 
 
 def whole_part(size: int) -> Part:
-    """Of features that lie whole on every rank."""
+    """Returns the part of features that every rank keeps completely."""
     return Part(size, 0, size)
 
 
 def even_part(size: int, placement: Placement) -> Part:
-    """Of features that are shared out evenly."""
+    """Returns this rank's part of features that are split evenly."""
     kept = share(size, placement)
     return Part(size, placement.group.rank * kept, kept)

@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_normalize(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds x to the residual stream, normalises it: (normalised, new residual), both [num_tokens, size].
+        """Adds x to the residual stream and normalises the sum: (normalised, new residual), both [num_tokens, size].
 
         Overwrites x, which becomes the new residual.
         """

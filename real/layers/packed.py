@@ -1,9 +1,9 @@
-"""Products on a CPU over weights that oneDNN has laid out for itself.
+"""GEMMs on a CPU over weights in oneDNN's own memory layout.
 
-torch's own float32 product takes another library, which is two to three times as slow on the CPUs of some makers, and
-its bfloat16 product lays the weight out anew each time. A layout is as large as its weight; it is made when the weight
-is first multiplied by. Where that would leave too little memory, or where oneDNN has no such product for this CPU, the
-product is torch's own.
+torch's own float32 GEMM takes another library, which is two to three times as slow on the CPUs of some makers. Its
+bfloat16 GEMM converts the layout of the weight at each call. The converted copy here is as large as its weight, and is
+made at the first GEMM with it. torch's own GEMM runs instead if the copy would leave too little memory, or if oneDNN
+has no GEMM of this type for the CPU.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from real.host_memory import available_bytes
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_CODED_WEIGHT, MAX_CODED_ROWS = 2**21, 512
-MIN_LEFT_BYTES = 2 * 1024**3  # that a layout leaves to others
-_coded: set[tuple[object, ...]] = set()  # in this process: of what shapes
+MIN_LEFT_BYTES = 2 * 1024**3  # memory that must remain available after a copy is made
+_coded: set[tuple[object, ...]] = set()  # the shapes for which this process has made code
 
 
 class _Layout(NamedTuple):
-    """weight: as oneDNN wants it; None: there was no room. version: of the weight that it was made of."""
+    """weight: in oneDNN's layout; None: torch's GEMM is to be used. version: that of the weight when it was copied."""
 
     weight: Tensor | None
     version: int
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """A weight [out_features, in_features] as oneDNN wants it; None: torch's own product is to be taken.
+    """Returns a weight [out_features, in_features] in oneDNN's layout; None: torch's own GEMM is to be used.
 
-    Only of a parameter, which stays; it is laid out again once it has been written to.
+    Only for parameters, which live as long as their layer. A weight that was written to is converted again.
     """
     if not isinstance(weight, nn.Parameter) or not weight.is_cpu or weight.dtype not in DTYPES:
         return None
-    kept = weight.__dict__.get("layout_of_onednn")  # goes when the weight goes
+    kept = weight.__dict__.get("layout_of_onednn")  # freed together with the weight
     if kept is None or kept.version != weight._version:
         kept = _Layout(_laid_out(weight), weight._version)
         weight.__dict__["layout_of_onednn"] = kept
@@ -44,17 +44,17 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def is_known_to_onednn(dtype: torch.dtype) -> bool:
-    """Whether it has products of this type here: bfloat16 wants AVX-512 or its like, a build may be without oneDNN."""
+    """Whether oneDNN has GEMMs of this type here. bfloat16 needs AVX-512 or similar; torch can be built without it."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`, the weight laid out: [num_tokens, in_features] -> [num_tokens, out_features].
+    """`x @ weight.T + bias`, weight in oneDNN's layout: [num_tokens, in_features] -> [num_tokens, out_features].
 
-    oneDNN makes code for each number of rows that it meets, which takes as long as some hundred rows of a small model.
-    Steps seldom have as many tokens as another had: rows are added up to a number that stands for several.
+    oneDNN makes code for each new number of rows, which takes as long as computing some hundred rows of a small model.
+    Few steps have the same number of tokens, so rows are padded to one of a few numbers.
     """
     num_tokens = len(x)
     padding = _bucket(num_tokens) - num_tokens
@@ -65,8 +65,8 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def make_code(model: nn.Module, num_tokens: int) -> None:
-    """Makes oneDNN's code of the products of a model that has made a step, up to so many rows; not of products that
-    take far longer than their code."""
+    """Makes oneDNN's code for the GEMMs of a model that has run a step, for up to `num_tokens` rows. Leaves out GEMMs
+    that take far longer than making their code."""
     for module in model.modules():
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if not isinstance(weight, nn.Parameter) or weight.numel() > MAX_CODED_WEIGHT:
@@ -82,7 +82,7 @@ def make_code(model: nn.Module, num_tokens: int) -> None:
 
 
 def _bucket(num_tokens: int) -> int:
-    """The next number of five binary digits and zeros: at most a sixteenth more."""
+    """Rounds up to a number of at most five significant binary digits, which adds at most a sixteenth."""
     step = 1 << max(0, num_tokens.bit_length() - 5)
     return -(-num_tokens // step) * step
 

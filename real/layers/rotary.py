@@ -1,12 +1,12 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face's Llama and Qwen models.
 
-Angles are computed once a step from the positions themselves and shared by all layers: no table, no maximum length.
-Frequencies are computed in float32 on the CPU, under `linear`, `llama3` and `yarn` scaling by transformers' own
-functions. `dynamic` raises theta with the length of the sequence, once that exceeds the model's. transformers takes the
-longest sequence of the call and turns the keys of that call by it. Here a token's length is its own position + 1, which
-is what transformers does token by token. So a key depends on its position alone, not on how a prompt was cut, who
-computed it first or what shares its batch: cached prefixes and preempted sequences stay right. Up to the model's length
-both agree always; a prompt beyond it is turned otherwise than in one call of transformers.
+Angles are computed once per step from the positions and shared by all layers: no table, no maximum length. Frequencies
+are computed in float32 on the CPU; for `linear`, `llama3` and `yarn` scaling, by transformers' own functions. `dynamic`
+raises theta with the length of the sequence, once that exceeds the model's. transformers takes the longest sequence of
+the call and rotates all keys of that call by it. Here the length is the token's own position + 1, which equals
+transformers called token by token. So a key depends only on its position, not on how a prompt was cut into chunks,
+which request computed it first, or the batch. This keeps cached prefixes and preempted sequences correct. Up to the
+model's length both always agree; a longer prompt is rotated differently than in one call of transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RotaryEmbedding(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def _frequencies(self, positions: Tensor) -> Tensor:
-        """[head_dim / 2], or [num_tokens, head_dim / 2] where each token has its own."""
+        """Returns frequencies [head_dim / 2], or [num_tokens, head_dim / 2] if each token has its own."""
         factor = self._dynamic_factor
         if factor is None:
             return self.inverse_frequencies
@@ -65,12 +65,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def scaled_frequencies(spec: ModelSpec, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Frequencies, float32 [head_dim / 2], and what cosines and sines are multiplied by, as transformers has them."""
+    """Returns transformers' frequencies, float32 [head_dim / 2], and the factor of cosines and sines."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # not at the top: half a second
 
     rope = {key: value for key, value in asdict(scaling).items() if value is not None}
     rope = {"original_max_position_embeddings": spec.max_position_embeddings, **rope}
-    config = SimpleNamespace(  # what those functions read of a model's config, in the words of transformers 4 and 5
+    config = SimpleNamespace(  # what those functions read of a model's config, for transformers 4 and 5
         head_dim=spec.head_dim, hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads,
         max_position_embeddings=spec.max_position_embeddings, rope_theta=spec.rope_theta, rope_scaling=rope,
         rope_parameters={**rope, "rope_theta": spec.rope_theta}, standardize_rope_params=lambda: None,
@@ -81,6 +81,6 @@ def scaled_frequencies(spec: ModelSpec, scaling: RopeScaling) -> tuple[Tensor, f
 
 @compiled_on_cuda
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each head's pairs (x[i], x[i + head_dim / 2]): [num_tokens, num_heads, head_dim], same shape out."""
+    """Rotates each head's pairs (x[i], x[i + head_dim / 2]): [num_tokens, num_heads, head_dim] -> the same shape."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,1 +1,1 @@
-"""Model architectures, by the names that Hugging Face configs give them."""
+"""Model architectures, under the names that Hugging Face configs use."""

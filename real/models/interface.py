@@ -1,4 +1,4 @@
-"""What the runner asks of a model."""
+"""The interface between the runner and a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from real.attention.interface import StepAttention
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over flat batches. lm_head: what its decoder's states are turned into logits by."""
+    """A decoder-only language model over flat batches. lm_head: computes logits from the decoder's hidden states."""
 
     def __init__(self, model: nn.Module, lm_head: nn.Module) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class CausalLM(nn.Module):
     def hidden_states(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Iterable[Tensor], attention: StepAttention
     ) -> Tensor:
-        """Ids and positions [num_tokens], one KV tensor a layer -> final hidden states [num_tokens, hidden]."""
+        """Ids and positions [num_tokens], one KV tensor per layer -> final hidden states [num_tokens, hidden]."""
         hidden: Tensor = self.model(token_ids, positions, kv_caches, attention)
         return hidden
 

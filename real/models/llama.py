@@ -1,8 +1,8 @@
 """Llama 2 and 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-They are one graph, and a Family says in what each differs; a spec with experts has them in the place of the
-feed-forward; Mistral's window is attention's business. Module names
-follow Hugging Face's, so that its checkpoints load by name.
+All share one implementation; a Family describes how an architecture differs. If the spec has experts, they replace the
+feed-forward. Mistral's sliding window is handled by the attention provider. Module names follow Hugging Face's, so that
+its checkpoints load by name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from testbed.specs.quantization import Fp8Scheme
 
 
 class Family(NamedTuple):
-    """In what models of an architecture differ from Llama."""
+    """How models of an architecture differ from Llama."""
 
-    normalizes_heads: bool = False  # queries and keys by RMSNorm, head by head (Qwen3)
-    has_qkv_bias: bool = False  # always, and no bias elsewhere (Qwen2); else attention_bias says it of q, k, v and o
+    normalizes_heads: bool = False  # RMSNorm of each query and key head (Qwen3)
+    has_qkv_bias: bool = False  # q, k, v have a bias, o has none (Qwen2); if False, attention_bias decides for all four
 
 
 LLAMA = Family()
@@ -103,7 +103,7 @@ class LlamaLayer(nn.Module):
         kv_cache: Tensor,
         attention: StepAttention,
     ) -> tuple[Tensor, Tensor]:
-        """(output of the feed-forward, residual stream before it is added), both [num_tokens, hidden]."""
+        """Returns (output of the feed-forward, residual stream without it), both [num_tokens, hidden]."""
         if residual is None:
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
@@ -135,7 +135,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See CausalLM for the shapes. scheme: of the weights of the layers' projections; None: they are not quantised."""
+    """See CausalLM for the shapes. scheme: quantisation of the layers' projections; None: they are not quantised."""
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, family: Family = LLAMA, scheme: Fp8Scheme | None = None

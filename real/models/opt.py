@@ -1,6 +1,6 @@
 """OPT (Zhang et al. 2022): learned positions, multi-head attention, LayerNorm, a plain feed-forward, biases everywhere.
 
-OPT-350m alone normalises behind each residual addition instead of before each block, and embeds tokens into fewer
+Only OPT-350m normalises after each residual addition instead of before each block, and embeds tokens in fewer
 dimensions than the layers have. Module names follow those of Hugging Face, so that its checkpoints load by name.
 """
 
@@ -21,8 +21,8 @@ from real.layers.slots import empty_parameter
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
 
-EPS = 1e-5  # the configs do not say
-OFFSET = 2  # the table begins with two rows that no position uses
+EPS = 1e-5  # not given in the configs
+OFFSET = 2  # the first two rows of the table belong to no position
 
 
 class LearnedPositions(nn.Module):
@@ -37,7 +37,7 @@ class LearnedPositions(nn.Module):
 
 
 def layer_norm(size: int, placement: Placement) -> nn.LayerNorm:
-    """Over the last dimension, of `size` elements (Ba et al. 2016)."""
+    """Returns a LayerNorm over the last dimension, which has `size` elements (Ba et al. 2016)."""
     return nn.LayerNorm(size, EPS, device=placement.device, dtype=placement.dtype).requires_grad_(False)
 
 
@@ -67,7 +67,7 @@ class OPTLayer(nn.Module):
         self.final_layer_norm = layer_norm(spec.hidden_size, placement)
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, attention: StepAttention) -> Tensor:
-        """[num_tokens, hidden], in and out."""
+        """[num_tokens, hidden] -> the same shape."""
         if self.normalizes_before:
             hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, attention)
             return hidden + self._feed_forward(self.final_layer_norm(hidden))
@@ -106,7 +106,7 @@ class OPTDecoder(nn.Module):
 
 
 class OPTModel(nn.Module):
-    """A level of names."""
+    """Adds `decoder` to the module names, as in Hugging Face's checkpoints."""
 
     def __init__(self, spec: ModelSpec, placement: Placement) -> None:
         super().__init__()

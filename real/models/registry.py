@@ -1,4 +1,4 @@
-"""Architectures by name, and the refusal of those (and of their options) that this engine would get wrong."""
+"""Architectures by name. Rejects architectures, and options of them, for which this engine would give wrong results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ SILENT_OF_OPT = (*SILENT, "do_layer_norm_before")
 
 
 def build_model(spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None = None) -> CausalLM:
-    """A model with uninitialised weights, of a spec that passed `check_supported`. scheme: None is the spec's own."""
+    """Returns a model with uninitialised weights. spec: has passed `check_supported`. scheme: quantisation of the
+    weights; None: the spec's own."""
     scheme = scheme or _scheme_of(spec)
     how = {} if scheme is None else {"scheme": scheme}
     return MODELS[spec.architecture](spec, placement, **how)
 
 
 def _scheme_of(spec: ModelSpec) -> Fp8Scheme | None:
-    """How its weights are quantised: as its folder says, or as is usual."""
+    """Returns how the weights are quantised: as its folder states; without a folder, per block."""
     if spec.dtype != "fp8":
         return None
     scheme = fp8_scheme(read_hf_config(spec.path)[1]) if spec.path else PER_BLOCK
@@ -52,11 +53,11 @@ def _scheme_of(spec: ModelSpec) -> Fp8Scheme | None:
 def check_supported(
     spec: ModelSpec, sliding_window: int | None = None, num_ranks: int = 1, max_model_len: int | None = None
 ) -> None:
-    """Raises ModelError for an architecture, or an option of it, that no model here gets right; ConfigError for a
-    number of ranks among which the model does not divide, and for sequences longer than its learned positions.
+    """Raises ModelError for an architecture, or an option of it, that no model here computes correctly. Raises
+    ConfigError for a number of ranks that does not divide the model, and for sequences beyond its learned positions.
 
-    sliding_window: what attention is told to look back at. A model with a window must have this one, in every layer:
-    the KV blocks of all layers are released together.
+    sliding_window: the window that attention uses. If the model has a window, it must be this one in every layer,
+    because the KV blocks of all layers are released together.
     """
     where = f" (in {spec.path})" if spec.path else ""
     if spec.architecture not in MODELS:
@@ -79,7 +80,7 @@ def check_supported(
 
 
 def _refused_shape(spec: ModelSpec) -> list[str]:
-    """What of a model's spec would give wrong logits, in words."""
+    """Describes the properties of a spec that would give wrong logits."""
     has_rope = spec.architecture not in LEARNED_POSITIONS
     activations = ("silu",) if has_rope else tuple(PLAIN)
     rope_type = spec.rope_scaling.rope_type if spec.rope_scaling else None
@@ -97,7 +98,7 @@ def _refused_shape(spec: ModelSpec) -> list[str]:
 
 
 def _refused_options(raw: dict[str, Any]) -> list[str]:
-    """Options of a config.json that would change the result and that no model here reads, in words."""
+    """Describes the options of a config.json that would change the result and that no model here reads."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     has_window_somewhere = slides_somewhere(raw) and raw.get("sliding_window", 4096) is not None
@@ -114,7 +115,7 @@ def _refused_options(raw: dict[str, Any]) -> list[str]:
 
 
 def _check_agrees(spec: ModelSpec, path: str) -> None:
-    """What a spec says beside its config.json and no weight's shape gives away."""
+    """Raises ModelError if the spec differs from its config.json in a field that no weight's shape reveals."""
     said = load_hf_config(path)
     if (spec.dtype == "fp8") != (said["dtype"] == "fp8"):
         raise ModelError(

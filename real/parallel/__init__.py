@@ -1,1 +1,1 @@
-"""Tensor parallelism: one process per rank, the driver sends the plan."""
+"""Tensor parallelism, with one process per rank, to which the driver sends the plans; and processes of replicas."""

@@ -1,6 +1,6 @@
-"""The engine over several ranks, as the driver sees it: one Backend.
+"""The engine over several ranks, which the driver uses as one Backend.
 
-The driver's process is rank 0; it decides, sends each plan, computes its own share, and alone chooses tokens.
+The driver's process is rank 0. It schedules, sends each plan, computes its own share, and is the only one that samples.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
-ABORT_S = 5.0  # that an aborted collective may take to leave the GPU
+ABORT_S = 5.0  # limit for an aborted collective to leave the GPU
 
 
 class RankedBackend:
-    """A RealBackend for each of `num_ranks` processes, of which this is one. A testbed.core.interfaces.Backend.
+    """A RealBackend in each of `num_ranks` processes, of which this is one. A testbed.core.interfaces.Backend.
 
-    options: those of RealBackend; they hold for each rank: KV blocks, swap space and cpu_kv_bytes are of a rank, which
-    has a share of each block. Where num_gpu_blocks is measured, the rank with the least room decides. On CPUs the ranks
-    share num_threads. Raises ModelError, ConfigError, DeviceError, with nothing left running.
+    options: those of RealBackend, for each rank. So KV blocks, swap space and cpu_kv_bytes are per rank; a rank has a
+    share of each block. If num_gpu_blocks is measured, it is that of the rank with the least memory. On CPUs the ranks
+    share num_threads. Raises ModelError, ConfigError or DeviceError; then no process is left running.
     """
 
     def __init__(self, spec: ModelSpec, config: RealConfig, num_ranks: int, **options: Any) -> None:
@@ -58,7 +58,7 @@ class RankedBackend:
         self.num_ranks = num_ranks
         self._ranks = Ranks(setups, config.rank_timeout_s)
         self._ending = Ending(self._ranks)
-        self._end = weakref.finalize(self, self._ending)  # also where nobody closes
+        self._end = weakref.finalize(self, self._ending)  # ends the ranks even if `close` is never called
         try:
             with self._explained():
                 self._ranks.wait_until_ready()
@@ -72,16 +72,16 @@ class RankedBackend:
         except BaseException:
             self._end()
             raise
-        self._store = store  # the other ranks are connected to it as long as they live
+        self._store = store  # kept alive: the other ranks stay connected to it
         self.num_gpu_blocks, self.num_cpu_blocks = self._local.num_gpu_blocks, self._local.num_cpu_blocks
         self.attention_name, self.attention_reasons = self._local.attention_name, self._local.attention_reasons
         self.device_description, self.load_format = self._local.device_description, self._local.load_format
-        self.cache, self.runner = self._local.cache, self._local.runner  # this rank's share
+        self.cache, self.runner = self._local.cache, self._local.runner  # those of this rank
         self.largest_captured, self.name_parts = self._local.largest_captured, self._local.name_parts
 
     def start(self, plan: BatchPlan) -> Work:
-        """Launches one step on every rank; times are those of this one, and waiting raises what ended another. Raises
-        DeviceError if the last one was not waited for."""
+        """Launches one step on every rank. Measured times are those of this rank. Waiting raises the error that ended
+        another rank. Raises DeviceError if the previous step was not waited for."""
         if self._ending.is_in_step or not self._end.alive:
             raise DeviceError("the ranks were stopped in the middle of a step, or closed; load the model again")
         self._ending.is_in_step = True
@@ -94,7 +94,7 @@ class RankedBackend:
         return work._replace(wait=partial(self._finish, work, send_ns))
 
     def _finish(self, work: Work, send_ns: int) -> Computed:
-        """Preparing includes sending."""
+        """Waits for a step. Its prepare_ns includes the time to send the plan."""
         with self._explained():
             self._ranks.wait_for(work.is_done)
             computed = work.wait()
@@ -103,12 +103,13 @@ class RankedBackend:
         return computed._replace(spans=spans.replace(prepare_ns=spans.prepare_ns + send_ns))
 
     def close(self) -> None:
-        """Ends the other ranks. May be called again; the engine is of no use after it."""
+        """Ends the other ranks; the engine cannot be used afterwards. Can be called again."""
         self._end()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What a rank's failure did to this one is told as that failure; results that it spoiled are not used."""
+        """Raises the failure of another rank instead of its consequences here, and instead of returning results that it
+        may have spoiled."""
         try:
             yield
         except LostPeerError as error:
@@ -120,18 +121,18 @@ class RankedBackend:
 
 
 class Ending:
-    """Ends an engine, of which it knows the parts alone: so it can end one that nobody closed. Called once.
+    """Ends an engine. It refers only to the engine's parts, so that it can run as a finalizer. Called once.
 
-    NCCL lets go of its memory when no captured graph is left that uses it, so the graphs go before the group is
-    aborted. But a graph goes when the GPU is done with it: where a step is in flight, which may wait for a rank that
-    never got its plan, the abort begins first, frees the GPU, and goes on beside.
+    NCCL frees its memory only when no captured graph that uses it is left, so graphs are released before the group is
+    aborted. But a graph can only be released when the GPU is done with it. A step in flight may be waiting for a rank
+    that never got its plan. Then the abort starts first, in its own thread, which frees the GPU.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.local: RealBackend | None = None
         self.group: DistributedGroup | None = None  # between GPUs
-        self.stream: torch.cuda.Stream | None = None  # that steps run on
+        self.stream: torch.cuda.Stream | None = None  # on which steps run
         self.is_in_step = False
 
     def __call__(self) -> None:
@@ -146,10 +147,11 @@ class Ending:
         if aborting is not None:
             aborting.join()
         elif group is not None:
-            group.abort()  # what is left of it here
+            group.abort()  # no step in flight: the graphs are gone, NCCL frees its memory
 
     def _wait_until_idle(self) -> None:
-        """Or for ABORT_S. Others run meanwhile, which they could not while a graph that is still in use is let go."""
+        """Waits until the GPU is idle, at most ABORT_S. Polls, so that other threads can run: releasing a graph that is
+        still in use would block them."""
         deadline = time.monotonic() + ABORT_S
         while not self._is_idle() and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -1,7 +1,7 @@
 """Ranks in processes of their own, over torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-The process groups are made directly, not as torch's default group: a program may hold several engines, and may use
-torch.distributed for itself. Only this machine can reach them.
+The process groups are created directly, not as torch's default group, because a program can have several engines and
+can use torch.distributed itself. Only this machine can connect to them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.distributed import distributed_c10d
 
 from testbed.errors import DeviceError
 
-dist: Any = torch.distributed  # its type stubs leave out half of it
+dist: Any = torch.distributed  # its type stubs are incomplete
 c10d: Any = distributed_c10d
 
 HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-JOIN_S = 60.0  # everybody is there when a group is made; whoever died since is not waited for longer
+JOIN_S = 60.0  # all ranks run when a group is made; one that has died since is not waited for longer
 
 _environment_lock = threading.Lock()
 
 
 class LostPeerError(DeviceError):
-    """A sum or a gather did not come about: another rank is gone, or silent for too long."""
+    """A collective failed: another rank has ended, or did not answer in time."""
 
 
 class DistributedGroup:
-    """One rank of a TensorGroup. A call does not wait for a GPU; it raises LostPeerError where it can know."""
+    """One rank of a TensorGroup. A call does not wait for a GPU. It raises LostPeerError if it notices a lost peer."""
 
     def __init__(self, rank: int, size: int, backend: Any) -> None:
         """backend: a torch.distributed.Backend."""
@@ -48,7 +48,7 @@ class DistributedGroup:
         self._reduce.asyncOp = self._gather.asyncOp = False  # on the current stream, where a graph can capture it
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sums over all ranks, in place."""
         self._wait(self._backend.allreduce, [tensor], self._reduce)
         return tensor
 
@@ -59,7 +59,7 @@ class DistributedGroup:
         return torch.cat(parts, dim=-1)
 
     def abort(self) -> None:
-        """Frees whoever waits in a collective on a GPU. For any thread; between CPUs a broken connection does it."""
+        """Ends a collective on which a GPU waits; from any thread. (Between CPUs, a lost connection ends it.)"""
         self._backend.abort()
 
     def _wait(self, collective: Any, *arguments: Any) -> None:
@@ -72,7 +72,7 @@ class DistributedGroup:
 
 
 def host_store(size: int) -> Any:
-    """Where the ranks find each other: a server of this process, on a free port that only this machine can reach."""
+    """Returns the store through which ranks connect: a server here, on a free port of this machine only."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -85,7 +85,7 @@ def find_store(port: int, size: int) -> Any:
 
 
 def join(store: Any, rank: int, size: int, device_type: str, timeout_s: float) -> DistributedGroup:
-    """Connects with the other ranks; each calls it. timeout_s: how long a collective waits for a rank that is silent.
+    """Connects to the other ranks; every rank must call it. timeout_s: how long a collective waits for a silent rank.
 
     Raises LostPeerError.
     """
@@ -93,14 +93,15 @@ def join(store: Any, rank: int, size: int, device_type: str, timeout_s: float) -
         group = DistributedGroup(rank, size, _backend(device_type, store, rank, size, timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         raise LostPeerError(str(error).partition("\n")[0]) from None
-    group.all_reduce(torch.zeros(1, device=device_type))  # NCCL connects with the first one; loading may part us
+    group.all_reduce(torch.zeros(1, device=device_type))  # NCCL connects at the first collective: now, before loading
     return group
 
 
 def _backend(device_type: str, *arguments: Any) -> Any:
-    """What torch takes from the environment while it makes one is set for ours alone: groups of others are theirs.
+    """Creates torch's backend. Environment variables that torch reads are set only for this call, not for other groups.
 
-    Between GPUs, those that are current: NCCL's watchdog leaves errors to us; it would end the driver with its records.
+    Between GPUs it takes the current device. NCCL's watchdog must leave errors to us: it would end the driver's
+    process, and with it the records.
     """
     if device_type == "cuda":
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
@@ -111,7 +112,7 @@ def _backend(device_type: str, *arguments: Any) -> Any:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """The variable has this value within, for one thread at a time, and what it had before afterwards."""
+    """Sets an environment variable, for one thread at a time, and restores it afterwards."""
     with _environment_lock:
         before = os.environ.get(name)
         os.environ[name] = value

@@ -1,6 +1,6 @@
-"""The ranks that share one model, as its layers see them: who am I, and sums and gathers over all of us.
+"""The ranks that share one model, as its layers see them: the own rank, and sums and gathers over all ranks.
 
-Layers know this protocol alone; what carries the bytes (NCCL, Gloo, nothing) is chosen where the processes are made.
+Layers know only this protocol. The transport (NCCL, Gloo, none) is chosen where the processes are created.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class TensorGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks; may overwrite and return its argument."""
+        """Returns the sum over all ranks; may overwrite and return its argument."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks side by side along the last dimension, in the order of ranks."""
+        """Returns the tensors of all ranks, concatenated along the last dimension in the order of ranks."""
         ...
 
 
 class SingleRank:
-    """A model that lies on one device."""
+    """The group of a model that is on one device."""
 
     rank = 0
     size = 1

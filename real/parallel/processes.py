@@ -1,10 +1,11 @@
-"""The processes of the ranks beside the driver: started, watched, ended. Knows no tensors; needs no torch.
+"""Starts, watches and ends the processes of ranks other than the driver's, and of replicas. Knows no tensors; needs no
+torch.
 
-A rank is a new interpreter, not a fork: CUDA and threads do not survive one, and the program of whoever called us is
-not run again. It is connected with the driver by a pair of sockets. Its end tells the driver at once that it died; the
-driver's end tells it the same, and it ends itself: after a success, a failure, an interrupt or a SIGKILL of the driver
-no process is left behind. Signals that a terminal or a cluster sends to all are the driver's business: it alone knows
-where a step ends.
+A rank is a new interpreter, not a fork, because CUDA and threads do not survive a fork; the user's program is not run
+again. A pair of sockets connects it to the driver. When a rank dies, its socket closes, and the driver notices at once.
+When the driver dies, the rank notices in the same way and ends itself. So no process is left behind after a success, a
+failure, an interrupt or a SIGKILL of the driver. Only the driver handles signals that a terminal or a cluster sends to
+all processes, as only the driver knows where a step ends.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from typing import Any, NamedTuple
 from testbed import errors
 from testbed.errors import DeviceError, TestbedError
 
-GRACE_S = 2.0  # who lost a peer says so before the peer's own end is known
-END_S = 5.0  # to end in peace
-LOST = "LostPeerError"  # of a rank that did not fail by itself, but because another had gone
+GRACE_S = 2.0  # wait for the first cause: a rank that lost a peer can report it before the peer's end is known
+END_S = 5.0  # time to end before a process is killed
+LOST = "LostPeerError"  # of a rank that failed because another rank had ended
 HEADER_BYTES = 8  # of a message: its length
-READY = "ready"  # what a rank says once it is connected
+READY = "ready"  # message of a rank once it is connected
 
 
 class Channel:
-    """Whole messages over one end of a pair of sockets. One thread may send while another receives."""
+    """Sends and receives whole messages at one end of a socket pair. One thread can send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -44,21 +45,21 @@ class Channel:
         return self._end.fileno()
 
     def has_message(self, timeout_s: float | None) -> bool:
-        """Whether something can be received, or the other end is gone, within this time (None: waits for it)."""
+        """Whether within this time a message arrives or the other end closes. None: waits without limit."""
         return bool(select.select([self._end], [], [], timeout_s)[0])
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if the other end is gone, TimeoutError (one of them) if it takes nothing for too long."""
+        """Raises OSError if the other end is closed; its subclass TimeoutError if that reads nothing for too long."""
         self._end.sendall(len(message).to_bytes(HEADER_BYTES, "little") + message)
 
     def receive(self) -> bytes | None:
-        """The next message, or None when the other end is gone."""
+        """Returns the next message; None if the other end is closed."""
         header = self._read(HEADER_BYTES)
         return None if header is None else self._read(int.from_bytes(header, "little"))
 
     def hang_up(self) -> None:
-        """The other end learns of it at once, in whatever it does. May be called again."""
-        with suppress(OSError):  # the other end has gone first
+        """Closes the connection; the other end notices at once, whatever it is doing. Can be called again."""
+        with suppress(OSError):  # the other end has closed first
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
@@ -77,14 +78,14 @@ class Channel:
 
 
 class Failure(NamedTuple):
-    """What ended a rank or a replica, as it said itself. kind: the class of its exception; empty: it said nothing."""
+    """Why a rank or a replica ended. kind: class of the exception that it reported; empty: it reported none."""
 
     kind: str
     message: str
     traceback: str = ""  # for the log
 
     def error(self, who: str) -> TestbedError:
-        """As an exception."""
+        """Returns the failure as an exception. who: names the process."""
         made = getattr(errors, self.kind, None) if self.kind else None
         if not (isinstance(made, type) and issubclass(made, TestbedError)):
             made = DeviceError
@@ -92,22 +93,22 @@ class Failure(NamedTuple):
 
 
 class Ranks:
-    """Ranks 1 … size - 1. setups: what each is told when it starts, in their order; whatever pickles.
+    """Ranks 1 … size - 1. setups: the setup that each gets when it starts, in order of ranks; any picklable objects.
 
-    timeout_s: how long one may take to accept a message. Not for several threads, but for its own, which watches.
+    timeout_s: how long a rank may take to accept a message. Not thread-safe, except for its own watching thread.
     """
 
     def __init__(self, setups: Sequence[Any], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._on_failure: Callable[[], None] | None = None
-        self._changed = threading.Condition()  # guards the two that follow
+        self._changed = threading.Condition()  # guards the next three
         self._failures: dict[int, Failure] = {}
         self._ready: set[int] = set()
         self._is_failed = False
         self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._bell, self._rope = socket.socketpair()  # the rope is pulled to end the watch
+        self._bell, self._rope = socket.socketpair()  # closing the rope ends the watch
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for setup in setups:
@@ -123,17 +124,17 @@ class Ranks:
     # --- for the driver ---
 
     def wait_until_ready(self) -> None:
-        """Until each has said READY. Raises what ended one instead."""
+        """Waits until each rank has sent READY. Raises the failure of a rank that ended instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_failed or len(self._ready) == len(self._channels))
         self.check()
 
     def on_failure(self, free: Callable[[], None]) -> None:
-        """free: called by the watching thread once a rank has failed, so that nobody waits for it any longer."""
+        """Sets a callback. free: called by the watching thread once a rank has failed, to end waits for that rank."""
         self._on_failure = free
 
     def send(self, message: bytes) -> None:
-        """To each. Raises the failure of one that does not take it."""
+        """Sends to each rank. Raises the failure of a rank that does not accept the message."""
         for channel in self._channels:
             try:
                 channel.send(message)
@@ -146,7 +147,7 @@ class Ranks:
             raise self.cause("")
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
-        """Until it is. Raises the failure of a rank, also of one that is silent for too long."""
+        """Waits until `is_done` returns True. Raises the failure of a rank, also if nothing happens for too long."""
         deadline = time.monotonic() + self._timeout_s
         while not is_done():
             self.check()
@@ -154,7 +155,7 @@ class Ranks:
                 raise self.cause(f"nothing in {self._timeout_s:g} s")
 
     def cause(self, symptom: str) -> TestbedError:
-        """Why the ranks do not go on, as an error to raise. symptom: what was seen of it here."""
+        """Returns why the ranks do not go on, as an error to raise. symptom: what was observed in this process."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_failed, GRACE_S)
             cause, lost = self._first_cause(), next(iter(self._failures.values()), None)
@@ -166,7 +167,7 @@ class Ranks:
         return DeviceError(f"{who} does not answer ({what}); if it was only slow, raise backend.rank_timeout_s")
 
     def close(self) -> None:
-        """Ends the processes and waits for their end. May be called again."""
+        """Ends the processes and waits for their end. Can be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -179,10 +180,10 @@ class Ranks:
             end_process(process)
         self._bell.close()
 
-    # --- the thread that watches ---
+    # --- the watching thread ---
 
     def _watch(self) -> None:
-        """Hears the ranks until one fails or the driver closes."""
+        """Receives messages of the ranks until one fails or the driver closes."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._bell, selectors.EVENT_READ, 0)
             for rank, channel in enumerate(self._channels, 1):
@@ -205,7 +206,7 @@ class Ranks:
             self._on_failure()
 
     def _hear(self, rank: int) -> bool:
-        """Takes one message; False after the last."""
+        """Receives one message; returns False if the connection has ended instead."""
         message = self._channels[rank - 1].receive()
         with self._changed:
             if message is None:
@@ -223,7 +224,7 @@ class Ranks:
 
 
 def heard(message: bytes, who: str) -> Any:
-    """What a process said; of a failure the log hears where it came from."""
+    """Unpickles the message of a process; a failure's traceback goes to the log."""
     said = pickle.loads(message)
     if isinstance(said, Failure):
         logging.getLogger("testbed").info("%s failed\n%s", who, said.traceback)
@@ -231,7 +232,7 @@ def heard(message: bytes, who: str) -> Any:
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
-    """How a process died that is about to."""
+    """Describes how a process ended whose connection has closed."""
     try:
         code = process.wait(END_S)
     except subprocess.TimeoutExpired:
@@ -252,9 +253,9 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
-    """The process of a rank or of a replica, and the driver's end of the connection with it.
+    """Starts the process of a rank or of a replica; returns it and the driver's end of the connection.
 
-    It finds modules where this one does; environment: what it has besides. timeout_s: of the driver's sending.
+    It finds modules where this process does. environment: additional variables. timeout_s: limit for sending to it.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     ours, theirs = socket.socketpair()
@@ -272,7 +273,7 @@ def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """What is started within has Ctrl-C, SIGTERM and SIGHUP blocked for good; here they come when it is over."""
+    """Blocks Ctrl-C, SIGTERM and SIGHUP. A process started meanwhile keeps the block; here they arrive afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield

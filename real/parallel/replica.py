@@ -1,7 +1,7 @@
-"""An engine in a process of its own, and what stands for it here. Knows plans, results and how a process ends.
+"""An engine in a process of its own, and its proxy in this process. Knows plans, results and how a process ends.
 
-Plans go out whole, with their rows; results come back with the times that the engine measured. A replica of several
-ranks has them beside its own process. This module needs no torch: the engine's process does.
+Plans are sent whole, with their rows; results come back with the times that the engine measured. A replica of several
+ranks starts their processes itself. This module needs no torch; the engine's process does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
-POLL_S = 0.0001  # between two looks at a device that computes
+POLL_S = 0.0001  # between two checks of a device that computes
 
 
 class Described(NamedTuple):
-    """What an engine says of itself once it is made."""
+    """What an engine reports about itself once it is created."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int
@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
-    """What a replica is told when it starts. options: of RealBackend, by name; num_ranks: of its tensor parallelism."""
+    """What a replica gets when it starts. options: those of RealBackend, by name. num_ranks: tensor-parallel size."""
 
     spec: ModelSpec
     config: RealConfig
@@ -46,7 +46,7 @@ class ReplicaSetup:
     options: dict[str, Any]
 
     def work(self, channel: Channel) -> None:
-        """In its own process: makes the engine, then executes plan after plan until the other end hangs up."""
+        """Runs in the replica's process: creates the engine, then executes plans until the other end closes."""
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
 
@@ -68,7 +68,7 @@ class ReplicaSetup:
 
 
 def _packed(plan: BatchPlan) -> bytes:
-    """The plan with its rows made."""
+    """Pickles the plan with its rows."""
     return pickle.dumps(plan.as_dict() | {"rows": plan.scheduled})
 
 
@@ -78,10 +78,10 @@ def _unpacked(message: bytes) -> BatchPlan:
 
 
 class ReplicaEngine:
-    """A RealBackend, or several ranks of one, in another process. Implements real.fleet.ReplicaBackend.
+    """A RealBackend or a RankedBackend in another process. Implements real.fleet.ReplicaBackend.
 
-    number: of the replica. visible: the GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None: those that this
-    process sees. It loads from now on: several do so side by side. `wait_until_ready` before anything else.
+    number: number of the replica. visible: the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; None: those that this
+    process sees. Loading starts at once, so several replicas load at the same time. Call `wait_until_ready` first.
     """
 
     def __init__(self, setup: ReplicaSetup, number: int, visible: str | None) -> None:
@@ -90,10 +90,10 @@ class ReplicaEngine:
         environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         self._process, self._channel = spawn(self._timeout_s, environment)
         self._channel.send(pickle.dumps(setup))
-        self._heard_s = time.monotonic()  # when it was last heard of, or given something to do
+        self._heard_s = time.monotonic()  # of the last message to or from it
 
     def wait_until_ready(self) -> Described:
-        """What the engine says of itself. Raises what it failed of."""
+        """Waits for the engine and returns its description. Raises its failure."""
         said = self._heard()
         assert isinstance(said, Described)
         return said
@@ -103,13 +103,13 @@ class ReplicaEngine:
         try:
             self._channel.send(_packed(plan))
         except OSError:
-            while True:  # results that are on their way, and then why it does not listen
+            while True:  # skips results that were already sent, then raises the engine's failure
                 self.receive()
         return Work(self._computed)
 
     @property
     def has_answer(self) -> bool:
-        """As ReplicaBackend. Raises DeviceError after backend.rank_timeout_s of silence."""
+        """As in ReplicaBackend. Raises DeviceError after backend.rank_timeout_s without a message."""
         if self._channel.has_message(0):
             return True
         if time.monotonic() - self._heard_s > self._timeout_s:
@@ -120,13 +120,13 @@ class ReplicaEngine:
         return self._channel.fileno()
 
     def receive(self) -> Any:
-        """The next thing it says. Raises what ended it, and after backend.rank_timeout_s of silence."""
+        """Returns its next message. Raises its failure; DeviceError after backend.rank_timeout_s without a message."""
         if not self._channel.has_message(self._timeout_s):
             raise self._silent()
         return self._heard()
 
     def _computed(self) -> Computed:
-        """What came of the oldest plan that was sent."""
+        """Returns the result of the oldest plan in flight."""
         computed = self.receive()
         assert isinstance(computed, Computed)
         return computed
@@ -138,8 +138,8 @@ class ReplicaEngine:
         )
 
     def _heard(self) -> Any:
-        """The same, however long it takes."""
-        self._channel.has_message(None)  # a socket that sends in limited time receives in limited time
+        """Does the same as `receive`, without a time limit."""
+        self._channel.has_message(None)  # waits here, as the socket's timeout for sending also holds for receiving
         message = self._channel.receive()
         self._heard_s = time.monotonic()
         if message is None:
@@ -151,15 +151,15 @@ class ReplicaEngine:
         return said
 
     def close(self) -> None:
-        """Ends its process. May be called again."""
+        """Ends its process. Can be called again."""
         self._channel.hang_up()
         end_process(self._process)
 
 
 def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[ReplicaEngine], Described]:
-    """So many engines of one setup, each on GPUs of its own; on a CPU they share the threads. What is said of them is
-    said of all: where blocks are measured, the one with the least room decides. Raises what one failed of, with nothing
-    left running."""
+    """Starts `num_replicas` engines of one setup, each on its own GPUs; on a CPU they share the threads. Returns one
+    description for all: if blocks are measured, that of the engine with the fewest. Raises the failure of an engine;
+    then no process is left running."""
     import torch
 
     from real.backend import check_host_memory
@@ -187,7 +187,7 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
 
 
 def _check_room(num_replicas: int) -> None:
-    """Raises DeviceError where this host has no room for so many processes, whatever they load."""
+    """Raises DeviceError if this host has too little memory for that many processes, even without models."""
     available, needed = available_bytes(), num_replicas * PROCESS_BYTES
     if available is not None and needed > available:
         raise DeviceError(
@@ -202,7 +202,7 @@ def close_all(engines: list[ReplicaEngine]) -> None:
 
 
 def gpus_of_each(num_replicas: int, num_ranks: int) -> list[str]:
-    """The GPUs of each replica. Raises DeviceError if there are too few."""
+    """Returns the GPUs of each replica, as for CUDA_VISIBLE_DEVICES. Raises DeviceError if there are too few."""
     import torch
 
     found = torch.cuda.device_count()

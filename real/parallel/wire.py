@@ -1,9 +1,9 @@
-"""A plan as bytes: what the ranks beside the driver need of it, and nothing else.
+"""A plan as bytes: only what the ranks other than the driver's need of it.
 
-Each rank computes hidden states and its part of the logits, and the first rank alone chooses tokens: every token that
-was chosen comes back in the next plan. So rows travel without what only a sampler reads, as 32-bit integers in this
-machine's order: per row five numbers, its tokens of this step and its block table. A row whose prompt is scored says
-so, because scoring asks all ranks for more logits.
+Each rank computes hidden states and its part of the logits. Only the first rank samples; every sampled token is in the
+next plan. So rows are sent without the fields that only a sampler reads, as 32-bit integers in this machine's byte
+order: per row five numbers, its tokens of this step and its block table; then the swaps and copies. A row whose prompt
+is scored is marked, because scoring needs more logits from all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 def pack(plan: BatchPlan, rows: Sequence[ScheduledSequence]) -> bytes:
-    """rows: those of the plan."""
+    """Returns the plan as bytes. rows: those of the plan."""
     numbers = [len(rows), len(plan.swap_out), len(plan.swap_in), len(plan.copies)]
     for row in rows:
         num_scored = row.num_prompt_tokens if row.sampling.prompt_logprobs is not None else 0
@@ -39,7 +39,7 @@ def pack(plan: BatchPlan, rows: Sequence[ScheduledSequence]) -> bytes:
 
 
 def unpack(message: bytes) -> BatchPlan:
-    """A plan of the same work; its rows are numbered from 0, are forced, and take the likeliest token."""
+    """Returns a plan with the same work. Its rows are numbered from 0, forced, and greedy."""
     numbers = array("i")
     numbers.frombytes(message)
     num_rows, *num_pairs = numbers[:4]
@@ -55,7 +55,7 @@ def unpack(message: bytes) -> BatchPlan:
             number, start, num_tokens, tokens, bool(samples), True, table,
             SCORES_PROMPT if num_scored else COMPUTE_ONLY,
             num_prompt_tokens=num_scored,
-            history=(0,) * num_scored,  # where prompts are scored matters, not for which tokens
+            history=(0,) * num_scored,  # only the scored positions matter here, not the tokens
         )  # fmt: skip
         rows.append(row)
     moves: list[Pairs] = []

@@ -1,7 +1,7 @@
-"""The process of a rank beside the driver, or of a replica: builds its share of the model, executes plan after plan.
+"""The process of a rank other than the driver's, or of a replica: builds its share of the model and executes plans.
 
-Started by real.parallel.processes. A rank reads no clock, writes no records and chooses no tokens. It ends, with its
-whole process and at once, when the driver's end of the connection is gone.
+Started by real.parallel.processes. A rank reads no clock, writes no records and samples no tokens. Its whole process
+ends at once when the driver's end of the connection is closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.specs.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a rank is told when it starts. options: of RealBackend, by name. port: of the store of `host_store`."""
+    """What a rank gets when it starts. options: those of RealBackend, by name. port: that of `host_store`'s store."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Setup:
     options: dict[str, Any]
 
     def work(self, channel: Channel) -> None:
-        """In its own process: until the driver hangs up."""
+        """Runs in the rank's process: executes plans until the driver closes the connection."""
         import torch
 
         from real.backend import RealBackend
@@ -64,18 +64,18 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says it)
         channel.send(pickle.dumps(_failure(error)))
         os._exit(1)
-    os._exit(0)  # without the clean-up of libraries, which may wait for other ranks
+    os._exit(0)  # skips the clean-up of libraries, which may wait for other ranks
 
 
 def _end_with_driver(fileno: int) -> None:
     hangup = select.poll()
-    hangup.register(fileno, 0)  # POLLHUP is told unasked
+    hangup.register(fileno, 0)  # POLLHUP is always reported
     hangup.poll()
     os._exit(1)
 
 
 def _failure(error: BaseException) -> Failure:
-    """One line; of a bug also where it came from."""
+    """Describes the error in one line; for an error that is no TestbedError, with its class and source line."""
     text = str(error).partition("\n")[0]
     if not isinstance(error, TestbedError):
         frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,1 +1,2 @@
-"""From logits to tokens: draws, what shapes them, log-probabilities. Knows rows and logits; no model, no KV cache."""
+"""From logits to tokens: sampling, penalties and filters, log-probabilities. It knows rows and logits, but no model and
+no KV cache."""

@@ -1,7 +1,7 @@
-"""The way of sampling's inputs to the device. While a batch stays the same, only the keys of its draws are new.
+"""Sends sampling's inputs to the device. While a batch stays the same, only the hash keys of its draws are sent again.
 
-The plan alone decides: rows are compared with those of the step before in all that their inputs depend on. Where these
-depend on more (on what was said before, how long an output is, the tokens of a prompt), they are made at each step.
+Rows are compared with those of the previous step in everything on which their inputs depend. If inputs depend on more
+(on earlier tokens, the length of the output, the tokens of the prompt), they are made and sent at each step.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Batch = tuple[list[object], ...]
 
 
 class SampleFeed:
-    """What it returns may be read by what is launched until it is asked again."""
+    """Makes and sends inputs. Tensors that it returns are valid for work that is launched before the next call."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self._source = source
         self._staging, self._key_staging = Staging(device), Staging(device)
-        # a batch whose inputs the next step may have too: on the host, and on the device without keys
+        # the last batch whose inputs the next step can reuse; its inputs on the host, and on the device without keys
         self._kept: tuple[Batch, SampleInputs, SampleInputs] | None = None
 
     def inputs(self, rows: Sequence[ScheduledSequence]) -> SampleInputs:
-        """`sample_inputs` on the device; does not wait. Raises RequestError as that does."""
+        """Returns `sample_inputs` on the device; does not wait. Raises RequestError as `sample_inputs` does."""
         batch = _batch_of(rows)
         if self._kept is not None and batch == self._kept[0]:
             _, host, there = self._kept
             return self._with_keys(there, _new_keys(host, rows))
-        self._kept = None  # where the next line raises, nothing is known
+        self._kept = None  # nothing is kept if the next line raises
         host = sample_inputs(rows, self._source)
         keys = [group.keys.numpy() for group in host.groups if group.keys is not None]
         keyless = host._replace(groups=tuple([group._replace(keys=None) for group in host.groups]))
@@ -52,7 +52,7 @@ class SampleFeed:
 
 
 def _batch_of(rows: Sequence[ScheduledSequence]) -> Batch:
-    """All of the rows that their inputs depend on, if they are constant, but for the positions."""
+    """Returns everything on which the inputs of constant rows depend, except for the positions."""
     return (
         [row.seq_id for row in rows],
         [row.samples for row in rows],
@@ -64,13 +64,13 @@ def _batch_of(rows: Sequence[ScheduledSequence]) -> Batch:
 
 
 def _is_constant(row: ScheduledSequence) -> bool:
-    """Whether the row's inputs depend on nothing else."""
+    """Whether the row's inputs depend only on what `_batch_of` compares, and on its position."""
     sampling = row.sampling
     return not (sampling.needs_history or sampling.min_tokens or sampling.beam_width)
 
 
 def _new_keys(inputs: SampleInputs, rows: Sequence[ScheduledSequence]) -> list[np.ndarray]:
-    """For the positions of these rows, of each group that draws at random."""
+    """Returns the hash keys for the positions of these rows, for each group of random draws."""
     random = [(group.streams, group.rows.numpy()) for group in inputs.groups if group.streams is not None]
     if not random:
         return []

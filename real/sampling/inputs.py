@@ -1,4 +1,7 @@
-"""From the rows of a plan to what the device needs to choose their tokens. On the host; a backend sends it."""
+"""Turns the rows of a plan into the tensors from which the device samples. Runs on the host; a backend sends them.
+
+A *draw* is one token to choose, at random or as the largest logit.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from testbed.errors import RequestError
 
 T = TypeVar("T")
 FORBIDDEN = float("-inf")
-NO_TOP_P = 2.0  # no sum of probabilities reaches it
-MAX_NOISE_ELEMENTS = 2**22  # draws x vocabulary at a time: bounds the memory of copied logits and of 64-bit hashes
+NO_TOP_P = 2.0  # no sum of probabilities reaches it: the filter is off
+MAX_NOISE_ELEMENTS = 2**22  # draws x vocabulary at a time: bounds the memory of copied logits and 64-bit hashes
 
 
 class Source(NamedTuple):
-    """What draws depend on besides their rows. run_seed: of requests that bring none."""
+    """What draws depend on in addition to their rows. run_seed: for requests without a seed."""
 
     vocab_size: int
     run_seed: int = 0
@@ -32,20 +35,21 @@ class Source(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Draws of one kind are made together. All False: the largest logit, which needs no inputs at all."""
+    """Draws of one kind are computed together. All False: the largest logit, which needs no inputs."""
 
     is_random: bool = False
     is_edited: bool = False
     is_penalised: bool = False
     is_filtered: bool = False
-    is_sorted: bool = False  # a top-p without a top-k: all tokens must be looked at in order
+    is_sorted: bool = False  # top-p without top-k: all tokens must be sorted
 
 
 GREEDY = Kind()
 
 
 class Draw(NamedTuple):
-    """One token to choose: draw `member` of the row, which is the `number`-th that samples; its place in the output."""
+    """One token to choose. target: its index in the step's output. number: index of its row among those that sample.
+    member: which of the row's draws it is."""
 
     target: int
     number: int
@@ -54,17 +58,17 @@ class Draw(NamedTuple):
 
 
 class DrawGroup(NamedTuple):
-    """Draws of one kind; no more than `draws_at_a_time` where logits are copied for them."""
+    """Draws of one kind; at most `draws_at_a_time` if logits are copied for them."""
 
-    targets: Tensor  # int64 [n], places in the step's output
+    targets: Tensor  # int64 [n], indices in the step's output
     rows: Tensor  # int64 [n], among the rows that sample
     temperatures: Tensor | None  # float32 [n]
     keys: Tensor | None  # int64 [n], one hash key for each draw
     edits: Edits | None
     penalties: Penalties | None
     filters: Filters | None
-    num_ranked: int  # tokens that the filters look at in order
-    streams: Streams | None = None  # on the host: of the keys, whatever the positions
+    num_ranked: int  # how many of the likeliest tokens the filters need in order
+    streams: Streams | None = None  # on the host: the part of the keys that does not depend on positions
 
     @property
     def is_copied(self) -> bool:
@@ -72,32 +76,32 @@ class DrawGroup(NamedTuple):
 
 
 class LogprobInputs(NamedTuple):
-    """Tokens whose log-probabilities are wanted."""
+    """Tokens whose log-probabilities are requested."""
 
     rows: Tensor  # int64 [m], among the rows that sample
-    targets: Tensor  # int64 [m], places in the step's output
-    num_top: tuple[int, ...]  # likeliest tokens wanted beside each
+    targets: Tensor  # int64 [m], indices in the step's output
+    num_top: tuple[int, ...]  # how many of the likeliest tokens are requested with each
 
 
 class PromptInputs(NamedTuple):
-    """Tokens of prompts whose log-probabilities are wanted."""
+    """Tokens of prompts whose log-probabilities are requested."""
 
-    places: Tensor  # int64 [m], of the tokens of the batch that predict them
+    places: Tensor  # int64 [m], indices in the batch of the tokens that predict them
     token_ids: Tensor  # int64 [m]
-    num_top: tuple[int, ...]  # of each
-    parts: tuple[tuple[int, int, int], ...]  # (seq_id, position of the first, how many), one after the other
+    num_top: tuple[int, ...]  # how many of the likeliest tokens are requested with each
+    parts: tuple[tuple[int, int, int], ...]  # (seq_id, position of the first token, number of tokens) for each row
 
 
 class SampleInputs(NamedTuple):
-    """Everything that is chosen in a step.
+    """Everything that is sampled in a step.
 
-    The output has the first token of each row that samples, in order, and behind them the further draws of random rows
-    that draw several times.
+    The output has the first token of each row that samples, in order of the rows. After these come the further tokens
+    of random rows that sample several.
     """
 
-    forks: list[tuple[int, ...]]  # places in the output of each sampled row's tokens after the first
-    num_draws: int
-    needs_argmax: bool  # whether any row takes the largest logit as it is
+    forks: list[tuple[int, ...]]  # for each row that samples, indices in the output of its tokens after the first
+    num_draws: int  # length of the output
+    needs_argmax: bool  # whether any row takes the largest of its unchanged logits
     groups: tuple[DrawGroup, ...]
     logprobs: LogprobInputs | None
     prompts: PromptInputs | None
@@ -105,7 +109,8 @@ class SampleInputs(NamedTuple):
 
 
 def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleInputs:
-    """What is to be chosen for the rows of a plan. Raises RequestError for a bias of a token that the model lacks."""
+    """Returns the inputs for the rows of a plan. Raises RequestError for a logit_bias, or a token of a prompt that is
+    to be scored, outside the model's vocabulary."""
     sampled = [row for row in rows if row.samples]
     groups: dict[Kind, list[Draw]] = {}
     forks: list[tuple[int, ...]] = []
@@ -135,7 +140,7 @@ def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleIn
 
 
 def kind_of(row: ScheduledSequence, source: Source) -> Kind:
-    """How the row's tokens are chosen. Beams look at the logits as they are."""
+    """Returns how the row's tokens are chosen. Beams use the unchanged logits."""
     sampling = row.sampling
     if sampling.beam_width:
         return GREEDY
@@ -148,7 +153,7 @@ def kind_of(row: ScheduledSequence, source: Source) -> Kind:
 
 
 def _ends_too_early(row: ScheduledSequence) -> bool:
-    """Whether a token that ended the sequence now would come before `min_tokens`."""
+    """Whether the sequence has fewer than `min_tokens` output tokens, so that it must not end now."""
     return row.start + row.num_tokens - row.num_prompt_tokens < row.sampling.min_tokens
 
 
@@ -160,7 +165,7 @@ def draws_at_a_time(vocab_size: int) -> int:
 
 
 def _parts(kind: Kind, draws: list[Draw], source: Source) -> list[list[Draw]]:
-    """Of one DrawGroup each."""
+    """Splits draws of one kind into the draws of one DrawGroup each."""
     if not (kind.is_edited or kind.is_penalised):
         return [draws]
     size = draws_at_a_time(source.vocab_size)
@@ -249,7 +254,7 @@ def _floats(values: list[float]) -> Tensor:
 
 
 def _logprob_inputs(sampled: list[ScheduledSequence], forks: list[tuple[int, ...]]) -> LogprobInputs | None:
-    """Of every token that a row emits. A forced row emits none; beams bring their own."""
+    """Returns the inputs for every token that a row emits. A forced row emits none; beams compute their own."""
     wanted = [
         (number, place, row.sampling.logprobs or 0)
         for number, row in enumerate(sampled)
@@ -263,7 +268,7 @@ def _logprob_inputs(sampled: list[ScheduledSequence], forks: list[tuple[int, ...
 
 
 def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> PromptInputs | None:
-    """Each computed token predicts the next one, if that is of the prompt too."""
+    """Returns the tokens of prompts to score: each computed token predicts the next, if that is in the prompt too."""
     places: list[int] = []
     token_ids: list[int] = []
     num_top: list[int] = []
@@ -288,8 +293,8 @@ def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> Prompt
 
 
 def heaviest_rows(num_rows: int) -> list[ScheduledSequence]:
-    """Rows that ask for all that a sampler can do, to find what it takes; the second draws from all tokens, as some of
-    any batch may, which is another kernel's work."""
+    """Returns rows that use every feature of the sampler, to measure its memory. The second samples from all tokens
+    without a filter, which is another kind of draw, with other kernels."""
     sampling = SamplingParams(
         temperature=1.0, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=1, logit_bias=((0, 1.0),)
     )
@@ -302,11 +307,11 @@ def heaviest_rows(num_rows: int) -> list[ScheduledSequence]:
     ]
 
 
-# --- the way to the device ---
+# --- sending to the device ---
 
 
 def sent(inputs: T, send: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> T:
-    """The same inputs with each tensor as `send` returns it: all are sent at once, as arrays."""
+    """Returns the inputs with tensors replaced by those that `send` returns; it gets all of them at once, as arrays."""
     leaves = list(_tensors(inputs))
     if not leaves:
         return inputs

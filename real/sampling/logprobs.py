@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens under the model's own distribution: of those that were chosen, and of the likeliest.
+"""Log-probabilities under the model's own distribution: of the sampled tokens and of the likeliest ones.
 
-Taken from the logits as the model gave them, before biases, penalties, temperature and filters (vLLM's
-`raw_logprobs`). Ranks count the tokens that are strictly likelier; among equally likely ones, which are listed first is
-the device's choice.
+They are computed from the model's logits, before biases, penalties, temperature and filters (vLLM's `raw_logprobs`). A
+rank is 1 plus the number of strictly likelier tokens. The order of equally likely tokens in a list depends on the
+device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from testbed.core.outcome import TokenLogprobs
 
-MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary at a time: bounds the memory of their copies
+MAX_SCORED_ELEMENTS = 2**22  # rows x vocabulary at a time: bounds the memory of copied logits
 
 
 class Scored(NamedTuple):
-    """Tokens with their log-probabilities, and the likeliest ones beside each."""
+    """Log-probabilities of tokens, and the likeliest tokens for each of them."""
 
     logprobs: Tensor  # float32 [n]
     ranks: Tensor  # int64 [n], from 1
@@ -28,7 +28,7 @@ class Scored(NamedTuple):
 
 
 def score(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Scored:
-    """How likely `token_ids` int64 [n] were in `rows` int64 [n] of logits float32 [num_rows, vocab]. Does not wait."""
+    """Scores `token_ids` int64 [n] in `rows` int64 [n] of logits float32 [num_rows, vocab]. Does not wait."""
     num_top = min(num_top, logits.shape[-1])
 
     def some(rows: Tensor, token_ids: Tensor) -> Scored:
@@ -38,18 +38,18 @@ def score(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Scor
 
 
 def in_parts(work: Callable[..., Sequence[Tensor]], size: int, *columns: Tensor) -> list[Tensor]:
-    """What `work` makes of at most `size` elements of the columns at a time, one behind the other."""
+    """Applies `work` to at most `size` elements of the columns at a time, and concatenates the results."""
     parts = [work(*some) for some in zip(*(torch.split(column, size) for column in columns), strict=True)]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def at_a_time(max_elements: int, vocab_size: int) -> int:
-    """Rows of a vocabulary that together have at most so many elements; at least one."""
+    """Returns how many rows of a vocabulary have at most `max_elements` elements together; at least 1."""
     return max(1, max_elements // vocab_size)
 
 
 def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scored:
-    """logits: float32 [n, vocab], of the rows themselves."""
+    """Scores one token per row. logits: float32 [n, vocab]."""
     total = logits.logsumexp(dim=-1, keepdim=True)  # [n, 1]
     chosen = logits.gather(1, token_ids[:, None])  # [n, 1]
     ranks = (logits > chosen).sum(dim=-1) + 1
@@ -61,7 +61,7 @@ def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scored:
 
 
 def to_lists(scored: Scored, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """On the host: each token's, with as many of the likeliest as it wants. Waits for the device."""
+    """Returns each token's result on the host, with num_top[i] of the likeliest tokens. Waits for the device."""
     logprobs, ranks, top_logprobs, top_tokens = (column.tolist() for column in scored)
     return [
         TokenLogprobs(logprob, rank, tuple(zip(tokens[:num], values[:num], strict=True)))

@@ -1,6 +1,6 @@
-"""The noise of random draws: a hash of (request seed, position, member of the group, token id), the same everywhere.
+"""The noise of random draws: a hash of (request seed, position, member of the group, token id), equal on all devices.
 
-So a draw depends neither on the rest of the batch nor on how often a row was computed.
+So a sampled token depends neither on the rest of the batch nor on how often a row was computed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from testbed.core.plan import ScheduledSequence
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # the increments and multipliers of splitmix64 (Steele et al. 2014)
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SEEDED, UNSEEDED = 1, 2  # keep the streams of given seeds and of derived ones apart
+SEEDED, UNSEEDED = 1, 2  # separate the streams of given seeds from those of derived seeds
 
 
 def mix(*values: int) -> int:
-    """Hashes integers, in order, into 64 bits."""
+    """Hashes integers, in this order, into 64 bits."""
     state = 0
     for value in values:
         state = ((state ^ (value & MASK)) + GOLDEN) & MASK
@@ -32,18 +32,18 @@ def mix(*values: int) -> int:
 
 
 class Streams(NamedTuple):
-    """What draws depend on besides their positions: the same from step to step."""
+    """The part of the hash keys that does not depend on positions, and so is the same from step to step."""
 
-    states: np.ndarray  # uint64 [n], the hash of all that comes before the position
-    members: np.ndarray  # uint64 [n], what comes behind it; 0 is left out
+    states: np.ndarray  # uint64 [n], the hash of everything that is mixed in before the position
+    members: np.ndarray  # uint64 [n], mixed in after the position unless 0
 
 
 def streams_of(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_seed: int) -> Streams:
-    """Of many draws at once. indices: which of its row's draws each is.
+    """Returns the streams of many draws. indices: for each draw, which of its row's draws it is.
 
-    A seeded request draws the same in every run, whatever the ids of its sequences; so what tells its samples apart is
-    the member, counted from the group's first sequence (whose id is the group's). The sequence that starts with draw j
-    is member j if the core numbers a group's sequences in a row.
+    A seeded request gives the same tokens in every run, whatever the ids of its sequences. So its samples differ by
+    their member number, counted from the group's first sequence (whose id is the group's). The sequence that starts
+    with draw j is member j, provided that the core gives a group's sequences consecutive ids.
     """
     begin_unseeded, begin_seeded = mix(UNSEEDED, run_seed), mix(SEEDED)
     columns = np.array(
@@ -55,14 +55,14 @@ def streams_of(rows: Sequence[ScheduledSequence], indices: Sequence[int], run_se
 
 
 def draw_keys(streams: Streams, positions: np.ndarray) -> np.ndarray:
-    """The hash key of each draw, int64 [n]. positions: that are drawn, int64 [n]."""
+    """Returns the hash key of each draw, int64 [n]. positions: those of the tokens to sample, int64 [n]."""
     states = _mixed(streams.states, positions.view(np.uint64))
     keys: np.ndarray = np.where(streams.members > 0, _mixed(states, streams.members), states)
     return keys.view(np.int64)
 
 
 def _words(row: ScheduledSequence, index: int, begin_unseeded: int, begin_seeded: int) -> tuple[int, int, int]:
-    """Of a draw: the state so far, what is mixed into it before the position, and behind it."""
+    """Returns for a draw: the initial state, what is mixed in before the position, what is mixed in after it."""
     sampling = row.sampling
     if sampling.seed is None:
         return begin_unseeded, row.seq_id, index
@@ -71,7 +71,7 @@ def _words(row: ScheduledSequence, index: int, begin_unseeded: int, begin_seeded
 
 
 def _mixed(state: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """One round of `mix`, uint64 [n]; sums and products wrap around."""
+    """Does one round of `mix`, uint64 [n]; sums and products wrap around."""
     state = (state ^ value) + np.uint64(GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
     state = (state ^ (state >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
@@ -80,7 +80,7 @@ def _mixed(state: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:
-    """Log E with E ~ Exp(1), a function of (key, token id) alone: float32 [n, vocab]."""
+    """Returns log E with E ~ Exp(1), a function of (key, token id) only: float32 [n, vocab]."""
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)  # wraps around, as wanted
     state = keys[:, None] + counters
     state ^= _shift_right(state, 30)
@@ -95,10 +95,10 @@ def log_exponential(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def signed(value: int) -> int:
-    """The signed integer of the same 64 bits."""
+    """Returns the signed integer with the same 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's keeps the sign of int64."""
+    """Shifts logically; torch's own shift of int64 keeps the sign."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

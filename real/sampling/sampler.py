@@ -1,11 +1,11 @@
 """Chooses the tokens of a step, from its logits to its outcomes, without a wait between launch and result.
 
-Random rows use the exponential race: with E_i ~ Exp(1), argmin E_i / p_i is distributed as p. Taken in logarithms it is
-argmax (logit_i / temperature - log E_i): no normalisation, no cumulative sum, no wait for the device. What a filter
-leaves out has the logit -inf, and loses every race.
+Random rows use the exponential race: with E_i ~ Exp(1), argmin E_i / p_i is distributed as p. In logarithms this is
+argmax (logit_i / temperature - log E_i): no normalisation, no cumulative sum, no wait for the device. Tokens that a
+filter removes have the logit -inf and lose every race.
 
-Draws of one kind are made together; a batch pays for penalties, filters and log-probabilities only where somebody uses
-them. Where the samples of one prompt part, a row draws several times from the same logits.
+Draws of one kind are computed together. A batch pays for penalties, filters and log-probabilities only if one of its
+requests uses them. When the samples of one prompt diverge, a row samples several tokens from the same logits.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from real.sampling.shaping import Filters, edit, filter_, penalise
 from testbed.core.outcome import Outcome, PromptLogprobs, TokenLogprobs
 from testbed.core.plan import ScheduledSequence
 
-MAX_PROMPT_ELEMENTS = 2**24  # rows x vocabulary of logits of prompts at a time
+MAX_PROMPT_ELEMENTS = 2**24  # rows x vocabulary of prompt logits at a time
 
-ToLogits = Callable[[Tensor], Tensor]  # places int64 [m] of the batch's tokens -> logits float32 [m, vocab]
+ToLogits = Callable[[Tensor], Tensor]  # indices int64 [m] of the batch's tokens -> logits float32 [m, vocab]
 
 
 class Drawn(NamedTuple):
-    """What a step's logits gave, on its way to the host: to be read once the device is done."""
+    """Results of a step's sampling. Tensors on the host are valid only once the device is done."""
 
     token_ids: Tensor  # int64 [num_draws]: the first token of each row that samples, then the further ones
-    newest: Tensor  # the same where it was drawn
+    newest: Tensor  # the same on the device
     logprobs: Scored | None
     prompts: Scored | None
     beams: Candidates | None
 
 
 def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
-    """Launches all that chooses and scores tokens. logits: float32 [num_rows, vocab], of the rows that sample; kept."""
+    """Launches the sampling and scoring of a step. logits: float32 [num_rows, vocab], of the rows that sample; they are
+    not changed."""
     token_ids = choose(logits, inputs)
     scored = None
     if inputs.logprobs is not None:
@@ -63,12 +64,12 @@ def launch(logits: Tensor, inputs: SampleInputs, to_logits: ToLogits) -> Drawn:
 
 @by_host(host_layers.argmax)
 def largest(logits: Tensor) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> int64 [num_rows]: which of them is the largest."""
+    """Logits float32 [num_rows, vocab] -> int64 [num_rows]: the index of the largest."""
     return logits.argmax(dim=-1)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Into pinned memory, behind what the device is doing; nothing to do where the device is a CPU."""
+    """Copies to pinned memory, after the device's earlier work, without waiting. On a CPU there is nothing to copy."""
     return tensor.to("cpu", non_blocking=True)
 
 
@@ -92,7 +93,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
-    """Puts the token of each draw of the group into token_ids. logits: float32 [num_rows, vocab]."""
+    """Writes the token of each draw of the group to token_ids. logits: float32 [num_rows, vocab]."""
     from real.kernels.race import draw_tokens
 
     if group.temperatures is None or group.keys is None:
@@ -105,7 +106,7 @@ def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> Non
 
 
 def _draw_by_torch(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
-    """The same where kernels cannot run, and for the largest logit."""
+    """Does the same as `_draw_by_kernels`, if kernels cannot run and for draws that take the largest logit."""
     for part in _parts(group, draws_at_a_time(logits.shape[-1])):
         chosen = shape(logits, part)
         if part.keys is not None:
@@ -114,7 +115,7 @@ def _draw_by_torch(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
 
 
 def edited(logits: Tensor, group: DrawGroup) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> a copy for each draw of the group, biased and penalised: [n, vocab]."""
+    """Logits float32 [num_rows, vocab] -> a copy for each draw of the group, with biases and penalties: [n, vocab]."""
     chosen = logits.index_select(0, group.rows)
     if group.edits is not None:
         edit(chosen, group.edits)
@@ -124,7 +125,7 @@ def edited(logits: Tensor, group: DrawGroup) -> Tensor:
 
 
 def shape(logits: Tensor, group: DrawGroup) -> Tensor:
-    """Logits float32 [num_rows, vocab] -> what each draw of the group is from, unnormalised: float32 [n, vocab]."""
+    """Logits float32 [num_rows, vocab] -> the logits from which each draw of the group is made: float32 [n, vocab]."""
     chosen = edited(logits, group)
     if group.temperatures is None:
         return chosen
@@ -136,7 +137,7 @@ def shape(logits: Tensor, group: DrawGroup) -> Tensor:
 
 
 def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
-    """The group in parts of at most `size` draws."""
+    """Splits the group into parts of at most `size` draws."""
     if len(group.rows) <= size:
         yield group
         return
@@ -160,13 +161,13 @@ def _score_prompts(prompts: PromptInputs, vocab_size: int, to_logits: ToLogits) 
     return Scored(*in_parts(some, at_a_time(MAX_PROMPT_ELEMENTS, vocab_size), prompts.places, prompts.token_ids))
 
 
-# --- on the host again ---
+# --- results on the host ---
 
 
 def outcomes(
     sampled: Sequence[ScheduledSequence], inputs: SampleInputs, drawn: Drawn, eos_token_id: int | None
 ) -> tuple[Outcome, ...]:
-    """One for each row that samples and is not forced, in the order of the rows. Waits for the device."""
+    """Returns the outcome of each row that samples and is not forced, in order of the rows. Waits for the device."""
     token_ids = drawn.token_ids.tolist()
     beams = [row for row in sampled if is_beam(row)]
     found = iter(advance(beams, drawn.beams, eos_token_id) if drawn.beams is not None else [])
@@ -174,7 +175,7 @@ def outcomes(
     if drawn.logprobs is not None and inputs.logprobs is not None:
         scored = iter(to_lists(drawn.logprobs, inputs.logprobs.num_top))
     result: list[Outcome] = []
-    for row, first, forks in zip(sampled, token_ids, inputs.forks, strict=False):  # draws of forks stand behind
+    for row, first, forks in zip(sampled, token_ids, inputs.forks, strict=False):  # further tokens follow
         if row.forced:
             continue
         if is_beam(row):
@@ -187,7 +188,7 @@ def outcomes(
 
 
 def prompt_logprobs(inputs: SampleInputs, drawn: Drawn) -> tuple[PromptLogprobs, ...]:
-    """Of each row that computed a part of a prompt whose log-probabilities are wanted. Waits for the device."""
+    """Returns those of each row that computed a part of a prompt that is to be scored. Waits for the device."""
     if drawn.prompts is None or inputs.prompts is None:
         return ()
     scored = iter(to_lists(drawn.prompts, inputs.prompts.num_top))

@@ -1,4 +1,4 @@
-"""What changes the logits before a token is chosen: biases and masks, penalties, filters. In float32, row by row.
+"""Changes logits before a token is sampled: biases and masks, penalties, filters; in float32, each row on its own.
 
 The order is vLLM's (v1/sample/sampler.py): masks and biases, penalties, temperature, min-p, top-k, top-p.
 """
@@ -14,26 +14,26 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 class Edits(NamedTuple):
-    """Numbers that are added to single logits; -inf forbids a token."""
+    """Values that are added to single logits; -inf forbids a token."""
 
-    draws: Tensor  # int64 [num_edits], ascending
+    draws: Tensor  # int64 [num_edits], the draw that each is for; ascending
     tokens: Tensor  # int64 [num_edits]
     values: Tensor  # float32 [num_edits]
 
 
 class Penalties(NamedTuple):
-    """What was said before, and what it costs to say it again."""
+    """The penalties of each draw, and the tokens so far (prompt plus generated) of each draw."""
 
     repetition: Tensor  # float32 [n]
     presence: Tensor  # float32 [n]
     frequency: Tensor  # float32 [n]
-    draws: Tensor  # int64 [num_known], of each known token, ascending
+    draws: Tensor  # int64 [num_known], the draw that each token belongs to; ascending
     tokens: Tensor  # int32 [num_known]
-    is_output: Tensor  # float32 [num_known], 1 or 0
+    is_output: Tensor  # float32 [num_known], 1 for generated tokens, 0 for those of the prompt
 
 
 class Filters(NamedTuple):
-    """Which tokens are left to draw from."""
+    """The limits that remove tokens before sampling."""
 
     log_min_p: Tensor  # float32 [n], -inf: off
     top_k: Tensor  # int64 [n], the vocabulary's size: off
@@ -41,14 +41,14 @@ class Filters(NamedTuple):
 
 
 def edit(logits: Tensor, edits: Edits) -> None:
-    """Adds to single logits, in place. logits: float32 [n, vocab], contiguous."""
+    """Adds the edits to single logits, in place. logits: float32 [n, vocab], contiguous."""
     places = edits.draws * logits.shape[-1] + edits.tokens
     logits.view(-1).scatter_add_(0, places, edits.values)
 
 
 def penalise(logits: Tensor, penalties: Penalties) -> None:
-    """Presence, frequency (OpenAI's: of output tokens) and repetition (Keskar et al. 2019, as Hugging Face has it: of
-    prompt and output), in place. logits: float32 [n, vocab]."""
+    """Applies penalties in place: repetition (Keskar et al. 2019, Hugging Face's rule) for tokens of prompt and output;
+    presence and frequency (OpenAI's) for tokens of the output. logits: float32 [n, vocab]."""
     places = penalties.draws * logits.shape[-1] + penalties.tokens  # [num_known]
     counts = torch.zeros_like(logits)
     counts.view(-1).scatter_add_(0, places, torch.ones_like(penalties.is_output))
@@ -60,12 +60,12 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
 
 
 def filter_(logits: Tensor, filters: Filters, num_ranked: int) -> None:
-    """Masks what is not to be drawn, in place. logits: float32 [n, vocab], after the temperature, largest 0.
+    """Masks the tokens that the filters remove, in place. logits: float32 [n, vocab], after the temperature, largest 0.
 
-    Each filter sees what the one before has left, renormalised. Tokens as likely as the least likely one that is left
-    are left too, so that the result does not depend on how a device orders equals. num_ranked: how many of the largest
-    logits must be looked at in order (the vocabulary's size: a full sort; 0: neither top-k nor top-p is used): the
-    largest top_k, if every row that has a top_p has a top_k.
+    Each filter acts on the tokens that the one before has left, renormalised. Ties with the least likely kept token are
+    kept too, so that the result does not depend on how a device sorts equals. num_ranked: how many of the largest
+    logits are needed in order. It is 0 if neither top-k nor top-p is used, the largest top_k if every row with a top_p
+    has a top_k, and otherwise the vocabulary's size (a full sort).
     """
     logits.masked_fill_(logits < filters.log_min_p[:, None], NEGATIVE_INFINITY)
     if not num_ranked:
@@ -79,7 +79,7 @@ def filter_(logits: Tensor, filters: Filters, num_ranked: int) -> None:
     least.masked_fill_(is_unlimited[:, None], NEGATIVE_INFINITY)
     logits.masked_fill_(logits < least, NEGATIVE_INFINITY)
     probs = (ranked - logits.logsumexp(dim=-1, keepdim=True)).exp_()
-    before = probs.cumsum(dim=-1) - probs  # of all that is likelier
+    before = probs.cumsum(dim=-1) - probs  # total probability of all likelier tokens
     num_kept = (before < filters.top_p[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]
     nucleus = ranked.gather(1, num_kept - 1)
     nucleus.masked_fill_((filters.top_p > 1.0)[:, None], NEGATIVE_INFINITY)

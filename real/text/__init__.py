@@ -1,5 +1,5 @@
-"""Text around the engine: LLM, tokenizer, incremental detokenisation, stop strings, live requests, outputs, files of
-prompts, what `testbed generate` prints.
+"""Text generation with the engine: LLM, tokenizer, incremental detokenisation, stop strings, live requests, outputs,
+files of prompts, and the output of `testbed generate`.
 
-Everything here takes a scheduler and a backend by argument; who builds them is not known. Nothing here imports torch.
+Scheduler and backend are passed in; this package does not know how they are built. Nothing here imports torch.
 """

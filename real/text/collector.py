@@ -1,7 +1,7 @@
-"""From the loop's events to outputs: a Recorder that follows every sequence, and knows which stop strings are complete.
+"""From the loop's events to outputs: a Recorder that follows every sequence and detects complete stop strings.
 
-Text is made as it grows only where somebody wants it then: for pieces, and for stop strings. Elsewhere it is decoded
-once, at the end.
+Text is decoded incrementally only if it is needed while it grows: for pieces and for stop strings. Otherwise it is
+decoded once, at the end.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from testbed.core.sequence import Sequence
 
 @dataclass(slots=True)
 class _Member:
-    """One sequence of a request. seq: None until it has emitted. text: None where it is made at the end."""
+    """One sequence of a request. seq: None until it has emitted a token. text: None if it is decoded at the end."""
 
     text: SequenceText | None
     seq: Sequence | None = None
-    num_shown: int = 0  # tokens that pieces have brought
-    is_over: bool = False  # and the piece with its end
+    num_shown: int = 0  # tokens that are already in pieces
+    is_over: bool = False  # whether it has ended, and its last piece was made
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request that is not over."""
+    """A request that is not finished."""
 
     asked: TextRequest
-    end_tokens: frozenset[int]  # end a sequence, and are no part of its text
+    end_tokens: frozenset[int]  # tokens that end a sequence and are not part of its text
     is_streamed: bool
     members: dict[int, _Member] = field(default_factory=dict)  # by sequence id
     first_token_ns: int | None = None
@@ -57,17 +57,17 @@ class _Live:
 
 
 class Progress(NamedTuple):
-    """What the steps since the last look brought."""
+    """What the steps since the last `take` have added."""
 
     pieces: list[Piece]
     outputs: list[RequestOutput]
 
 
 class Collector(Recorder):
-    """Makes the texts of what the sequences of a run emit.
+    """Turns the tokens that sequences emit into texts.
 
     tokenizer: None leaves all texts empty. eos_ids: tokens that end every sequence that does not ignore them.
-    streams: whether pieces are made.
+    streams: whether to make pieces.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Collector(Recorder):
 
     @property
     def has_stops(self) -> bool:
-        """Whether any sequence that is live has stop strings."""
+        """Whether any live sequence has stop strings."""
         return bool(self._watched)
 
     def planned(self, plan: BatchPlan) -> None:
@@ -111,7 +111,7 @@ class Collector(Recorder):
                 self._member(live, admission.seq_id)
 
     def marked(self, outcome: Outcome) -> Outcome:
-        """With `stop` and `fork_stops` where a stop string is complete."""
+        """Returns the outcome with `stop` and `fork_stops` set where a stop string is complete."""
         found = self._watched.get(outcome.seq_id)
         if found is None:
             return outcome
@@ -126,7 +126,7 @@ class Collector(Recorder):
         return outcome
 
     def _stop_of(self, live: _Live, token: int) -> FinishReason | None:
-        """Whether a sequence that starts with this token has come to a stop string."""
+        """Returns STOP if a sequence whose first token is this one has completed a stop string, else None."""
         text = self._new_text(live)
         text.push(token)
         return None if text.stop is None else FinishReason.STOP
@@ -171,7 +171,7 @@ class Collector(Recorder):
     # --- pieces ---
 
     def _show(self, live: _Live, member: _Member, text: SequenceText, seq: Sequence) -> None:
-        """Takes the tokens that the sequence has beyond those taken, and shows what came of them."""
+        """Passes the sequence's new tokens to its text, and makes a piece of them."""
         for token in seq.known_tokens(seq.num_prompt_tokens + text.num_tokens, seq.num_tokens):
             text.push(token)
         member.is_over = seq.finish_reason is not None
@@ -183,7 +183,8 @@ class Collector(Recorder):
             self._pieces.append(_piece(live, _place(seq), text.take(), new, seq.finish_reason))
 
     def _show_rest(self, live: _Live, output: RequestOutput) -> None:
-        """Last pieces of sequences that ended between two steps, or whose places were not known before."""
+        """Makes the last pieces of sequences that ended between two steps, and all pieces of ranked requests, whose
+        places are only known at the end."""
         shown = {_place(m.seq): m for m in live.members.values() if m.seq is not None} if live.is_streamed else {}
         for one in output.outputs:
             member = shown.get(one.index)
@@ -261,19 +262,19 @@ class Collector(Recorder):
 
 
 def is_ranked(sampling: SamplingParams) -> bool:
-    """Whether only the best of what grows are returned: which those are is known at the end."""
+    """Whether only the best of a request's sequences are returned; which ones is known only at the end."""
     return sampling.num_seqs > sampling.n or sampling.beam_width > 0
 
 
 def _score(completion: Completion, sampling: SamplingParams) -> float:
-    """What the sequences of a request are ranked by; larger is better."""
+    """Returns the score by which the sequences of a request are ranked; larger is better."""
     if not sampling.beam_width:
         return completion.cumulative_logprob
     return completion.cumulative_logprob / float(max(1, len(completion.token_ids)) ** sampling.length_penalty)
 
 
 def _place(seq: Sequence | None) -> int:
-    """The sequence's place among the samples of its prompt: the core numbers them in a row."""
+    """Returns the sequence's index among the samples of its prompt; the core gives them consecutive ids."""
     assert seq is not None
     return 0 if seq.group is None else seq.seq_id - seq.group.group_id
 

@@ -1,14 +1,15 @@
-"""Token ids to text, piece by piece: the pieces concatenate to what the tokenizer makes of the whole.
+"""Decodes token ids incrementally: the concatenated pieces equal the tokenizer's text of all ids.
 
-A piece never ends within a character, except the last. Two ways, by what the tokenizer's decoder does:
+A piece never ends within a character, except the last. There are two ways, depending on the tokenizer's decoder:
 
-- byte-level BPE (Qwen, Llama 3, OPT) joins the bytes of its tokens, so a UTF-8 decoder fed with them is exact;
+- byte-level BPE (Qwen, Llama 3, OPT) joins the bytes of its tokens, so an incremental UTF-8 decoder is exact;
 - others (SentencePiece: leading spaces, byte fallback) decode a token differently at the start of a text than within
-  one. Each push decodes a short window twice, without and with the new tokens, and takes the difference.
+  one. Each push decodes a short window without and with the new tokens, and takes the difference.
 
-Both cost the same for each token, however long the text is. The tokenizers library's DecodeStream is not used: it
-raises where one bad byte spoils a run of which it has shown a part, holds bytes that fit no character without end and
-decodes all of them again for each token, and cannot give the rest at the end.
+The cost per token does not depend on the length of the text. The tokenizers library's DecodeStream is not used, for
+three reasons. It raises if one bad byte spoils a run of bytes of which it has already returned a part. It holds back
+bytes that form no character without limit, and decodes all of them again for each token. It cannot return the rest at
+the end.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"  # what decoders put in the place of bytes that are no character
-CONTEXT_TOKENS = 4  # decoded before the new ones, so that they are within a text
-MAX_HELD_TOKENS = 4  # a character has at most four bytes: later tokens do not mend it
+REPLACEMENT = "\ufffd"  # what decoders return for bytes that form no character
+CONTEXT_TOKENS = 4  # tokens decoded before the new ones, so that these are within a text
+MAX_HELD_TOKENS = 4  # a character has at most four bytes: more tokens cannot complete it
 
 
 class Detokenizer(Protocol):
     """The text of one sequence."""
 
     def push(self, token: int) -> str:
-        """One more token; the text that it settles, perhaps none."""
+        """Adds a token; returns the text that is now final, which can be empty."""
         ...
 
     def pending(self) -> str:
-        """What `finish` would give now, where it may already be text. An incomplete character is none."""
+        """Returns what `finish` would return now, without an incomplete character. It can still change."""
         ...
 
     def finish(self) -> str:
-        """The rest, an incomplete character included. Nothing is pushed after it."""
+        """Returns the rest, an incomplete character included. No token can be pushed afterwards."""
         ...
 
 
 class ByteDetokenizer:
-    """For decoders that join the bytes of their tokens. bytes_of: empty for a token without text."""
+    """For decoders that join the bytes of their tokens. bytes_of: a token's bytes; empty for a token without text."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -57,10 +58,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder. is_silent: the token gives no text. is_byte: it stands for one byte (byte fallback).
+    """For any decoder. is_silent: whether a token has no text. is_byte: whether it is a single byte (byte fallback).
 
-    Bytes are held until another token ends their run: one byte that fits no character makes the decoder give up on all
-    of the run.
+    A run of bytes is held back until another token ends it, because one byte that fits no character makes the decoder
+    replace the whole run.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class WindowDetokenizer:
         self._is_silent = is_silent
         self._is_byte = is_byte
         self._window: list[int] = []
-        self._num_released = 0  # tokens of the window whose text was given
+        self._num_released = 0  # tokens of the window whose text was returned
         self._released = ""  # their text
 
     def push(self, token: int) -> str:
@@ -103,9 +104,9 @@ class WindowDetokenizer:
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes its tokens in -> the byte that each stands for.
+    """Returns the byte for each character in which byte-level BPE writes its tokens (GPT-2, Radford et al. 2019).
 
-    Printable bytes of Latin-1 are themselves; the others follow, in order, from U+0100 on (GPT-2, Radford et al. 2019).
+    Printable characters of Latin-1 represent their own byte; the other bytes are, in order, U+0100 and following.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}

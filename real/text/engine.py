@@ -1,7 +1,8 @@
-"""The engine as a live caller drives it: requests in, pieces and outputs out, step by step.
+"""Serves live requests: requests in, pieces and outputs out, step by step.
 
-Scheduler, prefix cache, clock and step counters go on from call to call. Who stops early, by Ctrl-C or by closing the
-iterator, aborts what is left at the next step boundary: its blocks are free again, and the engine is as good as before.
+Scheduler, prefix cache, clock and step counters continue from call to call. If a caller stops early, by Ctrl-C or by
+closing the iterator, the remaining requests are aborted at the next step boundary. Their blocks are freed, and the
+engine stays usable.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from testbed.records.recorders import Recorders
 
 
 class OneClock(RealTimeClock):
-    """Runs on from call to call: a loop that starts does not set it back."""
+    """Continues from call to call: a new loop does not reset it."""
 
     def start(self) -> None:
-        """It runs already."""
+        """Does nothing, as the clock runs already."""
 
 
 class LiveInbox:
-    """Requests that all arrive at once, and can all be given up: a testbed.core.interfaces.Inbox, open while any one of
-    them is unfinished; the loop then pauses after each step.
+    """Requests that all arrive at once and can all be given up. A testbed.core.interfaces.Inbox. It is open while any
+    of them is unfinished; meanwhile the loop pauses after each step.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -52,7 +53,7 @@ class LiveInbox:
         return bool(self._waiting or self._live)
 
     def give_up(self) -> None:
-        """At the next step boundary every request that is not finished is aborted; those not yet seen never come."""
+        """Aborts every unfinished request at the next step boundary; requests that have not arrived never will."""
         self._waiting.clear()
         self._is_giving_up = True
 
@@ -72,9 +73,9 @@ class LiveInbox:
 
 
 class StoppingBackend:
-    """A backend around the backend, which marks the outcomes that complete a stop string. collector: knows the texts.
+    """Wraps a backend and marks the outcomes that complete a stop string. collector: knows the texts.
 
-    The core ends a sequence whose outcome says so with the same step, so no token more is computed.
+    The core ends a sequence with a marked outcome in the same step, so no further token is computed.
     """
 
     def __init__(self, backend: RunningBackend, collector: Collector) -> None:
@@ -95,7 +96,7 @@ class StoppingBackend:
 class TextEngine:
     """One scheduler and one backend. tokenizer: None leaves texts empty. eos_ids: tokens that end a sequence.
 
-    One call at a time; not for several threads.
+    It serves one call at a time, and is not thread-safe.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TextEngine:
         return CacheHits(blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens)
 
     def check(self, asked: TextRequest, vocab_size: int) -> None:
-        """Raises RequestError, naming the prompt, for a request that could never be served whole."""
+        """Raises RequestError, naming the prompt, for a request that can never be served completely."""
         request, limits = asked.request, self.scheduler.limits
         where, tokens, sampling = f"prompt {asked.index}", request.prompt_token_ids, request.sampling
         if min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -168,10 +169,10 @@ class TextEngine:
     def serve(
         self, requests: Sequence[TextRequest], *, streams: bool = False, watchers: Sequence[Recorder] = ()
     ) -> Generator[Progress, None, None]:
-        """Serves these requests to their end; what came is given after every step that brought something.
+        """Serves these requests to their end. Yields progress after every step that made a piece or an output.
 
-        streams: whether pieces are wanted. watchers: recorders that see the loop's events. Raises TestbedError if the
-        engine is busy, or was stopped within a step.
+        streams: whether to make pieces. watchers: recorders that get the loop's events. Raises TestbedError if the
+        engine is busy, or was stopped in the middle of a step.
         """
         if self._is_in_turn:
             raise TestbedError("the engine was stopped in the middle of a step; make a new LLM")
@@ -196,7 +197,7 @@ class TextEngine:
             self._is_busy = False
 
     def _turn(self, drive: Drive[None]) -> None:
-        """One step and what follows it, up to where no plan is in flight."""
+        """Runs one step and what follows it, until the loop waits or is over."""
         with deferred():
             self._is_in_turn = True
             drive.step()
@@ -207,10 +208,10 @@ class TextEngine:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within, the first Ctrl-C waits for the end, where the former handler gets it, so that a step that has begun is
-    finished; a second raises at once.
+    """Defers the first Ctrl-C to the end of the block, where the former handler gets it, so that a step that has begun
+    is finished. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    Outside the main thread, and where Ctrl-C is ignored, nothing changes.
+    Outside the main thread, and if Ctrl-C is ignored, nothing changes.
     """
     former = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(former):

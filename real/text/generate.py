@@ -1,5 +1,5 @@
-"""What `testbed generate` does with its prompts, which may come from a file (a text a line, or JSON with parameters of
-its own): texts to standard output as they come, or to a file as JSON lines.
+"""`testbed generate`: reads prompts, possibly from a file (one text per line, or JSON rows with sampling parameters of
+their own), and writes texts to standard output as they grow, or to a file as JSON lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROW_KEYS = ("id", *KEYS, *SAMPLING_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt of the command line or of a file. sampling: what its row says differently. place: for messages."""
+    """A prompt of the command line or of a file. sampling: parameters that its row sets. place: for messages."""
 
     prompt: Any
     sampling: dict[str, Any]
@@ -37,9 +37,10 @@ class Asked:
 
 
 def read_prompts_file(file: Path) -> list[Asked]:
-    """Prompts of a .txt (one a line) or a .jsonl file; `-` is standard input, as .txt. Empty lines are passed over.
+    """Reads the prompts of a file: one JSON row per line of .jsonl or .json, one text per line of any other file.
 
-    Raises RequestError naming file and line.
+    `-` is standard input, as text. Empty lines are skipped. Raises RequestError naming the file, and the line if one
+    is bad.
     """
     try:
         lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
@@ -76,7 +77,8 @@ def _json_row(place: str, line: str) -> Asked:
 
 
 def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> SamplingParams:
-    """The model's recommendation, then the flags, then the row's own. Raises RequestError naming the row."""
+    """Combines parameters: those of the row override the flags, which override the model's recommendation (base).
+    Raises RequestError naming the row."""
     try:
         return replace(base, **(flags | asked.sampling))
     except RequestError as error:
@@ -86,10 +88,10 @@ def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> Sa
 def generate(
     llm: LLM, asked: list[Asked], flags: dict[str, Any], *, output: Path | None, stream: bool, chat: bool
 ) -> str:
-    """Generates for all prompts, and returns one line on how much and how fast.
+    """Generates for all prompts; returns one line with the numbers of prompts and tokens, and the throughput.
 
     flags: parameters of SamplingParams for every prompt. output: a file, instead of standard output. stream: print text
-    as it comes. chat: put each prompt into the model's chat template. Ctrl-C keeps what is finished.
+    as it grows. chat: put each prompt into the model's chat template. After Ctrl-C, finished outputs are kept.
     """
     base = llm.get_default_sampling_params()
     sampling = [sampling_of(one, flags, base) for one in asked]
@@ -105,7 +107,7 @@ def generate(
         def done(index: int, came: RequestOutput) -> None:
             nonlocal num_done, num_tokens
             if write is not None:
-                with deferred():  # a line is written whole
+                with deferred():  # so that Ctrl-C cannot cut a line
                     write(_line(index, asked[index], came))
                     num_done += 1
             elif not stream:
@@ -147,12 +149,12 @@ def _messages(asked: Asked) -> list[dict[str, str]]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
-    """Writes lines, each at once whole: what is finished is kept whatever comes."""
+    """Gives a function that writes and flushes one whole line, so that finished outputs are kept whatever happens."""
     if path is None:
         yield None
         return
     with ExitStack() as stack:
-        opened: list[TextIO] = []  # at the first line: what is refused before leaves an older file as it is
+        opened: list[TextIO] = []  # opened at the first line: an earlier error leaves an older file unchanged
 
         def write(line: str) -> None:
             if not opened:
@@ -180,16 +182,16 @@ def _label(asked: Asked) -> str:
 
 
 def _write_out(text: str) -> None:
-    if sys.stdout is None:  # closed by the caller (>&-); what --output names is written all the same
+    if sys.stdout is None:  # closed by the caller (>&-); the --output file is still written
         return
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 class Printer:
-    """Prints texts in the order of prompts and outputs: of the first that is not over as it comes, of others later.
+    """Prints texts in the order of prompts and outputs: the first unfinished text as it grows, the others later.
 
-    labels: a line above each text; None where there is only one text, which is printed bare.
+    labels: a line above each text; None if there is only one text, which is printed without a label.
     """
 
     def __init__(self, labels: list[str] | None, write: Callable[[str], object]) -> None:
@@ -197,7 +199,7 @@ class Printer:
         self._write = write
         self._texts: dict[tuple[int, int], list[str]] = {}  # not printed yet, by (prompt, output)
         self._over: dict[tuple[int, int], None] = {}
-        self._num_outputs: dict[int, int] = {}  # of prompts that are over
+        self._num_outputs: dict[int, int] = {}  # of finished prompts
         self._at = (0, 0)
         self._has_begun = False
 
@@ -208,12 +210,12 @@ class Printer:
         self._print()
 
     def close(self, index: int, num_outputs: int) -> None:
-        """All outputs of a prompt are over."""
+        """Records that all outputs of a prompt are finished."""
         self._num_outputs[index] = num_outputs
         self._print()
 
     def flush(self) -> None:
-        """Prints what waits for something before it that will not come."""
+        """Prints the texts that wait for an earlier text which will not be finished."""
         if self._has_begun:
             self._end()
         for at in sorted(self._texts):
@@ -236,7 +238,7 @@ class Printer:
                 return
 
     def _begin(self) -> None:
-        """Its label, if that is not there yet, and what there is of its text."""
+        """Prints the current text's label, if it is not printed yet, and the text so far."""
         index, place = self._at
         if not self._has_begun and self._labels is not None:
             self._write(f"[{index}{f'.{place}' if place else ''}] {self._labels[index]}\n")

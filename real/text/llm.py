@@ -1,4 +1,5 @@
-"""A backend, the core and a tokenizer as one object that generates text. Is given its parts: no configuration here."""
+"""A backend, the core and a tokenizer as one object that generates text. Its parts are passed in; it reads no
+configuration."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ Prompts = Any  # a text, token ids, a dict with prompt or prompt_token_ids; or a
 
 
 class LLM:
-    """A model that generates, and stays from call to call: its prefix cache, clock and step counters too.
+    """A model that generates text. The model, its prefix cache, clock and step counters stay from call to call.
 
-    scheduler, backend: of one composition; the backend is the LLM's own, which closes it. tokenizer: None leaves texts
-    empty. eos_ids: tokens that end a text. seed: what requests without a seed draw theirs from. folder: of the
-    checkpoint, whose recommended sampling is the default; None: there is none. status_s: a status line on standard
-    error every so many seconds.
+    scheduler, backend: of one composition; the LLM owns the backend and closes it. tokenizer: None leaves texts empty.
+    eos_ids: tokens that end a text. seed: from which requests without a seed derive theirs. folder: that of the
+    checkpoint, whose recommended sampling is the default; None: no checkpoint. status_s: seconds between status lines
+    on standard error; None: no status lines.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class LLM:
         on_piece: Callable[[Piece], object] | None = None,
         on_output: Callable[[int, RequestOutput], object] | None = None,
     ) -> list[RequestOutput]:
-        """The outputs of all prompts, in their order.
+        """Returns the outputs of all prompts, in the order of the prompts.
 
         sampling_params: one for all prompts, or one for each; None: get_default_sampling_params(). on_piece: called
-        with what each step added to each sequence. on_output: called with the place and the output of a prompt when it
-        is over. Ctrl-C aborts what is left; the LLM stays usable.
+        with what each step added to each sequence. on_output: called with the index and the output of a prompt when it
+        is finished. Ctrl-C aborts the remaining requests; the LLM stays usable.
         """
         return self._generate(self._requests(self._read(prompts), sampling_params), use_tqdm, on_piece, on_output)
 
     def stream(self, prompts: Prompts, sampling_params: Sampling = None) -> Iterator[Piece]:
-        """Pieces of all prompts as they come. Closing the iterator aborts what is left."""
+        """Yields the pieces of all prompts as they come. Closing the iterator aborts the remaining requests."""
         return self._stream(self._requests(self._read(prompts), sampling_params))
 
     def chat(
@@ -96,9 +97,9 @@ class LLM:
         chat_template: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """As generate, for a conversation, or a list of them: messages of `role` and `content`.
+        """Like `generate`, for one conversation or a list of them: messages with `role` and `content`.
 
-        template_options: for the template, such as enable_thinking=False.
+        template_options: passed to the chat template, such as enable_thinking=False.
         """
         if self.tokenizer is None:
             raise RequestError("the model's folder has no tokenizer, and so no chat template; pass tokenizer=<folder>")
@@ -112,18 +113,18 @@ class LLM:
         return self._generate(self._requests(prompts, sampling_params), use_tqdm, on_piece, on_output)
 
     def get_default_sampling_params(self) -> AnySamplingParams:
-        """What the checkpoint's generation_config.json recommends; what it leaves out is temperature 1, 16 tokens."""
+        """Returns the recommendation of the checkpoint's generation_config.json; defaults: temperature 1, 16 tokens."""
         return default_sampling(self._folder)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers; None if there is none."""
+        """Returns the tokenizer of transformers; None if there is none."""
         return None if self.tokenizer is None else self.tokenizer.inner
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed before is found any more: each measurement begins alike."""
+        """Empties the prefix cache, so that each measurement begins in the same state."""
         self._running().scheduler.reset_prefixes()
 
-    # --- life ---
+    # --- properties and end ---
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -136,11 +137,11 @@ class LLM:
 
     @property
     def scheduler(self) -> Any:
-        """The core, for those who want to look."""
+        """The core's scheduler, for inspection."""
         return self._running().scheduler
 
     def close(self) -> None:
-        """Frees the model, its memory and its processes. The LLM is of no use after it."""
+        """Frees the model, its memory and its processes. The LLM cannot be used afterwards."""
         backend, self._backend, self._engine = self._backend, None, None
         if backend is not None:
             backend.close()
@@ -203,7 +204,7 @@ class LLM:
         return read_prompts(prompts, self.tokenizer)
 
     def _requests(self, prompts: list[Prompt], sampling: Sampling) -> list[TextRequest]:
-        """Checked requests, with ids that no other call has had."""
+        """Returns checked requests, with ids that no earlier call has used."""
         engine = self._running()
         if sampling is None:
             sampling = self.get_default_sampling_params()
@@ -230,7 +231,7 @@ class LLM:
         return requests
 
     def _completed(self, sampling: AnySamplingParams, request_id: str) -> AnySamplingParams:
-        """With a seed of its own where it draws, and every token that ends the model's texts."""
+        """Adds a seed of its own if sampling is random, and the tokens that end the model's texts."""
         if needs_seed(sampling):
             sampling = replace(sampling, seed=request_seed(self._seed, request_id))
         if not sampling.ignore_eos and self._eos_ids:

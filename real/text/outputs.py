@@ -1,4 +1,4 @@
-"""What comes out of the text layer: requests' outputs, under the names that users of vLLM know, and pieces of them."""
+"""The outputs of the text layer: outputs of requests, under the names that users of vLLM know, and pieces of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A request, the place of its prompt among those given, and the prompt's text (None: token ids were given)."""
+    """A request, the index of its prompt in the call, and the prompt's text (None: token ids were given)."""
 
     request: Request
     index: int
@@ -19,23 +19,23 @@ class TextRequest:
 
 
 class Logprob(NamedTuple):
-    """How likely the model found a token. rank: 1 is the likeliest."""
+    """The log-probability of a token under the model. rank: 1 is the likeliest."""
 
     logprob: float
     rank: int
     decoded_token: str | None
 
 
-TokenLogprobs = dict[int, Logprob]  # by token id: the token that was taken first, then the likeliest
+TokenLogprobs = dict[int, Logprob]  # by token id: first the token itself, then the likeliest ones
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sequence of a request.
 
-    text: of token_ids, without a stop string and what follows it, and without the token that ended it (unless
-    include_stop_str_in_output). finish_reason: stop, length, abort, ignored. stop_reason: the stop string or stop token
-    that ended it; None for EOS. cumulative_logprob, logprobs: None where they were not asked for.
+    text: that of token_ids, up to a stop string, without the token that ended the sequence; stop string and token are
+    included with include_stop_str_in_output. finish_reason: stop, length, abort, ignored. stop_reason: the stop string
+    or stop token that ended it; None for EOS. cumulative_logprob, logprobs: None if they were not requested.
     """
 
     index: int
@@ -49,10 +49,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Instants on the engine's clock, which goes on from call to call.
+    """Times on the engine's clock, which continues from call to call.
 
-    first_token_ns: None where there is no token. num_cached_tokens: of the prompt, found in the prefix cache at the
-    first admission; None if it was never admitted.
+    first_token_ns: None if no token was emitted. num_cached_tokens: tokens of the prompt that were found in the prefix
+    cache at the first admission; None if the request was never admitted.
     """
 
     arrival_ns: int
@@ -63,7 +63,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and all that came of it. message: why it was ignored, otherwise empty. It is finished."""
+    """A prompt and its outputs, always finished. message: why the request was ignored, otherwise empty."""
 
     request_id: str
     prompt: str | None
@@ -79,8 +79,8 @@ class RequestOutput:
 class Piece:
     """What a step added to one sequence.
 
-    index: of the prompt among those given. text: empty while a character, or what may be a stop string, is incomplete.
-    finish_reason: None while it goes on.
+    index: that of the prompt in the call. text: empty while a character or a possible stop string is incomplete.
+    finish_reason: None until the sequence ends.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""What callers give as prompts, in all its forms, as token ids."""
+"""Turns prompts in all forms that callers can pass into token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
 
 
 class Prompt(NamedTuple):
-    """text: None where token ids were given."""
+    """A prompt as token ids. text: None if token ids were given."""
 
     text: str | None
     token_ids: list[int]
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """One prompt or a list of them; each a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+    """Reads one prompt or a list of them; each is a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
 
     Raises RequestError naming the prompt, counted from 0.
     """
@@ -76,7 +76,7 @@ def _encode(text: str, where: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises RequestError for half of a surrogate pair, as bytes that are not UTF-8 become on a command line."""
+    """Raises RequestError for half of a surrogate pair, which Python makes of command-line bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Sampling as users of a text engine expect it: vLLM's defaults, or those that a checkpoint brings."""
+"""Sampling parameters with the defaults that users of a text engine expect: vLLM's, or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from testbed.core import sampling
 from testbed.errors import ModelError
 from testbed.specs.hf_config import GENERATION_FILE, SAMPLING_DEFAULTS, read_json_object
 
-# of our parameters, the keys of generation_config.json
+# our parameters -> the keys of generation_config.json
 DEFAULTS = {name: name for name in SAMPLING_DEFAULTS} | {"max_tokens": "max_new_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(sampling.SamplingParams):
-    """The core's parameters; what is left out is what vLLM takes: temperature 1, at most 16 tokens."""
+    """The core's parameters with vLLM's defaults: temperature 1, at most 16 tokens."""
 
     temperature: float = 1.0
     max_tokens: int | None = 16
 
 
 def default_sampling(folder: Path | None) -> SamplingParams:
-    """What a checkpoint's generation_config.json recommends, as vLLM reads it (`do_sample` is not looked at).
+    """Returns the recommendation of a checkpoint's generation_config.json, as vLLM reads it (`do_sample` is ignored).
 
-    Raises ModelError for a file that is damaged; RequestError for a value that is out of range.
+    Raises ModelError for a damaged file, RequestError for a value that is out of range.
     """
     values = {} if folder is None else read_json_object(folder / GENERATION_FILE)
     return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
 
 
 def end_tokens(folder: Path | None) -> tuple[int, ...]:
-    """Every token that ends a text, by config.json and generation_config.json; in that order, each once.
+    """Returns every token that ends a text: those of config.json, then those of generation_config.json, each once.
 
-    Raises ModelError for a file that is damaged.
+    Raises ModelError for a damaged file.
     """
     if folder is None:
         return ()

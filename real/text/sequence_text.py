@@ -1,8 +1,8 @@
-"""The text of one sequence as it grows: tokens in, text out, stop strings watched across the borders of tokens, and
-nothing shown that must be taken back.
+"""The growing text of one sequence: tokens in, text out. Stop strings are found across token boundaries, and text that
+may still be cut off is not returned.
 
-Which stop string ends a text does not depend on how it is cut into pieces: the one that is complete first, and of those
-that end at the same character the one that began first.
+Which stop string ends a text does not depend on how the text is cut into pieces. It is the one that is complete first;
+of those that end at the same character, the one that began first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from testbed.core.request import SamplingParams
 
 
 class StopStrings:
-    """Holds back what may be the beginning of a stop string. is_included: the stop string stays in the text."""
+    """Holds back text that may be the beginning of a stop string. is_included: the stop string stays in the text."""
 
     def __init__(self, stops: tuple[str, ...], *, is_included: bool = False) -> None:
         self.found: str | None = None
@@ -23,10 +23,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str, pending: str = "") -> str:
-        """More text; what of it may be shown. After a stop string is found it shows nothing.
+        """Adds text; returns what can be shown now. Returns nothing after a stop string was found.
 
-        pending: text that follows if the sequence ends here, and may still change. It counts, but is not shown unless
-        a stop string ends in it.
+        pending: text that follows if the sequence ends here; it can still change. It is searched too, but is returned
+        only if a stop string ends in it.
         """
         if self.found is not None:
             return ""
@@ -41,12 +41,12 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """The text that was held back: no stop string came of it."""
+        """Returns the text that was held back, as no stop string was completed."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, text: str) -> tuple[int, int, str] | None:
-        """(start, end, stop string) of the one that is complete first."""
+        """Returns (start, end, stop string) of the stop string that is complete first; None if there is none."""
         hits = [(text.find(stop), stop) for stop in self._stops]
         found = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
         if not found:
@@ -55,7 +55,7 @@ class StopStrings:
         return start, end, stop
 
     def _num_held(self, text: str) -> int:
-        """The length of the longest end of the text that some stop string begins with."""
+        """Returns the length of the longest end of the text with which a stop string begins."""
         longest = max((len(stop) for stop in self._stops), default=0) - 1
         for length in range(min(longest, len(text)), 0, -1):
             end = text[-length:]
@@ -65,7 +65,7 @@ class StopStrings:
 
 
 class SequenceText:
-    """Takes the tokens one by one. end_tokens: those that end the sequence, which are no part of its text."""
+    """The text of one sequence, built token by token. end_tokens: tokens that end it and are not part of its text."""
 
     def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams, end_tokens: Container[int]) -> None:
         self.num_tokens = 0  # taken so far
@@ -76,12 +76,12 @@ class SequenceText:
         if sampling.stop:
             self._stops = StopStrings(sampling.stop, is_included=sampling.include_stop_str_in_output)
         self._parts: list[str] = []
-        self._num_taken = 0  # of the parts
+        self._num_taken = 0  # parts that `take` has returned
         self._is_over = False
 
     @property
     def stop(self) -> str | None:
-        """The stop string that the text has come to."""
+        """The stop string that has ended the text; None if none has."""
         return None if self._stops is None else self._stops.found
 
     def push(self, token: int) -> None:
@@ -95,7 +95,7 @@ class SequenceText:
             self._parts.append(piece)
 
     def finish(self) -> None:
-        """The sequence has ended: what was held back is text."""
+        """Adds the text that was held back, as the sequence has ended."""
         if self.stop is not None or self._is_over:
             return
         self._is_over = True
@@ -105,12 +105,12 @@ class SequenceText:
             self._parts.append(rest)
 
     def take(self) -> str:
-        """The text that is new since the last call."""
+        """Returns the text that is new since the last call."""
         new = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
         return new
 
     @property
     def text(self) -> str:
-        """All of it, as far as it is settled."""
+        """The whole text, as far as it is final."""
         return "".join(self._parts)

@@ -1,4 +1,4 @@
-"""How it goes, while it goes: a status line every few seconds, and rates beside a progress bar. Recorders, both."""
+"""Progress of a running engine: a status line every few seconds, and a progress bar with rates. Both are Recorders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tqdm import tqdm
 from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 
-BAR_INTERVAL_NS = 200_000_000  # rates of the bar are of about this long
+BAR_INTERVAL_NS = 200_000_000  # interval of the bar's rates
 
 
 class CacheHits(NamedTuple):
-    """The prefix cache so far, in tokens."""
+    """Queries and hits of the prefix cache so far, in tokens."""
 
     num_queried: int
     num_hit: int
 
 
 class Rates:
-    """Tokens a second over steps that take `interval_ns` together, or a little longer."""
+    """Tokens per second over consecutive steps that together take at least `interval_ns`."""
 
     def __init__(self, interval_ns: int) -> None:
         self._interval_ns = interval_ns
@@ -29,7 +29,8 @@ class Rates:
         self._num_prompt = self._num_generated = 0
 
     def add(self, step: StepView) -> tuple[float, float] | None:
-        """Of prompts, computed again after a preemption or not, and of outputs; None: the interval is not over."""
+        """Adds a step. Returns the rates of prompt tokens (recomputed ones included) and of output tokens; None until
+        the interval is over."""
         if self._since_ns is None:
             self._since_ns = step.plan_ns
         self._num_prompt += step.plan.shape.num_prefill_tokens
@@ -43,9 +44,9 @@ class Rates:
 
 
 class StatusLine(Recorder):
-    """Says one line about the steps of the last `interval_s` seconds of the run's clock.
+    """Writes one line about the steps of the last `interval_s` seconds of the run's clock.
 
-    pools: how many GPU and CPU blocks there are. cache_hits: asked when a line is due. say: takes the line.
+    pools: numbers of GPU and CPU blocks. cache_hits: called when a line is due. say: writes the line.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StatusLine(Recorder):
 
 
 class ThroughputBar(Recorder):
-    """Finished requests, with live prefill and decode rates; silent when standard error is no terminal."""
+    """A progress bar of finished requests with prefill and decode rates; shown if standard error is a terminal."""
 
     def __init__(self, total: int) -> None:
         self._bar: tqdm[Any] = tqdm(

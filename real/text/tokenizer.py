@@ -1,4 +1,4 @@
-"""A local tokenizer: text to token ids, ids to text, chat templates. The only module that knows transformers here."""
+"""A local tokenizer: text to token ids, ids to text, chat templates. The only module here that uses transformers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ SENTENCES = (
 
 
 class Tokenizer:
-    """Wraps a tokenizer of transformers; `wrap` takes one of the tokenizers library. Raises ConfigError for others."""
+    """Wraps a tokenizer of transformers (`wrap` takes one of the tokenizers library). Raises ConfigError for others."""
 
     def __init__(self, inner: Any) -> None:
         if not hasattr(inner, "convert_tokens_to_ids"):
             raise ConfigError(f"tokenizer is a {type(inner).__name__}; give a folder, or a tokenizer of transformers")
         self.inner = inner
-        self._backend = getattr(inner, "backend_tokenizer", None)  # of the tokenizers library; None: in plain Python
+        self._backend = getattr(inner, "backend_tokenizer", None)  # of the tokenizers library; None: plain Python
         self._bytes: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with those that the tokenizer puts around a prompt, which a chat template has already."""
+        """Returns token ids. add_special_tokens: also those that the tokenizer puts around a prompt. The text of a chat
+        template has them already."""
         return list(self.inner.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids. Spaces are not cleaned up; ids that the tokenizer does not know give nothing."""
+        """Returns the text of the ids. Spaces are not cleaned up; ids that the tokenizer does not know have no text."""
         ids = list(token_ids)
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -55,8 +56,8 @@ class Tokenizer:
         return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> str:
-        """The prompt of a conversation, its next turn opened. Raises RequestError if there is no template, or it
-        refuses the messages."""
+        """Returns the prompt of a conversation, with the header of the next turn. Raises RequestError if there is no
+        template, or if it rejects the messages."""
         if chat_template is None and not getattr(self.inner, "chat_template", None):
             raise RequestError("the tokenizer has no chat template; pass chat_template=, or a prompt to generate()")
         from jinja2 import TemplateError
@@ -68,7 +69,7 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses the messages: {_first_line(error)}") from None
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new sequence's text, piece by piece; the pieces concatenate to what `decode` gives."""
+        """Returns a detokenizer for a new sequence; its concatenated pieces equal the result of `decode`."""
         if self._is_byte_level:
             return ByteDetokenizer(lambda token: self._bytes_of(token, skip_special_tokens))
         return WindowDetokenizer(
@@ -84,7 +85,7 @@ class Tokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Ids that it gives: special and added ones included."""
+        """The number of token ids, special and added tokens included."""
         return len(self.inner)
 
     # --- inside ---
@@ -106,7 +107,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
-        """Ids of the tokens that stand for one byte, where there is byte fallback."""
+        """Ids of the tokens for single bytes; empty without byte fallback."""
         vocabulary = self.inner.get_vocab()
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         return frozenset(vocabulary[name] for name in names if name in vocabulary)
@@ -123,7 +124,7 @@ class Tokenizer:
         return (skip_special_tokens and token in self._special_ids) or self._token(token) is None
 
     def _bytes_of(self, token: int, skip_special_tokens: bool) -> bytes:
-        """What a token adds to the bytes of a text, of a byte-level tokenizer."""
+        """Returns the bytes that a token of a byte-level tokenizer adds to the text."""
         known = self._bytes[skip_special_tokens]
         if token not in known:
             known[token] = (
@@ -139,7 +140,8 @@ class Tokenizer:
 
 
 def read_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A folder's, one of transformers, or one of the tokenizers library. Raises ConfigError, ModelError."""
+    """Returns a Tokenizer for a folder, or for a tokenizer of transformers or of the tokenizers library. Raises
+    ConfigError, ModelError."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
@@ -150,7 +152,7 @@ def read_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a local folder. Raises ConfigError if there is none, ModelError if it is damaged."""
+    """Loads the tokenizer of a local folder. Raises ConfigError if there is none, ModelError if it is damaged."""
     folder = Path(path)
     if not has_tokenizer(folder):
         raise ConfigError(f"no tokenizer at {path}: expected a folder with {FILES[0]} or {FILES[1]}")
@@ -168,12 +170,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder holds a tokenizer's files."""
+    """Whether a folder has a tokenizer's files."""
     return any((Path(path) / name).is_file() for name in FILES)
 
 
 def wrap(backend: Any, **special_tokens: str) -> Tokenizer:
-    """A tokenizer of the tokenizers library, with the names of its special tokens: eos_token=…"""
+    """Wraps a tokenizer of the tokenizers library. special_tokens: names of its special tokens, such as eos_token=…"""
     from transformers import PreTrainedTokenizerFast
 
     make: Any = PreTrainedTokenizerFast
@@ -181,9 +183,10 @@ def wrap(backend: Any, **special_tokens: str) -> Tokenizer:
 
 
 def train_tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on the spot on a few sentences: for a model of random weights, and for tests.
+    """Trains a byte-level BPE tokenizer on a few sentences, for models with random weights and for tests.
 
-    At most `vocab_size` tokens (at least the 256 bytes and an end token are needed), the end token the first.
+    It has at most `vocab_size` tokens, of which the end token is the first. The 256 bytes and the end token are the
+    minimum.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -50,12 +50,12 @@ LESS_MEMORY = (
 class RealBackend:
     """Loads a model, allocates its KV memory, executes plans. Implements testbed.core.interfaces.Backend.
 
-    num_gpu_blocks: None measures what fits (CUDA) or takes the stated budget (CPU). num_cpu_blocks: None is no swap
-    space. swaps: whether a plan may ever swap; no host memory is taken where none does. max_model_len: the longest
-    sequence to leave room for; None takes the model's. sliding_window: tokens that attention looks back at, the core's
-    (None: all); a model that was trained with a window wants the same one, others take any. kv_dtype: of K and V,
-    fp8_e4m3 or fp8_e5m2; None is the weights'. seed: of dummy weights and of requests that bring no seed. group: the
-    ranks that share the model, of which this is one. Raises ModelError, DeviceError, ConfigError.
+    num_gpu_blocks: None: as many as fit, measured (CUDA), or as config.cpu_kv_bytes holds (CPU). num_cpu_blocks: None:
+    no swap space. swaps: whether plans can swap; if not, no host memory is allocated for it. max_model_len: the longest
+    sequence; None: the model's. sliding_window: number of tokens that a token attends to, as in the core (None: all).
+    A model that was trained with a window requires the same one; others take any. kv_dtype: format of K and V, fp8_e4m3
+    or fp8_e5m2; None: the format of the computation. seed: for dummy weights and for requests without a seed. group:
+    the ranks that share the model, of which this is one. Raises ModelError, DeviceError, ConfigError.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class RealBackend:
         choice = _choose_attention(config.attention, attention, placement)
         self.attention_name, self.attention_reasons = choice.provider.name, choice.reasons
         self.device_description = describe_device(placement.device)
-        if placement.device.type == "cpu" and group.size == 1:  # ranks are checked together, before there is any
+        if placement.device.type == "cpu" and group.size == 1:  # several ranks are checked together, before they start
             check_host_memory(spec, config, block_size, num_gpu_blocks, kv_dtype)
         model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         max_model_len = max_model_len or spec.max_length
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
         self.runner = ModelRunner(model, choice.provider, placement, spec, limits, seed)
-        captured = None  # the shapes of the steps that are captured as graphs, and the memory that they share
+        captured = None  # the shapes of the steps to capture as graphs, and the capture that they share
         if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
             captured = shapes_to_capture(config, limits), CudaCapture()
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
                 self.runner, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes, captured
             )
-            num_gpu_blocks = int(_of_ranks(num_gpu_blocks, placement).min())  # they hold parts of the same blocks
+            num_gpu_blocks = int(_of_ranks(num_gpu_blocks, placement).min())  # all ranks have the same blocks
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks or 0
         require_whole("num_gpu_blocks", self.num_gpu_blocks, 1)
@@ -111,10 +111,10 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks if swaps else 0, dtype=attention.cache_dtype,
         )  # fmt: skip
         self.name_parts()
-        self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # as many steps may be in flight
+        self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # at most two steps are in flight
         self.probe = make_probe(self.runner, self.cache)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
-            if captured is not None:  # first: a capture gives back the pinned memory that a warm-up has brought
+            if captured is not None:  # first: a capture would release the pinned memory that warm_up allocates
                 self.runner.graphs = capture_steps(self.runner, self.cache, *captured)
             warm_up(self.runner, self.cache)
 
@@ -148,8 +148,8 @@ class RealBackend:
         sampled, eos_token_id = [row for row in rows if row.samples], self.runner.spec.eos_token_id
 
         def wait() -> Computed:
-            on_stream_ns, forward_ns, sample_ns = clock.finish()  # swaps beside the stream are known behind it
-            moved_ns = max(on_stream_ns, swap_ns())  # while these are launched, that stream may be idle
+            on_stream_ns, forward_ns, sample_ns = clock.finish()  # waits, also for swaps on their own stream
+            moved_ns = max(on_stream_ns, swap_ns())  # the current stream can be idle while the host launches swaps
             spans = Spans(0, prepare_ns, moved_ns, forward_ns, sample_ns)
             if launched is None:
                 return Computed(None, spans)
@@ -160,17 +160,17 @@ class RealBackend:
         return Work(wait, clock.is_done)
 
     def name_parts(self, ranges: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Puts the parts of steps into these ranges, by name; into none again."""
+        """Runs the parts of steps in named ranges, for a profiler. ranges: name -> context; by default, none."""
         self._part = ranges
 
     @property
     def largest_captured(self) -> tuple[int, int]:
-        """Rows of decodes alone, and tokens of other steps, up to which steps are replayed as graphs; 0: none are."""
+        """The largest captured steps: rows of a step of decodes only, and tokens of any other step; 0: none."""
         graphs = self.runner.graphs
         return (0, 0) if graphs is None else graphs.largest
 
     def close(self) -> None:
-        """Forgets captured steps, whose collectives belong to the group. The engine is of no use after it."""
+        """Releases captured steps, whose collectives belong to the group. The engine cannot be used afterwards."""
         self.runner.graphs = None
 
 
@@ -183,7 +183,7 @@ def check_host_memory(
     num_ranks: int = 1,
     num_replicas: int = 1,
 ) -> None:
-    """Raises DeviceError if the ranks of all replicas together ask for more memory than this host has to give."""
+    """Raises DeviceError if the ranks of all replicas together need more memory than this host has available."""
     dtype = resolve_dtype(config.dtype, spec)
     size = block_bytes(spec, block_size, cache_format(kv_dtype, dtype), num_ranks)
     num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
@@ -191,23 +191,23 @@ def check_host_memory(
 
 
 def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
-    """The scheduler's limits end them, as they end the simulator's."""
+    """Returns the shapes of steps to capture, bounded by the scheduler's limits, as in the simulator."""
     most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
     max_decodes = min(config.max_captured_size, most_rows, most_tokens)
     return captured_shapes(max_decodes, min(config.max_captured_tokens, most_tokens), most_rows)
 
 
 def _of_ranks(number: int, placement: Placement) -> torch.Tensor:
-    """What each rank says."""
+    """Gathers a number from each rank: int64 [num_ranks]."""
     return placement.group.all_gather(torch.tensor([number], device=placement.device))
 
 
 def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: int) -> tuple[CausalLM, str]:
-    """The model with its weights, and where they came from."""
+    """Returns the model with its weights, and the load format that was used."""
     try:
         model = build_model(spec, placement)
     except RuntimeError as error:
-        if not is_out_of_memory(error):  # say, a driver that is too old for this torch
+        if not is_out_of_memory(error):  # for example, a driver that is too old for this torch
             raise
         raise DeviceError(
             f"the weights of {spec.name} ({weight_bytes(spec, placement.dtype):,} bytes) do not fit on "
@@ -217,7 +217,7 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
 
 
 def _choose_attention(wanted: str, attention: AttentionSpec, placement: Placement) -> Choice:
-    """The provider that all ranks can run; on a GPU the first says what `auto` passed over."""
+    """Returns the provider that all ranks can run. On a GPU the first rank logs which ones `auto` passed over."""
     with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
         choice = choose_together(wanted, attention, lambda index: int(_of_ranks(index, placement).max()))
     if wanted == "auto" and placement.device.type == "cuda" and placement.group.rank == 0:

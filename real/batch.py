@@ -1,4 +1,4 @@
-"""A plan's rows as flat arrays on the host. Reads the rows alone; knows no device and no model."""
+"""A plan's rows as flat arrays on the host. Reads only the rows; knows no device and no model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class FlatBatch(NamedTuple):
 
     token_ids: np.ndarray  # int64 [num_tokens]
     positions: np.ndarray  # int64 [num_tokens]
-    slots: np.ndarray  # int64 [num_tokens], where each token's key and value go: block * block_size + offset
+    slots: np.ndarray  # int64 [num_tokens], slot of each token's key and value: block * block_size + offset
     query_lens: np.ndarray  # int64 [num_rows], new tokens
-    context_lens: np.ndarray  # int64 [num_rows], positions known after the step
-    table_rows: np.ndarray  # int64 [num_rows], where each row's block table lies
+    context_lens: np.ndarray  # int64 [num_rows], positions after the step
+    table_rows: np.ndarray  # int64 [num_rows], index of each row's block table among the device's tables
     new_blocks: NewBlocks  # of all tables
-    max_blocks: int  # that hold a row's context
-    placeholders: tuple[tuple[int, int], ...] = ()  # (place among the tokens, sequence): the step in flight draws it
+    max_blocks: int  # the most blocks of a row's context
+    placeholders: tuple[tuple[int, int], ...] = ()  # (index of a token that the step in flight samples, its sequence)
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +41,7 @@ class FlatBatch(NamedTuple):
 
 
 class BatchLimits(NamedTuple):
-    """The largest step that the core will plan, and what its arrays depend on besides its rows."""
+    """The largest step that the core plans, and the settings on which its arrays depend."""
 
     block_size: int
     max_num_batched_tokens: int
@@ -51,8 +51,8 @@ class BatchLimits(NamedTuple):
 
 
 def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: int, tables: HostTables) -> FlatBatch:
-    """The rows in their order; their block tables become known. Raises RequestError for a token id outside the
-    vocabulary."""
+    """Flattens the rows in their order, and updates `tables` with theirs. Raises RequestError for a token id outside
+    the vocabulary."""
     starts = np.array([row.start for row in rows])  # [num_rows]
     query_lens = np.array([row.num_tokens for row in rows])
     token_ids = np.fromiter(chain.from_iterable([row.tokens for row in rows]), dtype=np.int64)  # [num_tokens]
@@ -82,14 +82,14 @@ def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: 
 
 
 def cumulative(lengths: np.ndarray) -> np.ndarray:
-    """[n] -> int32 [n + 1], starting with 0."""
+    """Returns cumulative sums: [n] -> int32 [n + 1], starting with 0."""
     sums = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=sums[1:])
     return sums
 
 
 def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, limits: BatchLimits) -> None:
-    """Of the blocks of its context, a row names all but those that none of its tokens looks at."""
+    """Asserts that each row's table still has the block of the first position to which its tokens attend."""
     window = limits.sliding_window
     firsts = [0] * len(rows)
     if window is not None:

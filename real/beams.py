@@ -1,17 +1,17 @@
-"""Beam search over the rows of a plan: which continuations live on, which end, which beams lose.
+"""Beam search over the rows of a plan: which continuations go on, which are finished, which beams are dropped.
 
 A step of a group considers every continuation of every live beam, ranked by summed log-probability. The rules are those
 of Hugging Face's `generate` with `early_stopping=True`:
 
-- a stop token among the best `beam_width` continuations is a finished hypothesis, further down it is nothing;
+- a stop token among the best `beam_width` continuations finishes a hypothesis; a less likely one is ignored;
 - the best `beam_width` continuations without a stop token are the next live beams;
-- the search ends when `beam_width` hypotheses are finished: the beams that still live are dropped in that step. Those
-  that finish together in it are all kept, so up to 2 * beam_width - 1 hypotheses are there to choose from.
+- the search ends when `beam_width` hypotheses are finished; beams that are still live are dropped in that step. All
+  hypotheses that finish in the last step are kept, so there can be up to 2 * beam_width - 1.
 
-What ends a sequence is the core's to know: a finished hypothesis is a token of an Outcome that is a stop token. The
-length limits are the core's too; beams reach them together.
+The core decides when a sequence ends: a finished hypothesis is an Outcome whose token is a stop token. The core also
+has the length limits, which all beams of a group reach together.
 
-Nothing is remembered from step to step: a row says its sum (`score`) and how many of its group have finished.
+No state is kept from step to step: a row has its sum (`score`) and the number of finished sequences of its group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from testbed.core.request import SamplingParams
 
 
 class BeamInputs(NamedTuple):
-    """The beams among the rows that sample, and how many continuations of each are looked at."""
+    """The beams among the rows that sample, and how many continuations of each are considered."""
 
     rows: Tensor  # int64 [num_beams], indices into the rows that sample
     num_candidates: int
@@ -44,25 +44,25 @@ class Candidates(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """One beam and one token more. Sorts best first; ties by row, then by token."""
+    """One beam and its next token. Sorts best first; ties by row, then by token."""
 
     negative_score: float
     row: int  # index into the group's rows
     token: int
-    rank: int  # the token's among those of its row, from 1
+    rank: int  # rank of the token in its row, from 1
 
 
 def is_beam(row: ScheduledSequence) -> bool:
-    """Whether the row's next token is searched for, not drawn."""
+    """Whether the row's next token is found by beam search, not sampled."""
     return row.sampling.beam_width > 0 and not row.forced
 
 
 def beam_inputs(sampled: Sequence[ScheduledSequence]) -> BeamInputs | None:
-    """The beams among the rows that sample, on the host; None when there are none."""
+    """Returns the beams among the rows that sample, on the host; None if there are none."""
     beams = [(number, row.sampling) for number, row in enumerate(sampled) if is_beam(row)]
     if not beams:
         return None
-    # a row's best `width` tokens, and its best `width` that are no stop tokens (EOS is one more), are among these
+    # enough for a row's best `width` tokens and its best `width` tokens that do not end it (EOS is one more stop token)
     needed = [
         max(sampling.beam_width + len(sampling.stop_token_ids) + 1, sampling.logprobs or 0) for _, sampling in beams
     ]
@@ -70,14 +70,14 @@ def beam_inputs(sampled: Sequence[ScheduledSequence]) -> BeamInputs | None:
 
 
 def stop_tokens(sampling: SamplingParams, eos_token_id: int | None) -> tuple[int, ...]:
-    """The tokens at which the core ends a sequence."""
+    """Returns the tokens at which the core ends a sequence."""
     if eos_token_id is None or sampling.ignore_eos:
         return sampling.stop_token_ids
     return (*sampling.stop_token_ids, eos_token_id)
 
 
 def advance(rows: Sequence[ScheduledSequence], candidates: Candidates, eos_token_id: int | None) -> list[Outcome]:
-    """One outcome for each beam row of a step, in row order. Waits for the device."""
+    """Returns one outcome for each beam row of a step, in row order. Waits for the device."""
     log_probs, token_ids = candidates.log_probs.tolist(), candidates.token_ids.tolist()
     outcomes: list[Outcome] = []
     seen: list[int] = []
@@ -114,7 +114,7 @@ def _advance_group(
     live = [] if is_over else [each for each in ranked if each.token not in stops][:width]
     outcomes: list[Outcome] = []
     for index, row in enumerate(rows):
-        # what goes on comes first: it keeps the sequence and its blocks
+        # a live continuation comes first, so that it keeps the sequence and its blocks
         own = [each for each in (*live, *finished) if each.row == index]
         top = tuple(zip(token_ids[index], log_probs[index], strict=True))[: sampling.logprobs or 0]
         logprobs = tuple([TokenLogprobs(log_probs[index][each.rank - 1], each.rank, top) for each in own])
@@ -124,7 +124,7 @@ def _advance_group(
 
 
 def best_continuations(logits: Tensor, inputs: BeamInputs) -> Candidates:
-    """The best next tokens of each beam. logits: float32 [num_rows, vocab]. Does not wait for the device."""
+    """Returns the best next tokens of each beam. logits: float32 [num_rows, vocab]. Does not wait for the device."""
     vocab_size = logits.shape[-1]
     num_candidates = min(inputs.num_candidates, vocab_size)
 

@@ -1,8 +1,8 @@
-"""The block tables of the sequences that were computed lately, on the host and on the device: a plan says each table
-whole, and what the device has of it is not sent again.
+"""Block tables of recently computed sequences, on the host and on the device. A plan has each table whole; blocks that
+the device already has are not sent again.
 
-The plan alone decides: a table is compared with what was sent of it, block by block. One that has only grown gets its
-new blocks; any other is sent anew: after a copy on write, a swap, a recompute, or for another run's sequence.
+Each table of a plan is compared with what was sent, block by block. If it has only grown, its new blocks are sent. Any
+other change sends the whole table: a copy on write, a swap, a recompute, or an equal id in another run.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import Tensor
 from real.staging import send_array
 from testbed.core.plan import ScheduledSequence
 
-RELEASED = 0  # stands for the blocks that a sliding window left behind: nothing is read from them
+RELEASED = 0  # entry for blocks that a sliding window has passed: nothing is read from them
 
 
 class NewBlocks(NamedTuple):
-    """What the device does not have yet."""
+    """Table entries that the device does not have yet."""
 
-    places: np.ndarray  # int64 [n], among all tables, one after the other
+    places: np.ndarray  # int64 [n], indices into all tables, flattened
     blocks: np.ndarray  # int32 [n]
 
 
 class HostTables:
-    """blocks: int32 [capacity, width], a row for each sequence. Both grow with what plans ask for.
+    """The tables on the host. blocks: int32 [capacity, width], a row for each sequence. Both dimensions grow as needed.
 
-    Behind a table's last block stands what was there before: blocks that exist, or 0.
+    Entries after a table's last block keep earlier values: existing blocks, or 0.
     """
 
     def __init__(self, capacity: int, width: int) -> None:
         self.blocks = np.zeros((max(capacity, 1), max(width, 1)), dtype=np.int32)
-        self._known: list[list[int]] = [[] for _ in self.blocks]  # what a plan last said of each row
+        self._known: list[list[int]] = [[] for _ in self.blocks]  # each row's table in the last plan that had it
         self._places: dict[int, int] = {}  # by sequence
         self._free = list(range(len(self.blocks)))
 
     def update(self, rows: Sequence[ScheduledSequence]) -> tuple[np.ndarray, NewBlocks]:
-        """Where each row's table lies, int64 [num_rows], and what is new. A sequence may stand in several rows."""
+        """Returns the index of each row's table, int64 [num_rows], and the new entries. Rows can repeat a sequence."""
         known, find = self._known, self._places.get
         found: list[int] = []
-        changed: list[tuple[int, int, int]] = []  # (place, first and behind the last of the new blocks)
+        changed: list[tuple[int, int, int]] = []  # (table, first new block, end of the new blocks)
         for row in rows:
             place = find(row.seq_id)
             if place is None:
@@ -55,11 +55,11 @@ class HostTables:
         return np.array(found, dtype=np.int64), self._new_blocks(changed)
 
     def forget(self) -> None:
-        """What was said of tables may not have come to the device: the next plans send them anew."""
+        """Makes the next plans send whole tables, as the device may not have what was prepared last."""
         self._known = [[] for _ in self._known]
 
     def _take_place(self, seq_id: int, rows: Sequence[ScheduledSequence]) -> int:
-        """Where there is no room, all that these rows do not compute are forgotten."""
+        """Assigns a table to a sequence. If none is free, frees those of all sequences that are not in these rows."""
         if not self._free:
             kept = {row.seq_id for row in rows}
             gone = [other for other in self._places if other not in kept]
@@ -78,7 +78,7 @@ class HostTables:
         self._free += range(num_rows, capacity)
 
     def _learn(self, place: int, table: Sequence[int]) -> tuple[int, int]:
-        """(first, behind the last) of the blocks that were not known."""
+        """Stores a table; returns (first, end) of the blocks that are new."""
         table = list(table)
         if len(table) > self.blocks.shape[1]:
             self._grow(len(self.blocks), max(len(table), 2 * self.blocks.shape[1]))
@@ -99,20 +99,20 @@ class HostTables:
 
 
 class DeviceTables:
-    """The same on the device. `blocks` are HostTables'."""
+    """The tables on the device: a copy of HostTables.blocks."""
 
     def __init__(self, host: HostTables, device: torch.device) -> None:
         self._host, self._device = host, device
         self._blocks = self._copy_of_all()
 
-    @torch.inference_mode(False)  # ordinary memory: it may be written to anywhere
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def _copy_of_all(self) -> Tensor:
         return send_array(self._host.blocks.copy(), self._device)
 
     def gather(self, out: Tensor, rows: Tensor, places: Tensor, blocks: Tensor) -> None:
-        """Takes in new blocks, then fills `out` int32 [num_rows, num_blocks] with the tables at `rows`.
+        """Writes new blocks, then fills `out` int32 [num_rows, num_blocks] with the tables at `rows`.
 
-        All on the device, behind what it is doing. rows: int64 [num_rows]; places, blocks: as in NewBlocks.
+        All tensors are on the device; does not wait. rows: int64 [num_rows]; places, blocks: as in NewBlocks.
         """
         if self._blocks.shape != self._host.blocks.shape:
             self._blocks = self._copy_of_all()

@@ -1,8 +1,8 @@
 """KV memory on the device and on the host, and the block moves that a plan asks for.
 
-Owns the tensors; which block belongs to whom is the core's business. Block ids are those of the core's pools. On a GPU
-our kernels swap on a stream of their own, layer by layer: a layer's attention waits for that layer's blocks alone.
-Where they cannot run, torch moves the blocks and is waited for.
+Owns the tensors. Which sequence a block belongs to is known only to the core, whose block ids are used here. On a GPU
+our kernels swap on a stream of their own, layer by layer: a layer's attention waits only for that layer's blocks. If
+the kernels cannot run, torch moves the blocks, which blocks the host.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from testbed.specs.model import ModelSpec
 
 Pairs = Sequence[tuple[int, int]]
 
-SWAP_PROGRAMS = 64  # that move blocks over the link at a time, 8 KB each: enough to fill it, few beside what computes
+SWAP_PROGRAMS = 64  # of a launch, 8 KB in flight each: enough to saturate the link, few next to the computing kernels
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, num_ranks: int = 1) -> int:
-    """Bytes of one block's keys and values over all layers, on one rank."""
+    """Returns the bytes of one block's keys and values in all layers, on one rank."""
     per_token = 2 * spec.num_hidden_layers * spec.num_kv_heads_per_rank(num_ranks) * spec.head_dim
     return per_token * block_size * dtype.itemsize
 
 
 class LayerCaches:
-    """The KV tensor of each layer, one after the other: taking one makes the current stream wait for the swaps of that
+    """Iterates over the KV tensors of the layers. Taking one makes the current stream wait for the swaps of that
     layer."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
         self._layers = whole.unbind(0)
-        self._moved: list[torch.cuda.Event] | None = None  # by layer; None: nothing is on its way
+        self._moved: list[torch.cuda.Event] | None = None  # by layer; None: no swaps are in flight
 
     def __iter__(self) -> Iterator[Tensor]:
         for index, layer in enumerate(self._layers):
             if self._moved is not None:
                 self._moved[index].wait()
             yield layer
-        self._moved = None  # whoever took all of them has waited for all
+        self._moved = None  # the stream has waited for all layers
 
     def will_be_moved(self, events: list[torch.cuda.Event]) -> None:
-        """events: by layer, each is recorded behind the layer's swaps. Valid until all layers were taken, or `wait`."""
+        """Sets the events to wait for. events: by layer, each recorded after the layer's swaps. They hold until all
+        layers were taken, or until `wait`."""
         self._moved = events
 
     def wait(self) -> None:
@@ -64,9 +65,9 @@ class CacheEngine:
     """A pool on the device and one on the host, each [num_layers, 2 (key, value), num_blocks, block_size, num_kv_heads,
     head_dim]; `gpu` and `cpu` are their layers.
 
-    `GPU` is the core's word for the device's pool, also where the device is a CPU. It has one block more than the core
-    knows, `scratch_block`: rows that only pad a batch write there. Memory starts as zeros: positions that are masked
-    out are multiplied by 0, so they must be finite.
+    `GPU` is the core's name for the device's pool, even if the device is a CPU. It has one block more than the core
+    uses, `scratch_block`, to which padding rows and tokens write. Its memory starts as zeros: values at masked
+    positions are multiplied by 0, so they must be finite.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CacheEngine:
             cpu = torch.empty(
                 (layers, 2, num_cpu_blocks, *tail), dtype=dtype, pin_memory=is_cuda and num_cpu_blocks > 0
             )
-        except RuntimeError as error:  # torch has no narrower one for host memory
+        except RuntimeError as error:  # torch has no narrower exception for host memory
             size = block_bytes(spec, block_size, dtype, placement.group.size)
             first_line = str(error).partition("\n")[0]
             raise DeviceError(
@@ -103,11 +104,11 @@ class CacheEngine:
         self._swaps = SwapStream(placement.device, layers) if self._has_kernels and num_cpu_blocks else None
 
     def execute(self, plan: BatchPlan) -> Callable[[], int]:
-        """Swaps out, then swaps in, then copies. On a GPU the swaps may still be under way when it returns: `gpu`
-        knows.
+        """Swaps out, then swaps in, then copies. On a GPU the swaps can still be in flight when it returns; iterating
+        over `gpu` waits for them.
 
-        What it returns says, waiting for them, how long the swaps took on their own stream; 0 where there is none, and
-        where the copies of the plan waited for them: there the time of `execute` on the current stream has them.
+        Returns a function that waits for the swaps and returns their duration on their own stream, in ns. It returns 0
+        without such a stream, or if the plan has copies, which wait for the swaps on the current stream.
         """
         swap_ns: Callable[[], int] = int
         if plan.swap_out or plan.swap_in:
@@ -124,7 +125,7 @@ class CacheEngine:
         return int if plan.copies else swap_ns
 
     def warm_up(self) -> None:
-        """Moves a block in each way, so that no step loads a kernel for it. Blocks have no contents afterwards."""
+        """Moves a block in each way, so that no step has to load the kernels. Overwrites blocks."""
         scratch = self.scratch_block
         self.copy([(0, scratch)])
         if self._swaps is not None:
@@ -133,7 +134,8 @@ class CacheEngine:
             self.gpu.wait()
 
     def copy(self, pairs: Pairs) -> None:
-        """(GPU block, GPU block): copies on write. All sources are read before any destination is written."""
+        """Copies on write, (source, destination) pairs of GPU blocks. All sources are read before any destination is
+        written."""
         whole = self.gpu.whole
         sources, destinations = zip(*pairs, strict=True)
         if self._has_kernels and not set(sources) & set(destinations):
@@ -148,22 +150,22 @@ class CacheEngine:
 
 
 class SwapStream:
-    """Moves blocks between the device and pinned host memory beside the stream that computes: of a layer all blocks
-    that go out are one launch, and those that come in another."""
+    """Moves blocks between the device and pinned host memory, in parallel to the computing stream. For each layer, all
+    swaps out are one launch, and all swaps in another."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
         self._stream = torch.cuda.Stream(device)
         self._moved = [torch.cuda.Event() for _ in range(num_layers)]
         marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(2)]
-        self._marks = cycle(marks)  # of two launches: two steps may be in flight
+        self._marks = cycle(marks)  # for two launches, as two steps can be in flight
 
     def launch(
         self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs
     ) -> tuple[list[torch.cuda.Event], Callable[[], int]]:
-        """Starts both, out before in; returns for each layer the event behind its moves, and what says, waiting for
-        it, how many ns all took.
+        """Launches swaps out, then swaps in. Returns for each layer the event after its swaps, and a function that
+        waits and returns the duration of all in ns.
 
-        Waits for what the current stream has launched: the step that wrote the blocks.
+        The swaps start after the earlier work of the current stream, that is, after the step that wrote the blocks.
         """
         from real.kernels.block_copy import move_blocks
 
@@ -190,7 +192,7 @@ class SwapStream:
 
 
 def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pairs) -> None:
-    """One gather, one transfer and one scatter a layer; a layer at a time bounds the memory in between."""
+    """Moves blocks by one gather, one transfer and one scatter per layer. One layer at a time bounds the memory."""
     if not pairs:
         return
     source_ids = torch.tensor([source for source, _ in pairs], device=sources[0].device)

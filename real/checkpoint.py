@@ -1,4 +1,4 @@
-"""Writes small checkpoints of random weights, in Hugging Face's layout, for tests and demonstrations."""
+"""Writes small checkpoints with random weights, in Hugging Face's layout, for tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ROPE_KEYS = {
 
 
 def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0, scheme: Fp8Scheme | None = None) -> Path:
-    """Writes config.json and model.safetensors into a new or empty folder, and returns it.
+    """Writes config.json and model.safetensors to a new or empty folder; returns the folder.
 
-    The same spec and seed give the same weights. scheme: of a spec whose dtype is fp8; None: blocks. Raises ModelError
-    if the folder holds anything.
+    The same spec and seed give the same weights. scheme: quantisation, if the spec's dtype is fp8; None: per block.
+    Raises ModelError if the folder is not empty, or if the spec is not supported.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -52,7 +52,7 @@ def make_checkpoint(path: str | Path, spec: ModelSpec, seed: int = 0, scheme: Fp
 
 
 def hf_config(spec: ModelSpec, scheme: Fp8Scheme | None = None) -> dict[str, object]:
-    """The spec as a Hugging Face `config.json`, in the words of transformers 4, which 5 reads too."""
+    """Returns the spec as a Hugging Face `config.json`, with the keys of transformers 4, which 5 reads too."""
     common = {
         "architectures": [spec.architecture],
         "model_type": MODEL_TYPES[spec.architecture],
@@ -101,7 +101,7 @@ def _llama_config(spec: ModelSpec) -> dict[str, object]:
 
 
 def _rope_config(scaling: RopeScaling | None) -> dict[str, object] | None:
-    """The keys that the type of scaling reads: transformers warns about others."""
+    """Returns only the keys that this type of scaling reads, as transformers warns about others."""
     if scaling is None:
         return None
     keys = ("rope_type", "factor", *ROPE_KEYS[scaling.rope_type])
@@ -109,7 +109,7 @@ def _rope_config(scaling: RopeScaling | None) -> dict[str, object] | None:
 
 
 def _opt_config(spec: ModelSpec) -> dict[str, object]:
-    """Raises ModelError for a shape that Hugging Face's OPT cannot say."""
+    """Raises ModelError for a shape that Hugging Face's OPT config cannot express."""
     if spec.attention_bias != spec.mlp_bias or spec.num_key_value_heads != spec.num_attention_heads:
         raise ModelError(
             f"model {spec.name} cannot be written as an OPT checkpoint: attention_bias and mlp_bias must be the same, "

@@ -1,4 +1,4 @@
-"""How a run's time passes: clocks that start at 0, are read and waited on, and told when a step begins. No torch."""
+"""The clocks of a run: they start at 0, can be read and waited on, and are called before each step. No torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from real.vllm.config import VllmConfig
 from testbed.core.outcome import Spans
 from testbed.errors import ConfigError
 
-SLEEP_SLICE_S = 0.05  # no sleep is longer, so that an interrupt or a debugger is never kept waiting
-SPIN_NS = 200_000  # the end of a wait is spun: a sleep oversleeps by about 100 us
-PROBE_EVERY_NS = 20_000_000  # of steps; or ten times as long as a probe takes, if that is longer
-NUM_FOR_REFERENCE = (10, 200)  # probes: the least, and the most
-REFERENCE_NS = 1_000_000_000  # that they take together, if they are more than the least
-NUM_FOR_RATE = 3  # the median of so many counts, the last ones: an interrupt stretches one
+SLEEP_SLICE_S = 0.05  # longest sleep, so that an interrupt or a debugger does not wait longer
+SPIN_NS = 200_000  # the last part of a wait is spun, as a sleep oversleeps by about 100 us
+PROBE_EVERY_NS = 20_000_000  # between probes; or ten times the duration of a probe, if that is longer
+NUM_FOR_REFERENCE = (10, 200)  # the least and the most probes for the reference
+REFERENCE_NS = 1_000_000_000  # no more probes than the least once they have taken this long together
+NUM_FOR_RATE = 3  # the rate follows from the median of this many last probes, as an interrupt can lengthen one
 
 
 class Clock(Protocol):
@@ -29,7 +29,7 @@ class Clock(Protocol):
     def wait_until(self, until_ns: int) -> None: ...
 
     def before_step(self) -> float:
-        """Told when a step is about to begin. By what the spans that an engine measures in it are scaled."""
+        """Is called when a step is about to begin. Returns the factor for spans that the engine measures in it."""
         ...
 
 
@@ -58,31 +58,31 @@ class RealTimeClock:
         return 1.0
 
     def describe(self) -> dict[str, Any] | None:
-        """For the manifest: by what time was scaled; None: by nothing."""
+        """Returns for the manifest how time was scaled; None: it was not."""
         return None
 
 
 class SkippingClock(RealTimeClock):
-    """Waits by moving forward: steps take the time they take, idle time takes none."""
+    """Waits by moving the clock forward: steps take their real time, idle time takes none."""
 
     def wait_until(self, until_ns: int) -> None:
         self._origin_ns -= max(0, until_ns - self.now_ns())
 
 
 class CpuTimeClock(RealTimeClock):
-    """The CPU time of this process: what others do on the machine takes none of it. Waits by spinning. Steps that
-    compute with one thread take the time that they would take on a machine of their own."""
+    """The CPU time of this process, which work of other processes does not increase. Waits by spinning. Steps that
+    compute with one thread take as long as they would on an idle machine."""
 
     def __init__(self) -> None:
         super().__init__(time.process_time_ns, lambda seconds: None)
 
 
 class ProbeScaledClock(RealTimeClock):
-    """Time on a machine that is always as fast as it was when `probe`, a small piece of an engine's own work, took
-    `probe_ns`: the probe is run again before a step every PROBE_EVERY_NS, and what follows is scaled by how long it
-    took. While it runs the clock stands, and idle time takes none. probe_ns: None measures it, at the first `start`.
+    """Time as on a machine of constant speed, on which `probe`, a small piece of the engine's own work, takes
+    `probe_ns`. Every PROBE_EVERY_NS the probe runs before a step, and later time is scaled by its duration. The clock
+    stands while the probe runs, and idle time takes none. probe_ns: None: measured at the first `start`.
 
-    A probe is run twice and timed the second time: what it finds in the caches is then its own, whatever ran before.
+    A probe is run twice, and the second run is timed: then the caches hold its own data, whatever ran before.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ProbeScaledClock(RealTimeClock):
         super().__init__(read_ns)
         self.probe_ns = probe_ns
         self._probe = probe
-        self._rate, self._now_ns, self._read_at_ns = 1.0, 0, 0  # ns of this clock in one of the machine's, since then
+        self._rate, self._now_ns, self._read_at_ns = 1.0, 0, 0  # rate: ns of this clock per ns of the machine's
         self._probed_at_ns = 0
         self._took_ns = array("q")
 
@@ -122,7 +122,7 @@ class ProbeScaledClock(RealTimeClock):
         return self._rate
 
     def _look(self) -> None:
-        """Finds out how fast the machine is; the clock stands meanwhile."""
+        """Measures how fast the machine is; the clock stands meanwhile."""
         assert self.probe_ns is not None
         self._now_ns, self._read_at_ns = self.now_ns(), self._read_ns()
         self._took_ns.append(self._timed())
@@ -136,7 +136,7 @@ class ProbeScaledClock(RealTimeClock):
         return max(1, self._read_ns() - began_ns)
 
     def describe(self) -> dict[str, Any] | None:
-        """probe_ns, and how long the run's probes took beside it: 1.2 is a machine that was a fifth slower."""
+        """Returns probe_ns, and the durations of the run's probes relative to it: at 1.2 they took a fifth longer."""
         ordered = sorted(self._took_ns)
         at = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
         return {
@@ -151,14 +151,14 @@ class ProbeScaledClock(RealTimeClock):
 
 
 def scaled(spans: Spans, rate: float) -> Spans:
-    """What an engine measured on the machine's clock, on one of another rate."""
+    """Converts spans that were measured on the machine's clock to a clock of another rate."""
     if rate == 1.0:
         return spans
     return Spans(*(int(getattr(spans, name) * rate) for name in Spans.FIELDS))
 
 
 def make_clock(config: RealConfig | VllmConfig, engine: object = None) -> RealTimeClock:
-    """engine: what the time of a probe is that of. Raises ConfigError if it has none."""
+    """Creates the clock for config.pace. engine: has the probe of `probe_scaled`; raises ConfigError without one."""
     if config.pace == "probe_scaled":
         probe = getattr(engine, "probe", None)
         if probe is None:

@@ -15,7 +15,7 @@ ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "cp
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PACES = ("real_time", "as_fast_as_possible", "cpu_time", "probe_scaled")
 MAX_NUM_REPLICAS = 256
-MAX_NUM_THREADS = 1024  # torch does not survive many more
+MAX_NUM_THREADS = 1024  # torch crashes with many more
 
 
 def check_probe(pace: str, probe_ns: int | None) -> None:
@@ -26,22 +26,21 @@ def check_probe(pace: str, probe_ns: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RealConfig:
-    """How the engine runs; what it runs is a ModelSpec, what it is fed is a plan.
+    """How the engine runs. The model is a ModelSpec, the work comes as plans.
 
-    device: `auto` takes CUDA where there is a GPU. dtype: of weights and KV; None takes the model's. attention: `auto`
-    takes the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors when
-    the model's path is a folder and draws random weights otherwise. cpu_kv_bytes: KV memory when the device is the CPU.
-    num_threads: of torch on the CPU; None leaves torch's choice. pace: `real_time` waits for arrivals, `cpu_time` does
-    by the CPU time of this process, `as_fast_as_possible` moves the clock forward instead; so does `probe_scaled`, and
-    scales what steps take by how long a probe takes now and then, against probe_ns (None: what it takes at the start):
-    as on a machine that is always as fast. speed: 2.0 replays a trace
-    twice as fast: arrivals and think times are divided by it; all that is recorded stays in the engine's own time.
-    cuda_graphs: steps are captured when the engine starts and replayed (CUDA only): those of decodes only up to
-    max_captured_size rows, others up to max_captured_tokens tokens (0: none of these). k_scale, v_scale: what keys and
-    values are divided by before they are stored as cache.kv_dtype=fp8_e4m3 or fp8_e5m2.
-    rank_timeout_s: how long a rank, or a replica, is waited for before the run is given up.
-    num_replicas: engines, each with a scheduler, blocks and a device of its own; router: which of them serves a
-    request, a name or {_target_: a class of yours}, as with backend=sim.
+    device: `auto` takes CUDA if there is a GPU. dtype: of weights and KV; None: the model's. attention: `auto` takes
+    the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors if the
+    model's path is a folder, and generates random weights otherwise. cpu_kv_bytes: KV memory if the device is the CPU.
+    num_threads: of torch on the CPU; None: torch's default. pace: `real_time` waits for arrivals; `cpu_time` does so in
+    CPU time of this process; `as_fast_as_possible` moves the clock forward instead. `probe_scaled` does so too, and
+    scales step times to a machine of constant speed: a probe is timed at intervals and compared with probe_ns (None:
+    its duration at the start). speed: 2.0 replays a trace twice as fast: arrivals and think times are divided by it;
+    recorded times stay in the engine's own time. cuda_graphs: steps are captured when the engine starts, and replayed
+    (CUDA only). These are steps of only decodes up to max_captured_size rows, and other steps up to max_captured_tokens
+    tokens (0: none). k_scale, v_scale: keys and values are divided by these before they are stored as
+    cache.kv_dtype=fp8_e4m3 or fp8_e5m2. rank_timeout_s: how long to wait for a rank or a replica before the run fails.
+    num_replicas: number of engines, each with its own scheduler, blocks and device. router: chooses the engine for a
+    request; a name or {_target_: a class of yours}, as with backend=sim.
     """
 
     device: str = "auto"
@@ -55,7 +54,7 @@ class RealConfig:
     speed: float = 1.0
     cuda_graphs: bool = True
     max_captured_size: int = 512
-    max_captured_tokens: int = 2048  # where an 8B model computes for longer than the host takes to launch its layers
+    max_captured_tokens: int = 2048  # beyond, an 8B model computes for longer than the host takes to launch its layers
     k_scale: float = 1.0
     v_scale: float = 1.0
     rank_timeout_s: float = 300.0

@@ -1,4 +1,4 @@
-"""Where the engine computes: the device, its number format, its description, and how a step's time is measured."""
+"""The device of the engine, its number format and description, and the measurement of a step's time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_WORDS = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED",
 
 
 class Placement(NamedTuple):
-    """Where tensors live, in which format, and among which ranks they are shared out."""
+    """The device and format of tensors, and the ranks over which they are split."""
 
     device: torch.device
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`, `cuda` or `cpu` -> a device. Raises DeviceError if CUDA is demanded and absent."""
+    """`auto`, `cuda` or `cpu` -> a device. Raises DeviceError if CUDA is requested and not available."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -38,8 +38,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | None, spec: ModelSpec) -> torch.dtype:
-    """The configured format, or the model's: bfloat16 where its weights are FP8, which nothing is computed in. Raises
-    ConfigError if the engine cannot compute in it."""
+    """Returns the configured format, or the model's; bfloat16 if the model's weights are FP8, in which the engine does
+    not compute. Raises ConfigError if the engine cannot compute in the format."""
     chosen = name or ("bfloat16" if spec.dtype == "fp8" else spec.dtype)
     if chosen not in DTYPES:
         raise ConfigError(f"the real backend cannot compute in {chosen}; set backend.dtype to {', '.join(DTYPES)}")
@@ -49,12 +49,12 @@ def resolve_dtype(name: str | None, spec: ModelSpec) -> torch.dtype:
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of all weights, over all ranks, where the engine computes in dtype."""
+    """Returns the bytes of all weights, over all ranks. dtype: the format in which the engine computes."""
     return spec.weight_bytes() if spec.dtype == "fp8" else spec.num_parameters * dtype.itemsize
 
 
 def describe_device(device: torch.device) -> str:
-    """One line for manifests: the GPU's name, or the CPU's with the number of threads that torch uses."""
+    """Returns one line for manifests: the GPU's name, or the CPU's with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     num_threads = torch.get_num_threads()
@@ -72,7 +72,7 @@ def _cpu_name() -> str:
 
 @contextmanager
 def memory_named(remedy: str) -> Iterator[None]:
-    """Turns a GPU that runs out of memory into a DeviceError of one line, which ends with what helps."""
+    """Converts out-of-memory errors of a GPU to a DeviceError of one line. remedy: the end of the line."""
     try:
         yield
     except RuntimeError as error:
@@ -82,9 +82,9 @@ def memory_named(remedy: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch's own error, or that of the driver, cuBLAS, Triton or NCCL, which say it in words.
+    """Whether memory ran out: torch's own error, or one of the driver, cuBLAS, Triton or NCCL, recognised by its text.
 
-    Also where it was the first error of several: a capture that memory ends is then told to end, and fails at that.
+    Also true if that was the first of several errors: a capture that runs out of memory fails again when it is ended.
     """
     if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in MEMORY_WORDS):
         return True
@@ -92,7 +92,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class CpuStopwatch:
-    """Marks instants of the monotonic clock: CPU work is done when its call returns. As CudaStopwatch."""
+    """Marks instants of the monotonic clock, as CPU work is done when its call returns. Methods as CudaStopwatch."""
 
     def __init__(self) -> None:
         self._marks: list[int] = []
@@ -111,8 +111,8 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Marks instants of a GPU's own time line, by events on the current stream. One measurement at a time; used again
-    after `restart`, with the events that it has."""
+    """Marks instants on the GPU's time line, by events on the current stream. One measurement at a time; `restart`
+    begins the next one and reuses the events."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -132,7 +132,7 @@ class CudaStopwatch:
         return bool(self._events[self._num_marks - 1].query())
 
     def finish(self) -> list[int]:
-        """Waits for the device once; the ns between consecutive marks."""
+        """Waits once for the device; returns the ns between consecutive marks."""
         marked = self._events[: self._num_marks]
         marked[-1].synchronize()
         return [round(before.elapsed_time(after) * 1e6) for before, after in pairwise(marked)]  # ms -> ns

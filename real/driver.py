@@ -1,7 +1,7 @@
-"""Drives the core's loop in real time: waits when it says wait, runs the engine when it says execute.
+"""Drives the core's loop in real time: carries out its commands, which are to wait or to execute a plan on the engine.
 
-The clock starts at 0 with the loop's first command and is handed in, so that tests can turn it by hand. This module
-needs no torch.
+The clock starts at 0 with the loop's first command. It is passed in, so that tests can control it. This module needs no
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Computed(NamedTuple):
-    """What came of a plan. outcomes: of the rows that were not forced; None: there are none."""
+    """The result of a plan. outcomes: of the rows that sample and are not forced; None: there are none."""
 
     outcomes: tuple[Outcome, ...] | None
     spans: Spans
@@ -28,25 +28,25 @@ class Computed(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A plan that was launched. wait: may be called once, and in the order of the plans. is_done: whether that would
-    not block, where the engine can say it."""
+    """A launched plan. wait: must be called once, in the order of the plans. is_done: whether `wait` would not block;
+    always False if the engine does not know."""
 
     wait: Callable[[], Computed]
     is_done: Callable[[], bool] = lambda: False
 
 
 class RunningBackend(Protocol):
-    """What the driver asks of an engine; RealBackend is one."""
+    """The part of an engine that the driver needs; RealBackend implements it."""
 
     def start(self, plan: BatchPlan) -> Work: ...
 
 
 class StepLog(Protocol):
-    """Is told of each step that was waited for; real.replay.HostTimes is one."""
+    """Is called for each step that was waited for; real.replay.HostTimes implements it."""
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
-        """launch_ns: of the launch, without preparing. length_ns: from its plan to its result; of a step planned while
-        another was in flight, from that one's result on."""
+        """launch_ns: duration of the launch, without preparing. length_ns: from the plan to the result; if the step was
+        planned while another was in flight, from the other's result to its own."""
         ...
 
 
@@ -59,9 +59,9 @@ def run(
 ) -> Result:
     """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
 
-    Raises LivelockError if the loop waits for a wake: nobody is there to wake it. What the loop or the engine raises,
-    an interrupt included, passes through; records of committed steps are the recorder's and stay. log: is told what
-    the host did in each step. catch_up: does what can wait until a step is launched (`LateRecords`).
+    Raises LivelockError if the loop waits for an event, as none can come. Errors of the loop or the engine, interrupts
+    included, pass through; records of committed steps stay with the recorder. log: gets the host's times of each step.
+    catch_up: does work that can wait until a step is launched (`LateRecords`).
     """
     drive = Drive(loop, backend, clock, log, catch_up)
     while not drive.is_over:
@@ -70,11 +70,11 @@ def run(
 
 
 class Drive(Generic[Result]):
-    """A loop whose commands are carried out one by one, for callers who do something between them.
+    """A loop whose commands are carried out one by one, for callers that do other work in between.
 
-    is_waiting: the next command is a wait, as the loop of an open inbox has it after each step. No plan is in flight
-    then, or one that was launched ahead. Who drives several loops launches with `begin`, goes on with `step` when that
-    blocks nobody, and with `wake` when something has come.
+    is_waiting: the next command is a wait; the loop of an open inbox waits after each step. Then no plan is in flight,
+    or one that was launched ahead. A caller that drives several loops launches with `begin`, calls `step` when it does
+    not block, and `wake` when an event has come.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Drive(Generic[Result]):
         self.is_over = False
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
-        self.catch_up = catch_up or (lambda: None)  # does now what was to wait for a launch, where there is none
+        self.catch_up = catch_up or (lambda: None)  # called after a launch, and when there is nothing to launch
         self._failure: Exception | None = None
         self._last_ns, self._schedule_ns, self._ended_ns = 0, 0, 0
         self._in_flight: deque[_Launched] = deque()
@@ -99,7 +99,7 @@ class Drive(Generic[Result]):
         clock.start()
 
     def step(self) -> None:
-        """Carries the next command out, and hears the one after it."""
+        """Carries out the next command, and gets the one after it."""
         if isinstance(self._command, Execute):
             self.begin()
             self._go_on(self._answer(self._command))
@@ -108,14 +108,14 @@ class Drive(Generic[Result]):
             self._go_on(_wait(self._command, self._clock, self._last_ns))
 
     def wake(self, now_ns: int) -> None:
-        """A loop that waits goes on: from the end of a step at that very instant, as the loop of a closed inbox does;
-        else at `now_ns`, up to which its inbox has what came."""
+        """Resumes a waiting loop. After a step, it resumes at the instant at which the step ended, like the loop of a
+        closed inbox; otherwise at `now_ns`, up to which its inbox has all events."""
         assert isinstance(self._command, WaitUntil), "only a loop that waits is woken"
         until_ns = self._command.until_ns
         self._go_on(Resume(max(now_ns if until_ns is None else until_ns, self._last_ns)))
 
     def begin(self) -> None:
-        """Launches what the next command has to launch."""
+        """Launches the plan of the next command, if it has one that is not yet launched."""
         if not isinstance(self._command, Execute) or self._command.plan is None or self._is_begun:
             return
         rate = self._clock.before_step()
@@ -131,12 +131,12 @@ class Drive(Generic[Result]):
 
     @property
     def awaits_result(self) -> bool:
-        """Whether the next command is answered when the oldest step in flight is done, and not before."""
+        """Whether the answer to the next command is the result of the oldest step in flight."""
         return not self.is_over and isinstance(self._command, Execute) and not self._command.is_ahead
 
     @property
     def waits_for_events(self) -> bool:
-        """Whether it has nothing to do, or goes round in circles, until something comes."""
+        """Whether the loop makes no progress until an event comes: it has no work, or its requests are stuck."""
         command = self._command
         return self.is_waiting and isinstance(command, WaitUntil) and (command.until_ns is None or command.is_stuck)
 
@@ -155,7 +155,7 @@ class Drive(Generic[Result]):
         self.is_waiting = not self.is_over and isinstance(self._command, WaitUntil)
 
     def _answer(self, command: Execute) -> Resume:
-        """Waits for the oldest step in flight unless told not to. Each answer is at least 1 ns after the one before."""
+        """Waits for the oldest step in flight, unless the plan is ahead. Answers are at least 1 ns apart."""
         clock = self._clock
         if command.is_ahead:
             return Resume(max(clock.now_ns(), self._last_ns + 1))
@@ -172,7 +172,7 @@ class Drive(Generic[Result]):
 
 
 class _Launched(NamedTuple):
-    """A step in flight: when it was planned, how long that took, how long its launch; the rate of the clock."""
+    """A step in flight: when it was planned, the durations of planning and launching, and the clock's rate."""
 
     work: Work
     plan_ns: int

@@ -1,7 +1,7 @@
 """Real replicas behind a router, in real time: one thread drives all loops, each engine runs in a process of its own.
 
-What happens in a turn, in this order: steps that are done are committed, in replica order; what is due is routed; loops
-that wait go on. So a router sees every step that is over by then, as it does in the simulator. Needs no torch.
+Each turn has this order: finished steps are committed, in replica order; due events are routed; waiting loops go on. So
+a router sees every step that has finished by then, as in the simulator. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from testbed.routing.routers import Router
 
 
 class ReplicaBackend(RunningBackend, Protocol):
-    """An engine that runs beside this process."""
+    """An engine that runs in another process."""
 
     @property
     def has_answer(self) -> bool:
-        """Whether waiting for the oldest step in flight would not block. Raises what ended the engine."""
+        """Whether waiting for the oldest step in flight would not block. Raises the failure that ended the engine."""
         ...
 
     def fileno(self) -> int:
-        """Readable when an answer has come."""
+        """Returns a file descriptor that is readable when an answer has come."""
         ...
 
 
 class Fleet:
-    """Some engines, one inbox for all of them, and the router between. Give each loop its inbox of `inboxes`."""
+    """Several engines, one inbox for all of them, and the router in between. Each loop must get one of `inboxes`."""
 
     def __init__(
         self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
@@ -50,8 +50,8 @@ class Fleet:
     def run(
         self, loops: Sequence[Loop], schedulers: Sequence[Scheduler], catch_ups: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Drives the loops to their ends. Raises what a loop or an engine raises; what is committed stays recorded.
-        catch_ups: one for each, as `real.driver.run` has it."""
+        """Drives the loops to their ends. Raises errors of loops and engines; committed steps stay recorded. catch_ups:
+        one per loop, as for `real.driver.run`."""
         self._dispatcher.attach(schedulers)
         self._schedulers = schedulers
         self._drives = [
@@ -67,9 +67,9 @@ class Fleet:
                 loop.close()
 
     def _turn(self) -> bool:
-        """All that can be done now; whether anything was."""
+        """Does everything that can be done now; returns whether there was anything."""
         has_moved = self._commit()
-        now_ns = self._clock.now_ns()  # what comes from here on is for the next turn, and for the steps planned there
+        now_ns = self._clock.now_ns()  # later arrivals are for the next turn and its plans
         for _ in self._dispatcher.send_due(now_ns, is_late=True):
             has_moved = True
         for drive, inbox in zip(self._drives, self.inboxes, strict=True):
@@ -85,7 +85,7 @@ class Fleet:
         return has_moved
 
     def _commit(self) -> bool:
-        """Answers what is done, up to where each loop waits for an event or for its engine."""
+        """Commits finished steps, until each loop waits for an event or for its engine."""
         has_moved = False
         for drive, backend in zip(self._drives, self._backends, strict=True):
             while not drive.is_waiting and not drive.is_over:
@@ -98,11 +98,11 @@ class Fleet:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing will ever move: those that have work left have nobody to help them."""
+        """Whether nothing can happen any more: no event is left, and every loop waits for one."""
         return self._dispatcher.next_ns() is None and all(drive.waits_for_events for drive in self._drives)
 
     def _rest(self) -> None:
-        """Until an engine has an answer or something is due, but not for long: Ctrl-C is heard when a loop goes on."""
+        """Waits until an engine has an answer or an event is due; at most SLEEP_SLICE_S, so that Ctrl-C has effect."""
         for drive in self._drives:
             drive.catch_up()
         next_ns = self._dispatcher.next_ns()

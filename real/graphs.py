@@ -1,8 +1,8 @@
-"""Steps replayed as CUDA graphs: captured once in a few shapes, a step runs in the smallest that holds it. Steps of
-decodes alone have shapes of their own, by their rows; all others, by their tokens.
+"""Steps replayed as CUDA graphs, which are captured once in a few shapes. A step runs in the smallest shape that holds
+it. Steps of decodes only have shapes by number of rows; all other steps have shapes by number of tokens.
 
 A graph reads and writes the same memory at each replay. So each shape has its own inputs on the device, which a step
-overwrites in one copy; rows and tokens that only pad it write to the cache's scratch block.
+overwrites in one copy. Padding rows and tokens write to the cache's scratch block.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from real.cache_engine import CacheEngine
 from real.models.interface import CausalLM
 from real.staging import layout, twofold_memory, views, write
 
-Work = Callable[[], Tensor]  # on fixed memory; its result lies in the same place each time
-Capture = Callable[[Work], Work]  # gives what is launched at once; called from the largest shape to the smallest
+Work = Callable[[], Tensor]  # on fixed memory; its result is in the same memory each time
+Capture = Callable[[Work], Work]  # returns the replay of the work; called from the largest shape to the smallest
 
 
 class CudaCapture:
     """Captures on the current device; all graphs share one pool of memory, as only one runs at a time."""
 
     def __init__(self) -> None:
-        gc.collect()  # engines that are gone hold memory until then
-        self._stream = torch.cuda.Stream()  # one: cuBLAS keeps memory for each
+        gc.collect()  # frees the memory of engines that are no longer used
+        self._stream = torch.cuda.Stream()  # a single one, as cuBLAS keeps memory for each stream
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """To be called when all graphs so far were let go of: torch takes no more into the pool that they had."""
+        """Must be called after all graphs so far were released: torch adds no more graphs to their pool."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # loads kernels and picks algorithms, which a capture must not do
+            work()  # loads kernels and chooses algorithms, which a capture must not do
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with _without_collections(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
@@ -59,8 +59,8 @@ class CudaCapture:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """What Python's collector would find meanwhile may be a graph, a kernel or pinned memory of an engine that is gone;
-    to free one breaks a capture."""
+    """Disables Python's garbage collector: it could free a graph, a kernel or pinned memory of an engine that is no
+    longer used, which breaks a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -71,7 +71,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class GraphShape(NamedTuple):
-    """Of a captured step: the most tokens and rows that it holds. is_decode: each row has one token, and no other."""
+    """The most tokens and rows that a captured step holds. is_decode: every row has exactly one token."""
 
     num_tokens: int
     num_rows: int
@@ -79,20 +79,20 @@ class GraphShape(NamedTuple):
 
 
 def captured_sizes(largest: int) -> list[int]:
-    """Of decodes: 1, 2, 4, then multiples of 8, up to the largest batch, which is itself captured."""
+    """Returns the sizes of decode shapes: 1, 2, 4, then multiples of 8, up to `largest`, which is included."""
     sizes = [size for size in (1, 2, 4, *range(8, largest + 1, 8)) if size < largest]
     return [*sizes, largest]
 
 
 def captured_token_counts(largest: int) -> list[int]:
-    """Of other steps: up to the largest, which is itself captured, in steps of 16, from 128 on of 64, from 512 on of
-    128: so that padding costs the products at most a tile of rows."""
+    """Returns the token counts of other shapes: multiples of 16, from 128 on of 64, from 512 on of 128, up to
+    `largest`, which is included. So padding costs each GEMM at most one more tile of rows."""
     counts = [*range(16, 128, 16), *range(128, 512, 64), *range(512, largest + 1, 128)]
     return [*(count for count in counts if count < largest), largest]
 
 
 def captured_shapes(max_decodes: int, max_tokens: int, max_num_seqs: int) -> list[GraphShape]:
-    """The largest first. max_tokens: of steps that are not decodes alone; below 2: none of them is captured."""
+    """Returns all shapes, largest first. max_tokens: for steps that are not only decodes; below 2: none of those."""
     shapes = [GraphShape(size, size, True) for size in captured_sizes(max_decodes)]
     if max_tokens > 1:
         shapes += [GraphShape(count, min(count, max_num_seqs), False) for count in captured_token_counts(max_tokens)]
@@ -100,20 +100,20 @@ def captured_shapes(max_decodes: int, max_tokens: int, max_num_seqs: int) -> lis
 
 
 class Captured:
-    """A graph and its fixed memory: pinned on the host, twofold as in Staging, its twin on the device.
+    """A graph and its fixed inputs: two pinned copies on the host, as in Staging, and one on the device.
 
-    token_ids: int64 [num_tokens], of what was loaded; they may be overwritten.
-    tables: int32 [num_rows, max_blocks] on the device, shared with the other shapes. Only what a batch uses of it is to
-    be written: decodes that pad read one position of some block, which means nothing, and write to the scratch block;
-    rows that pad another step have no token.
+    token_ids: int64 [num_tokens], of the loaded batch; they may be overwritten.
+    tables: int32 [num_rows, max_blocks] on the device, shared with the other shapes. Only the part that a batch uses is
+    written. Padding decodes read one position of an arbitrary block and write to the scratch block; their output is not
+    used. Padding rows of another step have no token.
     """
 
     def __init__(self, shape: GraphShape, tables: Tensor, scratch_slot: int) -> None:
         self.shape = shape
-        self.replay: Work  # -> final hidden states [num_tokens, hidden]; set once it is captured
+        self.replay: Work  # -> final hidden states [num_tokens, hidden]; set after the capture
         self.tables = tables
         num_tokens, num_rows, is_decode = shape
-        self._padding_len = int(is_decode)  # tokens, and positions, of a row that pads
+        self._padding_len = int(is_decode)  # tokens, and positions, of a padding row
         self._scratch_slot = scratch_slot
         lens = np.full(num_rows, self._padding_len, dtype=np.int32)
         self._arrays: list[np.ndarray] = [
@@ -131,7 +131,8 @@ class Captured:
         self.token_ids, self.positions, self._slots, self._context_lens, *self._starts = tensors
 
     def metadata(self, max_model_len: int) -> AttentionMetadata:
-        """For the host every row is as long as a row can be; how long it is, the device reads at each replay."""
+        """Returns metadata with bounds: on the host every row has the greatest possible length; the device reads the
+        actual lengths at each replay."""
         num_tokens, num_rows, is_decode = self.shape
         query_starts, context_starts = self._starts
         return AttentionMetadata(
@@ -146,8 +147,8 @@ class Captured:
         )
 
     def load(self, batch: FlatBatch) -> Tensor:
-        """Overwrites all but the tables with a batch that the shape holds, padded; returns where the batch's tables are
-        to be written, int32 [num_rows, max blocks of a row]. Waits for nothing."""
+        """Overwrites all inputs except the tables with a batch, padded to the shape. Returns the memory to which the
+        batch's tables must be written, int32 [num_rows, max blocks of a row]. Does not wait."""
         token_ids, positions, slots, context_lens, query_starts, context_starts = self._arrays
         num_tokens, num_rows = batch.num_tokens, batch.num_rows
         token_ids[:num_tokens], token_ids[num_tokens:] = batch.token_ids, 0
@@ -168,7 +169,7 @@ class Captured:
 
 
 class StepGraphs:
-    """The captured steps of one model over one KV cache. shapes: the largest first. capture: CudaCapture on a GPU."""
+    """The captured steps of one model over one KV cache. shapes: largest first. capture: CudaCapture on a GPU."""
 
     def __init__(
         self,
@@ -187,9 +188,9 @@ class StepGraphs:
         self._max_blocks = -(-limits.max_model_len // limits.block_size)
         scratch_slot = cache.scratch_block * limits.block_size
         size, device = (max(shape.num_rows for shape in shapes), self._max_blocks), cache.gpu.whole.device
-        with torch.inference_mode(False):  # ordinary memory: it may be written to anywhere
+        with torch.inference_mode(False):  # so that it can be written to outside of inference mode too
             tables = torch.full(size, cache.scratch_block, dtype=torch.int32, device=device)
-        self._hidden: Tensor | None = None  # [most tokens, hidden], where every graph leaves its result
+        self._hidden: Tensor | None = None  # [most tokens, hidden], the result of every graph
         self._captured: dict[bool, list[Captured]] = {True: [], False: []}  # by is_decode, the smallest first
         for shape in shapes:  # the largest first: the smaller ones fit into its memory
             captured = Captured(shape, tables[: shape.num_rows], scratch_slot)
@@ -197,22 +198,23 @@ class StepGraphs:
             self._captured[shape.is_decode].insert(0, captured)
 
     def _forward(self, captured: Captured) -> Tensor:
-        """Into memory that all shapes share: a graph that kept its own result would take room in the pool for good."""
+        """Runs a forward pass and copies its result to memory that all shapes share. Otherwise each graph would hold
+        memory of the pool for its result."""
         attention = self._attention.prepare(captured.metadata(self._max_model_len))
         hidden = self._model.hidden_states(captured.token_ids, captured.positions, self._caches, attention)
-        if self._hidden is None:  # work runs once before it is captured
+        if self._hidden is None:  # at the first run, which is before any capture
             self._hidden = hidden.new_empty((self._most_tokens, *hidden.shape[1:]))
         return self._hidden[: captured.shape.num_tokens].copy_(hidden)
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Tokens of the largest graph of decodes alone, and of other steps; 0: there is none."""
+        """The tokens of the largest graph of decodes only, and of other steps; 0: there is none."""
         most = [own[-1].shape.num_tokens if own else 0 for own in (self._captured[True], self._captured[False])]
         return most[0], most[1]
 
     def find(self, batch: FlatBatch) -> Captured | None:
-        """The smallest graph that the batch runs in; None: it has too many tokens, a row is too long, or steps of its
-        kind are not captured."""
+        """Returns the smallest graph that holds the batch; None if it has too many tokens or rows, if a row is too
+        long, or if steps of its kind are not captured."""
         captured = self._captured[batch.is_decode]
         place = bisect_left(captured, batch.num_tokens, key=lambda one: one.shape.num_tokens)
         if place == len(captured) or batch.max_blocks > self._max_blocks:
@@ -220,7 +222,7 @@ class StepGraphs:
         return captured[place] if batch.num_rows <= captured[place].shape.num_rows else None
 
     def replay(self, captured: Captured) -> Tensor:
-        """Final hidden states [num_tokens, hidden] of what was loaded; those behind the batch mean nothing. The graph
-        knows no layer's event: it starts when the swaps of all layers are over."""
+        """Returns final hidden states [num_tokens, hidden] of the loaded batch; those of padding are undefined. A graph
+        cannot wait for each layer's swaps, so it starts after the swaps of all layers."""
         self._caches.wait()
         return captured.replay()

@@ -1,4 +1,5 @@
-"""Whether weights and KV memory fit in the host's memory: an allocation that is too large succeeds, and kills later."""
+"""Checks that weights and KV memory fit in the host's memory. Too large an allocation succeeds on Linux, and the system
+kills the process later, when the memory is used."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from pathlib import Path
 from testbed.errors import DeviceError
 
 MEMINFO = Path("/proc/meminfo")
-PROCESS_BYTES = 400 * 1024**2  # of an engine's process of its own, without model and cache
+PROCESS_BYTES = 400 * 1024**2  # of an engine's process, without model and cache
 RESERVE_BYTES = 256 * 1024**2  # for the temporaries of a step and the core
 
 
 def available_bytes() -> int | None:
-    """What can be allocated without swapping, as Linux estimates it; None where it does not say."""
+    """Returns the memory that can be allocated without swapping, as estimated by Linux; None on other systems."""
     if not MEMINFO.is_file():
         return None
     for line in MEMINFO.read_text().splitlines():
@@ -23,9 +24,9 @@ def available_bytes() -> int | None:
 
 
 def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int, num_replicas: int = 1) -> None:
-    """Raises DeviceError if the weights, or the KV blocks beside them, are more than what each replica has available.
+    """Raises DeviceError if the weights, or weights and KV blocks together, need more than each replica has available.
 
-    The swap pool does not count: its pages are taken when they are first written.
+    The swap pool is not counted, as its pages are allocated only when they are first written.
     """
     available = available_bytes()
     if available is None:

@@ -1,4 +1,4 @@
-"""Records that are written while the device computes. Knows events and their order; needs no torch."""
+"""Delays the writing of records until the device computes. Knows events and their order; needs no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from testbed.core.request import Request
 
 
 class LateRecords(Recorder):
-    """Keeps a run's events until it catches up: then `recorder` sees them, in their order.
+    """Keeps a run's events until `catch_up`, which passes them to `recorder` in their order.
 
-    Who drives the loop catches up when it has launched a step, and when there is nothing to launch. An event is seen
-    once, also if the recorder raises. The recorder is not closed here.
+    The driver of the loop calls it after launching a step, and when there is nothing to launch. Each event is passed
+    once, even if the recorder raises. The recorder is not closed here.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LateRecords(Recorder):
         self._events: deque[Callable[[], None]] = deque()
 
     def of(self, recorder: Recorder) -> LateRecords:
-        """This, with the recorder that it shows events to."""
+        """Sets the recorder that gets the events; returns self."""
         self._recorder = recorder
         return self
 
@@ -48,12 +48,12 @@ class LateRecords(Recorder):
         self._events.append(partial(self.recorder.ended, finished, now_ns))
 
     def catch_up(self) -> None:
-        """Raises what the recorder raises; what comes behind that is still to be seen."""
+        """Passes on all kept events. If the recorder raises, the later events stay kept."""
         while self._events:
             self._events.popleft()()
 
     def close(self) -> None:
-        """Nothing more will come: all that is kept is seen. Raises what the recorder raised first."""
+        """Passes on all kept events at the end of a run, even if some fail. Raises the recorder's first error."""
         failure: Exception | None = None
         while self._events:
             try:

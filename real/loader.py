@@ -1,4 +1,4 @@
-"""Weights: from safetensors files, or random. Knows the names of a checkpoint's weights, not what they are for."""
+"""Weights: from safetensors files, or random. Knows the names of a checkpoint's weights, but not their use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from testbed.specs.model import ModelSpec
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FORMATS = ("F32", "F16", "BF16", "F64")
-FP8_FORMATS = ("F8_E4M3",)  # of weights that are kept so
-FP8_FACTOR = 64  # by which random weights of FP8 are larger than their scales make them, so that few are 0
+FP8_FORMATS = ("F8_E4M3",)  # of weights that stay in FP8
+FP8_FACTOR = 64  # random FP8 weights are this much larger, and their scales smaller, so that few are rounded to 0
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
-    """Every weight by its name in a checkpoint, and where it goes on this rank.
+    """Returns the slot of every weight on this rank, by the weight's name in a checkpoint.
 
-    A packed parameter appears as its parts; a weight that two modules share appears once, under its first name.
+    A packed parameter is listed as its parts. A weight that two modules share is listed once, under its first name.
     """
     slots: dict[str, Slot] = {}
     seen: set[int] = set()
@@ -43,7 +43,7 @@ def checkpoint_slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of weights that modules share -> the first."""
+    """Maps further names of shared weights to their first name."""
     firsts: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)
     pairs = [(name, firsts.setdefault(id(parameter), name)) for name, parameter in names]
@@ -51,9 +51,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def load_weights(model: nn.Module, spec: ModelSpec, load_format: str, seed: int) -> str:
-    """Fills every weight; returns the format used: `safetensors` or `dummy` (random, drawn from the seed).
+    """Fills every weight; returns the format that was used: `safetensors` or `dummy` (random, from the seed).
 
-    `auto` reads safetensors when spec.path is a folder. Raises ModelError naming the weight, the file and the shapes.
+    `auto` reads safetensors if spec.path is a folder. Raises ModelError naming the weight, the file and the shapes.
     """
     is_folder = spec.path is not None and Path(spec.path).is_dir()
     if load_format == "dummy" or (load_format == "auto" and not is_folder):
@@ -67,9 +67,9 @@ def load_weights(model: nn.Module, spec: ModelSpec, load_format: str, seed: int)
 
 @torch.no_grad()
 def fill_random(model: nn.Module, seed: int) -> None:
-    """Random weights that keep activations at unit scale; norms lie around 1, biases around 0.
+    """Fills in random weights that keep activations at unit scale; norms are around 1, biases around 0.
 
-    The same seed gives the same model, however many ranks share it: each draws the whole and keeps its part.
+    The same seed gives the same model for any number of ranks: each generates the whole weights and keeps its part.
     """
     slots = checkpoint_slots(model)
     device = next(iter(slots.values())).view.device
@@ -91,10 +91,11 @@ def fill_random(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def load_safetensors(model: nn.Module, folder: Path) -> None:
-    """Copies this rank's part of each weight of the folder's safetensors files into place, converting the number
-    format if need be.
+    """Copies this rank's part of each weight from the folder's safetensors files, and converts the number format if
+    necessary.
 
-    Raises ModelError for a weight that is missing, unknown, of another shape or format, or not the one it is tied to.
+    Raises ModelError for a weight that is missing, unknown, not finite, of another shape or format, or different from
+    the weight to which it is tied.
     """
     slots, aliases = checkpoint_slots(model), tied_names(model)
     missing = dict.fromkeys(slots)
@@ -129,15 +130,15 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
 
 
 def _is_finite(view: Tensor) -> bool:
-    """FP8 is asked as float16, which holds all of it."""
+    """Whether all values are finite. FP8 is checked as float16, which represents all its values."""
     return bool((view.half() if view.dtype.itemsize == 1 else view).isfinite().all())
 
 
 def _own_name(stored: str, slots: dict[str, Slot]) -> str | None:
-    """A stored weight's name in the model; None: it holds nothing that a model needs.
+    """Returns a stored weight's name in the model; None if the model does not need it.
 
-    A checkpoint of the model without its head lacks the first level of the names. Scales of activations are not used:
-    these are not quantised.
+    A checkpoint of the model without its head lacks the first level of the names. Scales of activations are not used,
+    as activations are not quantised.
     """
     if stored.endswith((".rotary_emb.inv_freq", ".input_scale")):
         return None
@@ -154,7 +155,7 @@ def _incomplete(folder: Path, missing: dict[str, Slot]) -> ModelError:
 
 
 def _check_tied(name: str, other: str, slot: Slot, file: Path) -> None:
-    """A checkpoint may repeat a tied weight, but not with other values."""
+    """Raises ModelError if a tied weight that the checkpoint repeats has other values."""
     with _open(file) as weights:
         if not torch.equal(_read(weights, name, slot, file).to(slot.view), slot.view):
             raise ModelError(
@@ -164,7 +165,7 @@ def _check_tied(name: str, other: str, slot: Slot, file: Path) -> None:
 
 
 def _read(weights: Any, name: str, slot: Slot, file: Path) -> Tensor:
-    """What this rank keeps of a stored weight; no more than that is read from the file."""
+    """Returns this rank's part of a stored weight; only that part is read from the file."""
     stored = weights.get_slice(name)
     shape, dtype, expected = list(stored.get_shape()), stored.get_dtype(), list(slot.full_shape)
     if shape != expected and (shape, expected) != ([1], []):
@@ -181,7 +182,7 @@ def _read(weights: Any, name: str, slot: Slot, file: Path) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that its index names, or the only one."""
+    """Returns the safetensors files of a checkpoint: those that its index lists, or the only one."""
     if not folder.is_dir():
         raise ModelError(f"no model at {folder}: expected a folder with config.json and {SINGLE_FILE}")
     index = folder / INDEX_FILE

@@ -1,5 +1,5 @@
-"""How many KV blocks fit: measured at the maximum load on a GPU, a stated budget on the CPU. And other steps that
-serve no request: the warm-up, captures, a probe of the machine's speed."""
+"""How many KV blocks fit: measured at the maximum load on a GPU, from a configured budget on the CPU. Also other steps
+that serve no request: the warm-up, captures, a probe of the machine's speed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.errors import DeviceError
 from testbed.specs.memory import num_kv_blocks
 
-WARM_UP_CONTEXT = 1024  # worth several parts of a split decode
-WARM_UP_TOKENS = 256  # enough for a prefill of a measured kind; the maximum would take a CPU seconds
+WARM_UP_CONTEXT = 1024  # enough for several parts of a split decode
+WARM_UP_TOKENS = 256  # enough for the kernels of measured prefills; the maximum would take seconds on a CPU
 
 
 def fitting_num_blocks(
@@ -30,9 +30,9 @@ def fitting_num_blocks(
     cpu_kv_bytes: int,
     captured: tuple[list[GraphShape], CudaCapture] | None = None,
 ) -> int:
-    """KV blocks that the device has room for. Raises DeviceError if not even one fits.
+    """Returns how many KV blocks fit on the device. Raises DeviceError if not even one fits.
 
-    captured: the shapes of the steps that are to be captured beside the blocks, and how.
+    captured: the shapes of the steps that will be captured, which need memory as well, and how they are captured.
     """
     block_size, device = runner.limits.block_size, runner.placement.device
     size = block_bytes(runner.spec, block_size, cache_dtype, runner.placement.group.size)
@@ -67,8 +67,8 @@ def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the weights, and of the peak of two steps at the maximum load (over two KV blocks, which count as well)
-    plus what others hold of the GPU."""
+    """Returns the bytes of the weights, and the bytes of everything else: the peak of two steps at the maximum load
+    (with their two KV blocks) plus the memory of the GPU that others hold."""
     _, max_num_batched_tokens, max_num_seqs, max_model_len, _ = runner.limits
     device = runner.placement.device
     torch.cuda.synchronize(device)
@@ -95,7 +95,7 @@ def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _small_cache(runner: ModelRunner, dtype: torch.dtype) -> CacheEngine:
-    """Of two blocks: one that all rows of a synthetic load share, and a scratch block."""
+    """Returns a cache of two blocks: one that all rows of a synthetic load share, and a scratch block."""
     return CacheEngine(
         runner.spec, runner.placement, block_size=runner.limits.block_size, num_gpu_blocks=1, num_cpu_blocks=0,
         dtype=dtype,
@@ -103,7 +103,7 @@ def _small_cache(runner: ModelRunner, dtype: torch.dtype) -> CacheEngine:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the GPU, after torch has given back what nobody uses."""
+    """Returns the free bytes of the GPU, after torch has released unused memory."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
@@ -112,14 +112,14 @@ def _free_bytes(device: torch.device) -> int:
 def _measure_graphs(
     runner: ModelRunner, cache_dtype: torch.dtype, shapes: list[GraphShape], capture: CudaCapture
 ) -> int:
-    """Bytes that captured steps of these shapes will hold: tensors, and what the driver keeps of each.
+    """Returns the bytes that captured steps of these shapes will hold: tensors, and the driver's memory for each graph.
 
-    Measured on three of them, whose graphs are let go of again: the largest, which brings the memory that all of them
-    work in, and two more, which say what any other adds.
+    It is measured on three of them, whose graphs are released again. The largest allocates the memory that all share;
+    two more show what each further graph adds.
     """
     probes = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]}, reverse=True)
     cache, device = _small_cache(runner, cache_dtype), runner.placement.device
-    free = [_free_bytes(device)]  # before the first capture, and behind each
+    free = [_free_bytes(device)]  # before the first capture, and after each
 
     def metered(work: Work) -> Work:
         replay = capture(work)
@@ -129,13 +129,13 @@ def _measure_graphs(
     capture_steps(runner, cache, probes, metered)
     capture.begin_anew()
     first, *others = (max(0, before - after) for before, after in pairwise(free))
-    per_graph = min(others, default=0)  # the other may have more in it: kernels loaded, another process's memory
+    per_graph = min(others, default=0)  # the larger may include loaded kernels or another process's memory
     return first + per_graph * (len(shapes) - 1)
 
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
-    """Runs steps of each kind and touches the device's KV memory: no measured step pays for first calls."""
+    """Runs steps of each kind and touches the device's KV memory, so that no measured step includes first calls."""
     is_cuda = runner.placement.device.type == "cuda"
     if is_cuda:
         cache.warm_up()
@@ -148,8 +148,8 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
 
 
 def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, int]]]:
-    """Rows (query length, context length) of steps of each kind. On a GPU those are the kinds that launch other
-    kernels: long and short prefills, alone and beside decodes, few long decodes and many short ones."""
+    """Returns rows (query length, context length) for steps of each kind. On a GPU a kind is a set of kernels: long and
+    short prefills, with and without decodes, few long decodes and many short ones."""
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
     decodes = [(1, 1)] * min(limits.max_num_seqs, limits.max_num_batched_tokens)
     prefill = (num_tokens, num_tokens)
@@ -161,14 +161,14 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
 
 
 def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | None:
-    """The forward pass of one decode, in the block that nobody uses: what it takes says how fast this machine is at the
-    moment. None: a GPU, which is not shared; ranks, which would have to do it together."""
+    """Returns a probe: the forward pass of one decode in the scratch block, whose duration shows how fast the machine
+    is at the moment. None on a GPU, which is not shared, and for ranks, which would have to run it together."""
     if runner.placement.device.type != "cpu" or runner.placement.group.size > 1:
         return None
     inputs = synthetic_load(runner, [(1, runner.limits.block_size)], 1, block=cache.scratch_block)
 
     @torch.inference_mode()
-    def probe() -> None:  # nothing is drawn: a step in flight may wait for the tokens of the last draw
+    def probe() -> None:  # samples nothing: a step in flight may still need the tokens that were sampled last
         runner.token_logits(runner.hidden_states(inputs, cache.gpu), inputs.sample_tokens)
 
     return probe
@@ -176,7 +176,7 @@ def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | 
 
 @torch.inference_mode()
 def capture_steps(runner: ModelRunner, cache: CacheEngine, shapes: list[GraphShape], capture: Capture) -> StepGraphs:
-    """Steps of these shapes over the cache, ready to be replayed; the KV memory is zeros again."""
+    """Captures steps of these shapes over the cache; the KV memory is zero again afterwards."""
     graphs = StepGraphs(runner.model, runner.attention, cache, runner.limits, shapes, capture)
     cache.gpu.whole[:, :, cache.scratch_block].zero_()
     return graphs
@@ -188,8 +188,8 @@ def run_load(runner: ModelRunner, inputs: StepInputs, cache: CacheEngine) -> Non
 
 
 def synthetic_load(runner: ModelRunner, load: list[tuple[int, int]], num_samples: int, block: int = 0) -> StepInputs:
-    """Inputs of (query length, context length) rows that all read and write one block: full work, little memory; the
-    rows that sample ask for all that a sampler can do."""
+    """Returns the inputs of (query length, context length) rows that all read and write one block: full work, little
+    memory. The rows that sample use all features of the sampler."""
     block_size, device = runner.limits.block_size, runner.placement.device
     num_tokens = sum(num for num, _ in load)
     max_blocks = max(-(-context // block_size) for _, context in load)

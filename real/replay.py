@@ -1,8 +1,8 @@
-"""How well a replay kept to its trace's time, and what the host did in its steps: numbers for a run's manifest.
+"""How well a replay kept to the times of its trace, and the host's time in its steps: numbers for a run's manifest.
 
-An arrival that falls into a step is seen at the step's end, by design: that is its boundary wait. What else lies
-between its due instant and the boundary that saw it is lag, the replay's own fault: sleep that lasted too long, or a
-machine that was kept from running. Whoever waits for a core is slower in its steps too, without a lag. Needs no torch.
+An arrival during a step is seen at the step's end, by design: that is its boundary wait. Any further delay between its
+due time and the step boundary that saw it is lag, an error of the replay: a sleep that was too long, or a process that
+got no core. Waiting for a core also makes steps slower, which is not in the lag. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from testbed.core.outcome import Spans
 from testbed.core.request import Request
 
 MAX_LAG_NS = 10_000_000  # a replay keeps pace if 99 % of its arrivals lag by less
-MAX_CORE_WAIT = 0.2  # above it the times of a run are of a busy machine
-_SCHEDULED = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready to run without one
+MAX_CORE_WAIT = 0.2  # above this share, the machine was too busy for the times of a run to be useful
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # ns on a core, ns runnable but without a core
 
 
 class ReplayLag(Recorder):
-    """Lag and boundary wait of every arrival: 16 bytes each."""
+    """Records lag and boundary wait of every arrival, in 16 bytes each."""
 
     def __init__(self) -> None:
         self._lag_ns = array("q")
@@ -31,7 +31,7 @@ class ReplayLag(Recorder):
 
     @classmethod
     def of_all(cls, lags: Iterable[ReplayLag]) -> ReplayLag:
-        """The arrivals of several engines, together."""
+        """Returns the arrivals of several engines together."""
         together = cls()
         for one in lags:
             together._lag_ns += one._lag_ns
@@ -40,7 +40,7 @@ class ReplayLag(Recorder):
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         due_ns = request.arrival_ns
-        free_ns = max(due_ns, self._last_commit_ns)  # from when on it could be seen
+        free_ns = max(due_ns, self._last_commit_ns)  # the earliest time at which it could be seen
         self._boundary_ns.append(free_ns - due_ns)
         self._lag_ns.append(now_ns - free_ns)
 
@@ -48,7 +48,7 @@ class ReplayLag(Recorder):
         self._last_commit_ns = step.end_ns
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest, in seconds; numbers are null before anything arrived."""
+        """Returns numbers for the manifest, in seconds; null without arrivals."""
         return {
             "num_arrivals": len(self._lag_ns),
             "num_late": self._num_late,
@@ -62,7 +62,7 @@ class ReplayLag(Recorder):
         return sum(1 for lag_ns in self._lag_ns if lag_ns > MAX_LAG_NS)
 
     def notes(self) -> list[str]:
-        """One line if more than 1 % of the arrivals were late; else none."""
+        """Returns one line if more than 1 % of the arrivals were late, else none."""
         if 100 * self._num_late <= len(self._lag_ns):
             return []
         worst_ns = max(self._lag_ns)
@@ -74,7 +74,7 @@ class ReplayLag(Recorder):
 
 
 class HostTimes:
-    """Sums over the steps of a run: what the host spent in them, hidden behind the device or not."""
+    """Sums the host's times over the steps of a run, whether or not the device computes meanwhile."""
 
     PARTS = ("schedule_s", "prepare_s", "launch_s", "exposed_s", "step_s")
 
@@ -83,8 +83,8 @@ class HostTimes:
         self._sums_ns = dict.fromkeys(self.PARTS, 0)
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
-        """launch_ns: from the inputs' being ready until the backend returned; on a CPU that is the work itself.
-        length_ns: as `StepLog` has it."""
+        """launch_ns: from the end of preparing until the backend returned; on a CPU this is the work itself. length_ns:
+        as in `StepLog`."""
         self._num_steps += 1
         exposed_ns = max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
         parts = spans.schedule_ns, spans.prepare_ns, launch_ns, exposed_ns, length_ns
@@ -92,8 +92,8 @@ class HostTimes:
             self._sums_ns[name] += ns
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest: mean seconds a step, and the share of the steps' time in which the device did nothing for
-        them. Numbers are null without steps."""
+        """Returns for the manifest the mean seconds per step, and the share of the steps' time in which the device did
+        not work on them. Numbers are null without steps."""
         num, sums = self._num_steps, self._sums_ns
         return {
             "num_steps": num,
@@ -103,13 +103,13 @@ class HostTimes:
 
 
 class CoreWait:
-    """How long the thread that made it, while it was ready to run, had no core: others had them. As Linux counts."""
+    """How long the thread that created it was runnable but had no core, as counted by Linux."""
 
     def __init__(self) -> None:
         self._before = _scheduled_ns()
 
     def share(self) -> float | None:
-        """Of the time since in which it ran or was ready to; None where nobody counts."""
+        """Returns the share of its runnable time since then in which it had no core; None if it is not counted."""
         after = _scheduled_ns()
         if self._before is None or after is None:
             return None
@@ -118,7 +118,7 @@ class CoreWait:
 
 
 def core_wait_notes(share: float | None) -> list[str]:
-    """One line if a run waited for cores for long; else none."""
+    """Returns one line if a run waited long for cores, else none."""
     if share is None or share <= MAX_CORE_WAIT:
         return []
     return [
@@ -136,7 +136,7 @@ def _scheduled_ns() -> tuple[int, int] | None:
 
 
 def _distribution(values_ns: Sequence[int]) -> dict[str, float | None]:
-    """Mean, P99 (the smallest value that 99 % do not exceed) and maximum, in seconds."""
+    """Returns mean, P99 (the smallest value that 99 % do not exceed) and maximum, in seconds."""
     if not values_ns:
         return {"mean": None, "p99": None, "max": None}
     ordered = sorted(values_ns)

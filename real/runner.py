@@ -1,5 +1,5 @@
-"""Turns a plan into tensors and runs the model over them. Reads the plan alone; of the step before it remembers but the
-tokens that it drew, for plans that were made before those were known, and what the device has of block tables already.
+"""Turns a plan into tensors and runs the model over them. Of earlier steps it keeps only two things: the tokens that
+the last step sampled, for plans that were made before these were known, and the block tables that the device has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.specs.model import ModelSpec
 
 
 class EagerInputs(NamedTuple):
-    """What a forward pass reads that is launched kernel by kernel."""
+    """The inputs of a forward pass that is launched kernel by kernel."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
@@ -34,17 +34,17 @@ class EagerInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the device needs for one forward pass, and to sample."""
+    """The inputs of one forward pass and its sampling."""
 
-    forward: EagerInputs | Captured  # whose inputs are loaded
-    sample_tokens: Tensor  # int64 [num_samples], where the last tokens of the rows that sample lie
+    forward: EagerInputs | Captured  # a captured step has its inputs loaded
+    sample_tokens: Tensor  # int64 [num_samples], indices of the last tokens of the rows that sample
     sampling: SampleInputs
     sampled: tuple[int, ...]  # the sequences of the rows that sample, in order
-    placeholders: tuple[tuple[int, int], ...]  # (place among the tokens, sequence): what the step before drew for it
+    placeholders: tuple[tuple[int, int], ...]  # (index of a token that the previous step sampled, its sequence)
 
 
 class ModelRunner:
-    """A model, its attention provider, and the limits of its batches. graphs: captured steps, once there are any."""
+    """A model, its attention provider, and the limits of its batches. graphs: captured steps; None until captured."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class ModelRunner:
         self._tables = HostTables(limits.max_num_seqs, -(-limits.max_model_len // limits.block_size))
         self._device_tables = DeviceTables(self._tables, placement.device)
         self._samples = SampleFeed(Source(spec.vocab_size, seed, spec.eos_token_id), placement.device)
-        self._newest: tuple[dict[int, int], Tensor] | None = None  # where each sequence's token of the last step lies
+        self._newest: tuple[dict[int, int], Tensor] | None = None  # (sequence -> index, tokens) of the last step
         self._staging = Staging(placement.device)
 
     def prepare(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
-        """Flat inputs of the rows, in their order; copies to a GPU are pinned and not waited for.
+        """Returns the flat inputs of the rows, in their order. Copies to a GPU are pinned and asynchronous.
 
         Raises RequestError for a token id outside the vocabulary.
         """
@@ -93,7 +93,7 @@ class ModelRunner:
         return StepInputs(forward, sample_tokens_tensor, sampling, sampled, batch.placeholders)
 
     def hidden_states(self, inputs: StepInputs, kv_caches: Iterable[Tensor]) -> Tensor:
-        """One forward pass: final hidden states of every token, [at least num_tokens, hidden]."""
+        """Runs one forward pass; returns the final hidden states of all tokens, [at least num_tokens, hidden]."""
         if inputs.placeholders:
             self._fill_in(inputs)
         if isinstance(inputs.forward, Captured):
@@ -103,17 +103,17 @@ class ModelRunner:
         return self.model.hidden_states(token_ids, positions, kv_caches, self.attention.prepare(metadata))
 
     def token_logits(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Float32 logits [m, vocab] at `places` int64 [m] of the final hidden states [num_tokens, hidden]."""
+        """Returns float32 logits [m, vocab] at `places` int64 [m] of the final hidden states [num_tokens, hidden]."""
         return self.model.logits(hidden.index_select(0, places))
 
     def draw(self, hidden: Tensor, logits: Tensor, inputs: StepInputs) -> Drawn:
-        """Launches all that chooses and scores tokens, given `hidden_states` and the `token_logits` of sampled rows."""
+        """Launches sampling and scoring, given the `hidden_states` and the `token_logits` of the rows that sample."""
         drawn = launch(logits, inputs.sampling, partial(self.token_logits, hidden))
         self._newest = {seq_id: place for place, seq_id in enumerate(inputs.sampled)}, drawn.newest
         return drawn
 
     def _fill_in(self, inputs: StepInputs) -> None:
-        """Puts the tokens that the step before drew where the plan has placeholders, without waiting for them."""
+        """Replaces the plan's placeholders by the tokens that the previous step sampled, without waiting for them."""
         assert self._newest is not None, "a plan has placeholders, and nothing was drawn"
         places, token_ids = self._newest
         wanted = [place for place, _ in inputs.placeholders]

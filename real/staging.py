@@ -1,4 +1,4 @@
-"""The way of a step's small inputs to the device: written into pinned memory side by side, sent in one copy."""
+"""Sends a step's small inputs to the device: written next to each other in pinned memory, and sent in one copy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes; vector loads of the kernels that read them
+ALIGNMENT = 16  # bytes, for vector loads of the kernels that read the inputs
 
 
 class Staging:
     """Pinned host memory and its twin on the device, as large as the largest step so far.
 
-    What `send` returns may be read by what is launched until the next `send`. One step may be under way while the next
-    is prepared, so the host's memory is twofold, and used by turns. On a CPU there is nothing to send.
+    Tensors that `send` returns are valid for work that is launched before the next `send`. One step can be in flight
+    while the next is prepared, so there are two host buffers, which are used in turn. On a CPU nothing is sent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class Staging:
         self._twin = self._hosts[0]
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays as tensors on the device, of the same shapes and number formats. Does not wait."""
+        """Returns the arrays as tensors on the device, with the same shapes and number formats. Does not wait."""
         if self._device.type != "cuda":
             return [torch.from_numpy(array) for array in arrays]
         offsets, total = layout(arrays)
@@ -38,21 +38,21 @@ class Staging:
 
 
 def send_array(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array by itself to the device, without waiting: torch keeps its pinned memory until the copy is over."""
+    """Sends a single array to the device without waiting; torch keeps its pinned memory until the copy is done."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @torch.inference_mode(False)
 def twofold_memory(num_bytes: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Host memory twice, pinned for a GPU, and as much on the device once. Ordinary tensors: they may be written to
-    anywhere."""
+    """Allocates two host buffers, pinned for a GPU, and one of the same size on the device. They are no inference
+    tensors, so they can be written to outside of inference mode."""
     hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     return hosts, torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Where each begins when they lie side by side, aligned, and how many bytes they take in all."""
+    """Returns the offset of each array if they are stored one after the other, aligned, and their total bytes."""
     offsets, end = [], 0
     for array in arrays:
         offsets.append(end)
@@ -61,13 +61,13 @@ def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def write(arrays: Sequence[np.ndarray], offsets: Sequence[int], memory: np.ndarray) -> None:
-    """Copies each to its place in `memory`, uint8 [bytes]."""
+    """Copies each array to its offset in `memory`, uint8 [bytes]."""
     for array, offset in zip(arrays, offsets, strict=True):
         memory[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
 
 def views(arrays: Sequence[np.ndarray], offsets: Sequence[int], memory: Tensor) -> list[Tensor]:
-    """Tensors over `memory`, uint8 [bytes], in the shapes and number formats of the arrays."""
+    """Returns tensors over `memory`, uint8 [bytes], with the shapes and number formats of the arrays."""
     return [
         memory[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for array, offset in zip(arrays, offsets, strict=True)

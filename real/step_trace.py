@@ -1,5 +1,5 @@
-"""Some steps of a run as torch's profiler sees them: operators, kernels and copies, in ranges named after the parts of
-a step, which NVTX gets too (Nsight Systems shows them)."""
+"""Traces some steps of a run by torch's profiler: operators, kernels and copies, in ranges named after the parts of a
+step. The ranges are also NVTX ranges, which Nsight Systems shows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Ranges = Callable[[str], AbstractContextManager[object]]
 
 
 class NamesParts(RunningBackend, Protocol):
-    """A backend that puts the parts of its steps into ranges."""
+    """A backend that can run the parts of its steps in named ranges."""
 
     def name_parts(self, ranges: Ranges = ...) -> None: ...
 
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """For torch's profiler, and for NVTX where there is a GPU."""
+    """A range for torch's profiler, and for NVTX if there is a GPU."""
     has_nvtx = torch.cuda.is_available()
     if has_nvtx:
         torch.cuda.nvtx.range_push(name)
@@ -40,10 +40,10 @@ def named_range(name: str) -> Iterator[None]:
 
 
 class StepTrace:
-    """A backend whose steps from `first` to `last` are traced, into STEP_TRACE_FILE of the folder. A RunningBackend.
+    """Wraps a backend and traces its steps from `first` to `last` to STEP_TRACE_FILE in the folder. A RunningBackend.
 
-    A step is traced from its launch until it was waited for. The profiler itself takes time, above all in the first
-    step, which waits until it has started, and where the last one ends.
+    A step is traced from its launch until it was waited for. The profiler itself takes time, most of it in the first
+    traced step, which waits until the profiler has started, and at the end of the last one.
     """
 
     def __init__(self, backend: NamesParts, folder: Path, first: int, last: int) -> None:
@@ -67,7 +67,7 @@ class StepTrace:
         return computed
 
     def close(self) -> None:
-        """Writes what was traced, also of a run that ended before the last step."""
+        """Writes the trace, also if the run ended before the last step to trace."""
         self._end()
         if self._profile is not None:
             self._profile.export_chrome_trace(str(self._folder / STEP_TRACE_FILE))

@@ -1,8 +1,8 @@
 """vLLM as a backend of this testbed: its engine runs in this process, and every step computes a plan of ours.
 
-The ordinary loop and driver (testbed.core.serve, real.driver) run unchanged: a plan is handed to vLLM's scheduler seat,
-and one turn of vLLM's engine carries it out; where vLLM schedules asynchronously, a turn launches a plan and waits for
-the one before it.
+The ordinary loop and driver (testbed.core.serve, real.driver) run unchanged. A plan is passed to the seat of vLLM's
+scheduler, and one turn of vLLM's engine executes it. If vLLM schedules asynchronously, a turn launches a plan and waits
+for the previous one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
 
-_STOOD_FOR = (  # arguments of vllm.LLM that keys of the run stand for
+_STOOD_FOR = (  # arguments of vllm.LLM that are set by keys of the run
     "additional_config", "dtype", "kv_cache_dtype", "scheduling_policy", "long_prefill_token_threshold", "watermark",
     "enable_chunked_prefill",
 )  # fmt: skip
@@ -32,7 +32,7 @@ _STOOD_FOR = (  # arguments of vllm.LLM that keys of the run stand for
 
 @dataclass(slots=True)
 class _InFlight:
-    """A plan that vLLM was given, or is about to be."""
+    """A plan that is in the seat, or that vLLM has launched."""
 
     prepare_ns: int = 0
     launched_ns: int = 0  # on the process's clock
@@ -41,10 +41,10 @@ class _InFlight:
 class VllmBackend:
     """Starts vLLM in this process. Implements real.driver.RunningBackend.
 
-    model_path: a folder with config.json and, unless weights are drawn at random, safetensors. observe: where vLLM's
-    own scheduler, which then decides, leaves its log; told: what that is told beside its bounds, as arguments of
-    vllm.LLM. Raises ConfigError where vLLM is absent, of a version that does not fit, or has what this testbed's
-    scheduler has not.
+    model_path: a folder with config.json and, unless weights are random, safetensors. observe: if given, vLLM's own
+    scheduler decides, and writes its log to this path. told: further arguments of vllm.LLM for that scheduler. Raises
+    ConfigError if vLLM is missing, has an unsupported version, or is configured with features that this testbed's
+    scheduler lacks; DeviceError if vLLM does not start.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VllmBackend:
         tensor_parallel_size: int = 1, prefix_caching: bool = False, is_async: bool = False,
         observe: str | None = None, told: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # plans are handed over in this process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # plans are passed within this process
         try:
             import vllm
         except ImportError as error:
@@ -72,7 +72,7 @@ class VllmBackend:
             "gpu_memory_utilization": gpu_memory_utilization, "seed": seed,
             "scheduler_cls": SeatedScheduler if observe is None else observed,
             "async_scheduling": is_async, "tensor_parallel_size": tensor_parallel_size,
-            "enable_prefix_caching": prefix_caching and observe is not None,  # where it is ours, vLLM need not hash
+            "enable_prefix_caching": prefix_caching and observe is not None,  # our own core hashes itself
             **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
             **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
@@ -101,8 +101,8 @@ class VllmBackend:
 
     @property
     def probe(self) -> Callable[[], None] | None:
-        """vLLM's own step without requests: one token, without attention. None: a GPU; ranks; steps that are planned
-        ahead, whose spans it would fall into."""
+        """vLLM's own step without requests: one token, without attention. None on a GPU, with several ranks, and if
+        steps are planned ahead, as the probe would then fall into the time of a step in flight."""
         from vllm.platforms import current_platform
 
         num_ranks = self._scheduler.vllm_config.parallel_config.world_size
@@ -112,19 +112,19 @@ class VllmBackend:
         return step
 
     def log_by(self, now_ns: Callable[[], int]) -> int:
-        """The observer's log goes on by another clock; the instant, in the log, at which that stood at 0."""
+        """Switches the observer's log to another clock; returns the log's time at which that clock was 0."""
         log = self._scheduler.testbed_log
         origin_ns: int = log.now_ns() - now_ns()
         log.now_ns = lambda: origin_ns + now_ns()
         return origin_ns
 
     def inbox(self, source: Inbox) -> VllmInbox:
-        """The same events, which vLLM is told of as the loop is."""
+        """Returns an inbox with the events of `source`, which are passed to vLLM too."""
         return VllmInbox(source, self)
 
     def start(self, plan: BatchPlan) -> Work:
-        """Where vLLM schedules asynchronously, a plan is launched at once; with another in flight vLLM launches it on
-        its way to waiting for that one."""
+        """Puts a plan in the seat. If vLLM schedules asynchronously and no other plan is in flight, it is launched at
+        once. Otherwise vLLM launches it in the turn that waits for the oldest plan."""
         self._in_flight.append(_InFlight())
         self._seat.plan = plan
         if self.is_async and len(self._in_flight) == 1:
@@ -132,14 +132,14 @@ class VllmBackend:
         return Work(self._result_of_oldest)
 
     def _result_of_oldest(self) -> Computed:
-        """What came of the oldest plan in flight, and when."""
+        """Returns the result of the oldest plan in flight."""
         while not self._results:
             self._turn()
         return self._results.popleft()
 
     def _turn(self) -> None:
-        """One turn of vLLM's engine: it launches the plan that lies in the seat, if any, and waits for the oldest in
-        flight unless it may launch another before. Its outputs are the loop's outcomes: vLLM's clients here are we."""
+        """Runs one turn of vLLM's engine. It launches the plan in the seat, if there is one, and waits for the oldest
+        plan in flight, unless it can launch another one first. Results reach the loop through the seat's outcomes."""
         seat, newest = self._seat, self._in_flight[-1]
         is_launched = seat.plan is not None
         began_ns = time.perf_counter_ns()
@@ -157,7 +157,7 @@ class VllmBackend:
         self._results.append(Computed(outcomes or None, spans))
 
     def add(self, request: Request) -> None:
-        """Raises RequestError, one line, for what vLLM refuses."""
+        """Adds a request to vLLM. Raises RequestError, of one line, if vLLM rejects it."""
         self._seat.expected = request.request_id
         salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
         try:
@@ -177,7 +177,7 @@ class VllmBackend:
             self._engine.abort_request([request_id])
 
     def step_alone(self) -> list[str]:
-        """One step that vLLM's own scheduler decides; ids of the requests that ended with it."""
+        """Runs one step that vLLM's own scheduler decides; returns the ids of the requests that ended with it."""
         return [one.request_id for one in self._engine.step() if one.finished]
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class VllmBackend:
 
 
 class VllmInbox:
-    """Tells vLLM of every event that the loop is told of, before it is."""
+    """Passes every event to vLLM before the loop gets it."""
 
     def __init__(self, source: Inbox, backend: VllmBackend) -> None:
         self._source, self._backend = source, backend
@@ -198,7 +198,7 @@ class VllmInbox:
         events = self._source.due(now_ns)
         for event in events:
             if isinstance(event, Arrive):
-                if len(event.request.prompt_token_ids) <= self._backend.max_model_len:  # else our core says why not
+                if len(event.request.prompt_token_ids) <= self._backend.max_model_len:  # else our core rejects it
                     self._backend.add(event.request)
             elif isinstance(event, Abort):
                 self._backend.abort(event.request_id)
@@ -208,13 +208,13 @@ class VllmInbox:
         return self._source.next_ns()
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        for item in requests:  # those that vLLM did not end itself: they could never fit
+        for item in requests:  # has an effect only on those that vLLM did not end itself, as they can never fit
             self._backend.abort(item.request.request_id)
         self._source.finished(requests, now_ns)
 
 
 def params_of(request: Request) -> Any:
-    """vLLM's parameters of a request. Raises RequestError for what is forced or asked for in a way that it has not."""
+    """Returns a request's parameters for vLLM. Raises RequestError for forced tokens and for groups of sequences."""
     import vllm
 
     given: SamplingParams = request.sampling
@@ -235,8 +235,9 @@ def params_of(request: Request) -> Any:
 
 
 def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:
-    """vllm.LLM with the arguments that the run's keys stand for, and those of backend.options. Raises ConfigError where
-    these would take the place of others: the folder would say what vLLM did not do."""
+    """Creates vllm.LLM. own: arguments from keys of the run. given: those of backend.options. Raises ConfigError if
+    `given` sets an argument that keys of the run set, as the run folder would then record a setting that vLLM did not
+    use. Raises DeviceError if vLLM does not start."""
     import vllm
 
     if taken := sorted({*own, *_STOOD_FOR} & {*given}):

@@ -15,9 +15,9 @@ DECIDERS = ("testbed", "vllm")
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """How vLLM runs; the model is model.path. decides: this testbed's scheduler inside vLLM, or vLLM's own, observed.
-    dtype: None takes the model's. load_format: `dummy` draws random weights. pace, probe_ns, speed: as of backend=real.
-    options: more arguments of vllm.LLM.
+    """How vLLM runs; the model is model.path. decides: `testbed`: this testbed's scheduler inside vLLM; `vllm`: vLLM's
+    own, observed. dtype: None: the model's. load_format: `dummy` generates random weights. enforce_eager: as vLLM's
+    argument. pace, probe_ns, speed: as for backend=real. options: further arguments of vllm.LLM.
     """
 
     decides: str = "testbed"

@@ -1,12 +1,13 @@
-"""vLLM's own schedulers, with a log of what they are asked and what they decide, at each step.
+"""vLLM's own schedulers, with a log of their requests and of their decisions at each step.
 
-Set as `scheduler_cls`, in process or served; the log's file is the environment's TESTBED_OBSERVE, or
-`additional_config={"testbed": {"observe": "log.jsonl"}}`, or log-1.jsonl and so on where a log is there already. One
-JSON object a line, flushed at each step: what was running when the engine was killed is there. `testbed observe import
-<log>` makes a run folder of it; docs/vllm.md describes the lines.
+They are set as `scheduler_cls`, in process or served. The log's file is given by
+`additional_config={"testbed": {"observe": "log.jsonl"}}` or by TESTBED_OBSERVE in the environment; if it exists, the
+log is log-1.jsonl and so on. It has one JSON object per line and is flushed at each step, so it is complete up to the
+last step even if the engine is killed. `testbed observe import <log>` makes a run folder of it; docs/vllm.md describes
+the lines.
 
-Knows vLLM and the standard library only. A log that cannot be written any more is given up with a warning: serving goes
-on.
+Depends only on vLLM (with its torch) and the standard library. If the log cannot be written any more, it is closed with
+a warning, and serving goes on.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ SCHEDULER_FIELDS: Final = (
 )  # fmt: skip
 UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
 _logger = init_logger("vllm.testbed")
-_encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # once: it is half of a line
+_encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # built once: it costs half a line
 
 
 class Log:
-    """Lines about one scheduler. now_ns: reads the log's clock."""
+    """The log of one scheduler. now_ns: reads the log's clock."""
 
     def __init__(self, scheduler: Any) -> None:
         settings = (scheduler.vllm_config.additional_config or {}).get("testbed") or {}
@@ -45,12 +46,12 @@ class Log:
                 'tell the observer where to write: additional_config={"testbed": {"observe": "log.jsonl"}}, or '
                 f"{VARIABLE}=log.jsonl"
             )
-        self._ids = settings.get("tokens", "ids") == "ids"  # in place of how many there are
+        self._ids = settings.get("tokens", "ids") == "ids"  # whether to write token ids instead of their number
         self.now_ns = time.monotonic_ns
         self._file: Any = _new_file(path)
         self._scheduler = scheduler
         self._num_plans = self._num_commits = 0  # vLLM commits in the order of its plans
-        self._is_in: set[str] = set()  # requests that run, as far as plans say
+        self._is_in: set[str] = set()  # running requests, according to plans
         self._write({"kind": "observed", "version": VERSION, **describe(scheduler), "ns": self.now_ns()})
 
     def added(self, request: Any) -> None:
@@ -103,7 +104,7 @@ class Log:
         self._num_commits += 1
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happens between plans and commits."""
+        """Writes a line about an event between plans and commits."""
         place = {"plans": self._num_plans, "commits": self._num_commits}
         self._write({"kind": kind, "ns": self.now_ns(), **place, **fields})
 
@@ -114,13 +115,13 @@ class Log:
     def close(self) -> None:
         try:
             if self._file is not None:
-                self._file.close()  # writes what is left: that may fail too
+                self._file.close()  # writes what is left, which can fail too
         except OSError as error:
             self._give_up(error)
         self._file = None
 
     def _write(self, line: dict[str, Any], *, is_last: bool = False) -> None:
-        """is_last: of those that belong together, which go to the file now."""
+        """Writes a line. is_last: the last of a group of lines, after which the file is flushed."""
         if self._file is None:
             return
         try:
@@ -136,12 +137,12 @@ class Log:
 
 
 def _is_empty(output: Any) -> bool:
-    """Whether it is a step of nobody: those are not logged."""
+    """Whether a step has no request and no preemption; such steps are not logged."""
     return not output.total_num_scheduled_tokens and not output.preempted_req_ids
 
 
 def _check(settings: Any) -> None:
-    """Raises ValueError for settings that nobody reads."""
+    """Raises ValueError for unknown settings."""
     for key, value in settings.items() if isinstance(settings, dict) else (("", settings),):
         if not (isinstance(value, str) if key == "observe" else key == "tokens" and value in ("ids", "lengths")):
             found = f"{key}={value!r}" if key else repr(value)
@@ -151,8 +152,8 @@ def _check(settings: Any) -> None:
 
 
 def _new_file(path: str) -> Any:
-    """A file of that name, or where one is there already of the next that is free (log-1.jsonl): a log is never written
-    over, and no two engines write to one."""
+    """Opens a new file of this name; if it exists, with the next free number (log-1.jsonl). So no log is overwritten,
+    and no two engines write to the same one."""
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise ValueError(f"the observer's log is to be {path}, and there is no such folder: make it, or name another")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -176,7 +177,7 @@ def free_blocks(scheduler: Any) -> int:
 
 
 def describe(scheduler: Any) -> dict[str, Any]:
-    """What the scheduler was configured with; num_gpu_blocks without vLLM's null block."""
+    """Returns the scheduler's configuration, model and device; num_gpu_blocks is without vLLM's null block."""
     config = scheduler.vllm_config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     groups = [type(one.kv_cache_spec).__name__ for one in scheduler.kv_cache_config.kv_cache_groups]
@@ -205,7 +206,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
 
 
 def unknown_to_us(request: Any) -> str:
-    """What a request asks for that this testbed has not; empty: nothing."""
+    """Returns a feature that a request uses and that this testbed lacks; empty: none."""
     if request.sampling_params is None:
         return "pooling"
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
@@ -256,7 +257,8 @@ class ObservedScheduler(Scheduler):
         return results
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """One by one: of several, vLLM frees the blocks in the order of a set, which nobody could repeat."""
+        """Ends requests one by one. For several at once vLLM frees blocks in the order of a set, which no replay can
+        reproduce."""
         if request_ids is None:
             request_ids = list(self.requests)
         ended: list[Any] = []
@@ -277,4 +279,4 @@ class ObservedScheduler(Scheduler):
 
 
 class ObservedAsyncScheduler(ObservedScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler, observed. It takes no other: vLLM wants an AsyncScheduler where it runs so."""
+    """vLLM's asynchronous scheduler, observed. When it schedules asynchronously, vLLM requires an AsyncScheduler."""

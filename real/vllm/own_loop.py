@@ -1,8 +1,9 @@
-"""Who steers vLLM's scheduler (real.vllm.scheduler.Steering): a loop that vLLM turns, asked for a plan when there is a
-step to fill and told what came of it; or a seat, in which a backend of ours lays its plans. Needs no vLLM.
+"""The two sources of plans for vLLM's scheduler (real.vllm.scheduler.Steering). OwnLoop is a loop that vLLM drives: it
+is asked for a plan for each step, and gets the outcomes. Seat is a place in which a backend of ours puts its plans.
+Needs no vLLM.
 
-The loop is the one that every backend runs (testbed.core.serve): here nobody drives it, so it rests in a wait between
-two calls, and its clock is the time at which it is called.
+The loop is the one that every backend runs (testbed.core.serve). Here it has no driver, so it waits between two calls,
+and its clock is the time at which it is called.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ R = TypeVar("R")
 
 
 class ServedInbox:
-    """Requests, aborts and resets as vLLM has them; seen at the next step boundary. Open until it is closed."""
+    """Requests, aborts and resets from vLLM, which the loop sees at the next step boundary. Open until it is closed."""
 
     def __init__(self) -> None:
         self.is_open = True
-        self.ignored: list[tuple[str, str]] = []  # (id, message) of what can never fit
+        self.ignored: list[tuple[str, str]] = []  # (id, message) of requests that can never fit
         self._events: list[Event] = []
 
     @property
@@ -55,9 +56,10 @@ class ServedInbox:
 class OwnLoop:
     """Steers vLLM with a core of its own.
 
-    make_request: our request of one of vLLM's, given when it came. close: called once, after the last step. checks:
-    raise for a plan that is not to be carried out. failed: called with what ended the loop; what is raised in its
-    place. warn: called with one line about requests that no step moves; vLLM asks for ever.
+    make_request: (id, vLLM's request, arrival time) -> our request. close: called once, after the last step. checks:
+    raise an error for a plan that must not be executed. failed: called with the error that ended the loop; returns the
+    error to raise instead. warn: called with one line about requests that make no progress, as vLLM would keep asking
+    for plans forever.
     """
 
     PATIENCE_NS: ClassVar = 5 * 10**9
@@ -72,13 +74,13 @@ class OwnLoop:
         self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
         self._checks, self._failed, self._warn = checks, failed, warn
         self._failure: BaseException | None = None
-        self._stalled_ns: int | None = None  # since when no step moves anything; None: one does
+        self._stalled_ns: int | None = None  # since when no step has made progress; None: the last one did
         self._is_warned = False
         self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
         self._inbox = ServedInbox()
         self._loop = serve(self._inbox, scheduler, recorder)
         self._origin_ns, self._last_ns = read_ns(), -1
-        self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: when they were handed out, how long decided
+        self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: launch time, and planning time
         self._command: WaitUntil | Execute = next(self._loop)
 
     def added(self, name: str, request: Any) -> None:
@@ -116,7 +118,7 @@ class OwnLoop:
         return 1.0 - blocks.num_free_blocks / blocks.num_gpu_blocks
 
     def close(self) -> None:
-        """What was aborted last is still taken in."""
+        """Ends the loop, after it has processed the last aborts."""
         if self._failure is None and self._inbox.has_events and isinstance(self._command, WaitUntil):
             self._ask()
         self._inbox.is_open = False
@@ -124,7 +126,7 @@ class OwnLoop:
         self._close()
 
     def _ask(self) -> BatchPlan | None:
-        """The loop goes on from its wait: what it wants executed, if anything."""
+        """Resumes the loop from its wait; returns the plan that it wants to execute, if any."""
         began_ns = self._now_ns()
         self._send(Resume(began_ns))
         command = self._command
@@ -144,14 +146,14 @@ class OwnLoop:
     def _try(self, act: Callable[[T], R], given: T) -> R:
         try:
             return act(given)
-        except (Exception, SystemExit) as error:  # vLLM takes a SystemExit for an end in order
+        except (Exception, SystemExit) as error:  # vLLM treats a SystemExit as a normal end
             self._failure = self._failed(error)
             if self._failure is error:
                 raise
             raise self._failure from error
 
     def _note(self, *, is_moving: bool) -> None:
-        """Says so, once, when nothing has moved for long."""
+        """Warns once if no request has made progress for PATIENCE_NS."""
         if is_moving:
             self._stalled_ns, self._is_warned = None, False
             return
@@ -165,27 +167,27 @@ class OwnLoop:
             )
 
     def _now_ns(self) -> int:
-        """Each instant is later than the one before it."""
+        """Returns the time; each call returns a later one than the call before."""
         self._last_ns = max(self._read_ns() - self._origin_ns, self._last_ns + 1)
         return self._last_ns
 
 
 class Seat:
-    """Where plans are laid from outside for vLLM to carry out, and results taken from."""
+    """Holds a plan from outside until vLLM executes it, and its outcomes until they are taken."""
 
-    cached_block_size: int | None = None  # nobody asks for vLLM's own statistics
+    cached_block_size: int | None = None  # vLLM's own statistics are not used
 
     def __init__(self) -> None:
         self.expected = ""  # our id of the request that is being added
         self.plan: BatchPlan | None = None
-        self.outcomes: tuple[Outcome, ...] | None = None  # of the oldest plan in flight; None: it still is
-        self.planned_ns = self.taken_ns = 0  # when a plan was last told, and when a result last came
+        self.outcomes: tuple[Outcome, ...] | None = None  # of the oldest plan in flight; None: not there yet
+        self.planned_ns = self.taken_ns = 0  # when the last plan was passed on, and when the last result came
 
     def added(self, name: str, request: Any) -> None: ...
     def aborted(self, name: str) -> None: ...
 
     def reset_prefixes(self) -> None:
-        """Plans come from a loop, which takes its events from elsewhere."""
+        """Raises RequestError, as the loop that makes the plans gets its resets from the run's inbox."""
         raise RequestError("backend=vllm takes a reset of the prefix cache from the run's inbox, not from vLLM")
 
     def next_plan(self) -> BatchPlan | None:

@@ -1,7 +1,7 @@
 """This testbed's core as vLLM's scheduler: implements vllm.v1.core.sched.interface.SchedulerInterface.
 
-It decides nothing: plans come from a `Steering`, a loop of ours in this process. What vLLM has and we have not is
-refused by name: at the start where a whole engine is configured so, and where a request asks for it with that request.
+It decides nothing: plans come from a `Steering` in this process. Features of vLLM that this testbed lacks are rejected
+by name: at the start if the engine is configured with them, otherwise with the request that uses them.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ _logger = init_logger("vllm.testbed")
 
 
 class Steering(Protocol):
-    """Where plans come from, and outcomes go. cached_block_size: of the prefix cache that plans hit; None: none."""
+    """Makes the plans and gets the outcomes. cached_block_size: block size of the prefix cache; None: no such cache."""
 
     cached_block_size: int | None
 
     def added(self, name: str, request: Any) -> None:
-        """vLLM has a request of ours, or of its own clients."""
+        """Is called when vLLM gets a request, from us or from its own clients. name: our id."""
         ...
 
     def aborted(self, name: str) -> None: ...
 
     def reset_prefixes(self) -> None:
-        """The next plan preempts all that runs, and nobody finds KV from before it."""
+        """Makes the next plan preempt all running requests; no request finds earlier KV in the cache any more."""
         ...
 
     def next_plan(self) -> BatchPlan | None:
-        """The plan to launch now; None: nothing to do."""
+        """Returns the plan to launch now; None: nothing to do."""
         ...
 
     def took(self, outcomes: tuple[Outcome, ...]) -> list[tuple[str, str]]:
-        """What came of the oldest plan in flight; (id, message) of requests that we end because they can never fit."""
+        """Takes the outcomes of the oldest plan in flight; returns (id, message) of requests that can never fit."""
         ...
 
     def num_requests(self) -> tuple[int, int]:
-        """Running and waiting."""
+        """Returns the numbers of running and of waiting requests."""
         ...
 
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use."""
+        """Returns the share of the KV blocks in use."""
         ...
 
     def close(self) -> None: ...
 
 
 class CoreInVllm(SchedulerInterface):
-    """See the module's docstring. A subclass says who steers (`make_steering`).
+    """See the module's docstring. A subclass creates the steering (`make_steering`).
 
-    num_gpu_blocks: without vLLM's null block. Raises ConfigError at the start for what cannot be had.
+    num_gpu_blocks: without vLLM's null block. Raises ConfigError at the start for features that this testbed lacks.
     """
 
-    connector = None  # EngineCore looks at both
+    connector = None  # EngineCore reads both
     ec_connector = None
 
     def __init__(
@@ -91,12 +91,12 @@ class CoreInVllm(SchedulerInterface):
         self.num_gpu_blocks = int(kv_cache_config.num_blocks) - 1
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._log_stats = log_stats
-        self._is_newer = bool(getattr(vllm_config, "use_v2_model_runner", False))  # the model runner
+        self._is_newer = bool(getattr(vllm_config, "use_v2_model_runner", False))  # its newer model runner
         self._pause_state = PauseState.UNPAUSED
-        self._names: dict[str, str] = {}  # ours by vLLM's, which have a suffix
-        self._launched: dict[int, Launched] = {}  # by the output that the workers were told of it
-        self._refused: list[tuple[Any, str]] = []  # ended here; reported with the next step
-        self._held: dict[str, Any] = {}  # by our ids, what came while vLLM is paused
+        self._names: dict[str, str] = {}  # our ids by vLLM's, which have a suffix
+        self._launched: dict[int, Launched] = {}  # by the identity of the scheduler output that was sent
+        self._refused: list[tuple[Any, str]] = []  # rejected requests, which are reported with the next step
+        self._held: dict[str, Any] = {}  # by our ids, requests that came while vLLM was paused
         self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self.steering = self.make_steering()
         self._translator = Translator(
@@ -112,7 +112,7 @@ class CoreInVllm(SchedulerInterface):
     # --- requests ---
 
     def name_of(self, request: Any) -> str:
-        """Our id of a request that vLLM adds."""
+        """Returns our id of a request that vLLM adds."""
         return str(request.request_id)
 
     def add_request(self, request: Any) -> None:
@@ -139,7 +139,7 @@ class CoreInVllm(SchedulerInterface):
             self._translator.added(name, request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
-        """Aborts, also while a plan is in flight: what that brings of them is dropped."""
+        """Aborts requests, also while a plan is in flight; its tokens for them are dropped."""
         if request_ids is None:
             request_ids = list(self._names)
         ended = []
@@ -158,7 +158,7 @@ class CoreInVllm(SchedulerInterface):
         return ended
 
     def _not_returned(self, request: Any) -> str:
-        """What a request wants to be told that does not come back from the workers; empty: nothing."""
+        """Returns an output that a request asks for and that workers do not send back; empty: none."""
         params = request.sampling_params
         if getattr(params, "prompt_logprob_token_ids", None) is not None:
             return "prompt_logprob_token_ids"
@@ -203,7 +203,7 @@ class CoreInVllm(SchedulerInterface):
         return self._grouped(outputs)
 
     def _grouped(self, outputs: dict[int, list[EngineCoreOutput]]) -> dict[int, EngineCoreOutputs]:
-        """By client, with statistics for the first."""
+        """Groups outputs by client; the first group gets the statistics."""
         grouped = {client: EngineCoreOutputs(outputs=made) for client, made in outputs.items()}
         if self._finished_sets is not None:
             for client, made in outputs.items():
@@ -225,18 +225,19 @@ class CoreInVllm(SchedulerInterface):
     # --- state ---
 
     def get_num_unfinished_requests(self) -> int:
-        """Of those that steps are wanted for. While all is paused there are none: vLLM waits for that."""
+        """Returns how many requests need steps. 0 while everything is paused, which vLLM waits for."""
         return 0 if self._is_still else len(self._translator.live) + len(self._refused)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether it has not ended, by vLLM's own id. vLLM asks since 0.33."""
+        """Whether a request, by vLLM's id, has not ended. Called by vLLM from 0.33 on."""
         return request_id in self._names
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0 or (bool(self._launched) and not self._is_still)
 
     def has_finished_requests(self) -> bool:
-        """Whether the workers are to forget somebody. After a pause: then the steering is asked, and sees it too."""
+        """Whether the workers have to forget a request. False while everything is paused: the step after the pause
+        tells them, and asks the steering, which must see the aborts too."""
         return bool(self._translator.finished) and not self._is_still
 
     @property
@@ -264,7 +265,7 @@ class CoreInVllm(SchedulerInterface):
         return self._pause_state
 
     def set_pause_state(self, pause_state: Any) -> None:
-        """What comes during a pause is held back until its end; what was there before goes on, unless all is paused."""
+        """Sets the pause. New requests are held back until its end; earlier ones go on, unless everything is paused."""
         self._pause_state = pause_state
         if pause_state == PauseState.UNPAUSED:
             held, self._held = self._held, {}
@@ -272,8 +273,9 @@ class CoreInVllm(SchedulerInterface):
                 self._take(name, request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *given: Any, **more: Any) -> bool:
-        """Nobody finds KV from before any more. What runs is preempted, with the next plan, if it is to be: a token of
-        it that is on its way still comes; else the answer is False while anything runs, as in vLLM."""
+        """Resets the prefix cache, so that no request finds earlier KV; returns whether it was done. With
+        reset_running_requests, the next plan preempts running requests, whose tokens in flight still come. Without it,
+        the reset is rejected while any request holds blocks, as in vLLM."""
         if not reset_running_requests and self._translator.num_holders:
             _logger.warning("the prefix cache is not reset: %d requests hold blocks", self._translator.num_holders)
             return False
@@ -284,7 +286,7 @@ class CoreInVllm(SchedulerInterface):
     def shutdown(self) -> None:
         self.steering.close()
 
-    # --- what we have not ---
+    # --- features that this testbed lacks ---
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> None:
         return None
@@ -309,7 +311,7 @@ class CoreInVllm(SchedulerInterface):
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> None:
-    """Raises ConfigError naming what of vLLM's configuration this scheduler has not."""
+    """Raises ConfigError naming the features of vLLM's configuration that this scheduler lacks."""
     groups = kv_cache_config.kv_cache_groups
     model = config.model_config
     wanted = {

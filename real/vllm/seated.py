@@ -1,4 +1,4 @@
-"""The scheduler's seat in vLLM's engine, for plans that are laid into it from outside."""
+"""A scheduler in vLLM's engine whose plans come from outside, through a Seat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from real.vllm.scheduler import CoreInVllm, Steering
 
 
 class SeatedScheduler(CoreInVllm):
-    """Made by vLLM; steered by a VllmBackend."""
+    """Created by vLLM; gets its plans from a VllmBackend."""
 
     def make_steering(self) -> Steering:
         self.seat = Seat()
@@ -31,11 +31,11 @@ class SeatedScheduler(CoreInVllm):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def has_requests(self) -> bool:
-        """Whether there is a step to plan: never one without a plan of ours."""
+        """Whether there is a step to plan, which is only if the seat has a plan."""
         return self.seat.plan is not None
 
     def abort(self, name: str) -> None:
-        """Ends a request of ours, if it is live."""
+        """Aborts a request, by our id, if it is live."""
         told = self._translator.live.get(name)
         if told is not None:
             self.finish_requests(told.request.request_id, RequestStatus.FINISHED_ABORTED)

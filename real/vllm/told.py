@@ -1,8 +1,9 @@
-"""From our plans to what vLLM's workers are told, and from what they answer to our outcomes. Knows vLLM's types.
+"""Translates our plans to vLLM's scheduler outputs for its workers, and their answers to our outcomes. Knows vLLM's
+types.
 
-A worker keeps a block table for each request and appends to it; it is told the whole table of a request that is new,
-was preempted, or whose table changed before its end (a merged block): such a one is sent as resumed. vLLM's block 0 is
-its null block, so our block b is its b + 1.
+A worker keeps a block table for each request and appends to it. The whole table is sent if a request is new, if it was
+preempted, or if its table changed before the end (a merged block); then it is sent as resumed. vLLM's block 0 is its
+null block, so our block b is vLLM's b + 1.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _FIELDS = {item.name for item in fields(SchedulerOutput)}
 
 @dataclass(slots=True)
 class Told:
-    """What a worker knows of a live request. name: our id. table: our blocks; None: it must be told all of it. step:
-    the last one that had it. is_away: it goes on, and the worker was told to forget it. num_in_flight: tokens that are
-    being drawn for it."""
+    """What a worker knows of a live request. name: our id. table: our blocks that were sent; None: the whole table must
+    be sent. step: the last step that had the request. is_away: it is running, but the worker was told to forget it.
+    num_in_flight: tokens of it that steps in flight sample."""
 
     name: str
     request: Any
@@ -41,23 +42,23 @@ class Told:
 
 @dataclass(slots=True)
 class Launched:
-    """A plan in flight: (whose it is, sequence, whether it samples) of each row."""
+    """A plan in flight. rows: (request, sequence, whether it samples) of each row."""
 
     plan: BatchPlan
     rows: list[tuple[Told, int, bool]] = field(default_factory=list)
 
 
 class Translator:
-    """Of one engine. live: by our ids. max_held: how many requests the newer model runner keeps, which is told of
-    resumed ones as of new ones; None: the older one, which keeps what a step has. log_stats: whether vLLM wants to know
-    when what happened to requests. cached_block_size: of the prefix cache, if there is one. hits: since its last
-    statistics."""
+    """Translates for one engine. live: live requests by our ids. max_held: how many requests the newer model runner
+    keeps; it gets resumed requests as new ones. None: the older runner, which keeps the requests of a step. log_stats:
+    whether vLLM records events of requests. cached_block_size: block size of the prefix cache; None: no such cache.
+    hits: of the prefix cache, since vLLM's last statistics."""
 
     def __init__(
         self, *, max_model_len: int, max_held: int | None, log_stats: bool, cached_block_size: int | None
     ) -> None:
         self.live: dict[str, Told] = {}
-        self.finished: set[str] = set()  # vLLM's ids, which the workers are to forget
+        self.finished: set[str] = set()  # vLLM's ids of requests that the workers have to forget
         self._max_model_len = max_model_len
         self._max_held = max_held
         self._sends_resumed_as_new = max_held is not None
@@ -74,12 +75,13 @@ class Translator:
     # --- to the workers ---
 
     def empty(self) -> SchedulerOutput:
-        """A step without requests. Workers take them all out of their batch then, as with any step."""
+        """Returns a step without requests. Workers then remove all requests from their batch, as in any step that lacks
+        them."""
         self._step += 1
         return self._output([], CachedRequestData.make_empty(), {}, set())
 
     def scheduled(self, plan: BatchPlan) -> tuple[SchedulerOutput, Launched]:
-        """What the workers are told of a plan."""
+        """Returns what is sent to the workers for a plan, and the launched plan."""
         self._step += 1
         preempted = set()
         for victim in plan.preempted:
@@ -115,8 +117,9 @@ class Translator:
         return self._output(new, cached, counts, preempted), launched
 
     def _put_away(self, scheduled: set[str]) -> set[str]:
-        """vLLM's ids of whom the workers forget, as more run than they keep: those not in this step, the longest ago
-        scheduled first. They are told of as preempted, keep their blocks, and come as new ones when they go on."""
+        """Chooses requests that the workers must forget because more run than they keep; returns vLLM's ids. These are
+        requests that are not in this step, least recently scheduled first. They are sent as preempted but keep their
+        blocks, and are sent as new when they go on."""
         if self._max_held is None or len(self.live) <= self._max_held:
             return set()
         held = [(name, told) for name, told in self.live.items() if told.table is not None and not told.is_away]
@@ -127,12 +130,12 @@ class Translator:
         return {told.request.request_id for told in idle}
 
     def added(self, name: str, request: Any) -> None:
-        """A request of our id `name` waits."""
+        """Adds a waiting request. name: our id."""
         self.live[name] = Told(name, request)
         self._note(request, EngineCoreEventType.QUEUED)
 
     def _note(self, request: Any, event: Any) -> None:
-        """For vLLM's own metrics."""
+        """Records an event for vLLM's own metrics."""
         if self._log_stats:
             request.record_event(event)
 
@@ -186,13 +189,14 @@ class Translator:
     def outcomes(
         self, launched: Launched, answer: Any
     ) -> tuple[tuple[Outcome, ...], dict[int, list[EngineCoreOutput]]]:
-        """What came of a plan, for us and for vLLM's clients. vLLM's own check says who stops."""
+        """Returns the outcomes of a plan, and the outputs for vLLM's clients. vLLM's own check decides which requests
+        stop."""
         outcomes: list[Outcome] = []
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         for told, seq_id, samples in launched.rows:
             if not samples:
                 continue
-            if told.request.is_finished():  # aborted since: what came is dropped
+            if told.request.is_finished():  # aborted since: its token is dropped
                 outcomes.append(Outcome(seq_id, (0,), FinishReason.ABORT, dropped=True))
                 continue
             request = told.request
@@ -212,7 +216,7 @@ class Translator:
         return tuple(outcomes), outputs
 
     def forget(self, name: str) -> None:
-        """The request has ended: the workers are told with the next step."""
+        """Removes a request that has ended; the workers are told with the next step."""
         told = self.live.pop(name, None)
         if told is not None:
             self.finished.add(told.request.request_id)

@@ -33,7 +33,7 @@ class VocabParallel(nn.Module):
 
 
 class VocabEmbedding(VocabParallel):
-    """Token ids [num_tokens] -> [num_tokens, hidden]. Each rank looks up the ids that it has; results are summed."""
+    """Token ids [num_tokens] -> [num_tokens, hidden]. Each rank embeds the ids of its rows; the results are summed."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:

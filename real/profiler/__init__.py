@@ -1,1 +1,1 @@
-"""Measures what steps of chosen shapes take on the real engine: the grid of shapes, and how they are brought about."""
+"""Measures the times of steps of chosen shapes on the real engine: the grid of shapes, and how such steps are made."""

@@ -1,12 +1,12 @@
-"""Which steps a profile measures: a grid over what a step's price depends on, within what the engine can do.
+"""Which steps a profile measures: a grid over the quantities that a step's time depends on, within the engine's limits.
 
-An episode is a few sequences that decode, and what is done beside them, step by step. Sizes go up geometrically, and
-many of them are not round: kernels like multiples of 16, and traffic does not. What tells the terms of a
-price apart: the same decodes, alone and beside prompts, with short and long contexts, equal and ragged; the same tokens
-as one prompt and as several, from the start and behind a cached prefix, alone and beside decodes; chunks that do not
-end their prompt and so need no logits; blocks moved out, in, both, and copied, beside the same decodes. Prompts alone
-come one after the other and between decodes, which leave other things in a CPU's caches, as prompts do to decodes. Pure
-functions of the room and a seed.
+An episode is a few decoding sequences and other work in the same steps, step by step. Sizes grow geometrically, and
+many are not round, because kernels favour multiples of 16 and traffic does not. To separate the terms of a cost model,
+there are: the same decodes with and without prompts, with short and long contexts, of equal and of different lengths;
+the same tokens as one prompt and as several, with and without a cached prefix, with and without decodes; chunks that do
+not end their prompt and so need no logits; blocks swapped out, in, both, and copied, next to the same decodes. Steps of
+only prompts are measured after one another and between steps of decodes, as these leave different data in a CPU's
+caches. All functions are pure functions of the room and a seed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 from testbed.core.plan import PrefillChunk
 
-MIN_CONTEXT = 8  # tokens of the shortest sequences that decode
-NUM_ALONE = 3  # measured steps of decodes alone, in an episode that is about them
-SPLITS = (1, 2, 4, 16)  # prompts that a prefill of so many tokens is split into
-MAX_WAITING = 64  # sequences that wait while prompts are computed
-MAX_MOVED_SHARE = 4  # at most a fourth of a pool is moved at once
+MIN_CONTEXT = 8  # tokens of the shortest decoding sequences
+NUM_ALONE = 3  # measured steps of an episode of decodes only
+SPLITS = (1, 2, 4, 16)  # numbers of prompts into which a prefill's tokens are split
+MAX_WAITING = 64  # most decoding sequences that wait while prompts are computed
+MAX_MOVED_SHARE = 4  # at most a fourth of the GPU pool is moved at once
 Batch = tuple[PrefillChunk, ...]
 
 
 class Room(NamedTuple):
-    """What the engine and its scheduler allow."""
+    """The limits of the engine and its scheduler."""
 
     block_size: int
     num_gpu_blocks: int
@@ -51,11 +51,11 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Sequences with these contexts decode; then come `num_alone` steps of decodes alone, one step for each of `moves`,
-    and one for each of `batches`, prompts that come together: their cached prefix and their new tokens.
+    """Steps with decoding sequences of these contexts: `num_alone` steps of decodes only, one step for each of `moves`,
+    and one for each of `batches`. A batch is prompts that arrive together: (cached prefix, new tokens) each.
 
-    budget: tokens that a step may compute; None: whatever comes. Only with a budget is a prompt cut into chunks.
-    decodes_wait: prompts are computed alone, and after each batch of them comes a step of decodes alone.
+    budget: token budget of a step; None: no limit. Only with a budget is a prompt cut into chunks. decodes_wait:
+    prompts are computed without decodes, and each batch is followed by a step of decodes only.
     """
 
     contexts: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class Episode:
 
     @property
     def num_steps(self) -> int:
-        """Steps that sequences which decode take, at most: those of chunks and a few to begin with included."""
+        """The most steps that the decoding sequences take, steps of chunks and a few for the setup included."""
         chunks = [sum(chunk.num_tokens for chunk in batch) for batch in self.batches]
         budget = None if self.budget is None else max(1, self.budget - len(self.contexts))
         num_chunks = len(chunks) if budget is None else sum(tokens // budget + 2 for tokens in chunks)
@@ -76,7 +76,7 @@ class Episode:
         return num_setup + self.num_alone + len(self.moves) + num_chunks + 3
 
     def fits(self, room: Room) -> bool:
-        """Whether the pools hold it, and no sequence is too long."""
+        """Whether the GPU's blocks and max_num_seqs are enough, and no sequence is too long."""
         longest = [context + self.num_steps for context in self.contexts]
         ends = [sum(chunk) for batch in self.batches for chunk in batch]
         held = sum(map(room.blocks, longest))
@@ -91,19 +91,19 @@ class Episode:
 
 
 def design(room: Room, *, is_quick: bool = False, seed: int = 0) -> list[Episode]:
-    """The episodes of a profile, each once, none that does not fit. is_quick: a few sizes of each kind."""
+    """Returns the episodes of a profile that fit, each once. is_quick: only a few sizes of each kind."""
     draw = Random(seed)
     parts = (_decodes, _prefills, _cached, _mixed, _chunks, _moves)
     return [one for part in parts for one in part(room, is_quick, draw) if one.fits(room)]
 
 
 def anywhere(num_blocks: int, seed: int = 0) -> list[int]:
-    """Blocks in an order in which a pool that has been in use for long may hand them out."""
+    """Returns all blocks in random order, as a pool after long use allocates them."""
     return Random(seed).sample(range(num_blocks), num_blocks)
 
 
 def ladder(low: int, high: int, factor: int, draw: Random | None = None) -> list[int]:
-    """From low to high, each `factor` times the one before; with `draw`, also a size between any two neighbours."""
+    """Returns sizes from low to high, each `factor` times the last; with `draw`, also random ones in between."""
     if low > high:
         return []
     sizes = [low]
@@ -115,13 +115,13 @@ def ladder(low: int, high: int, factor: int, draw: Random | None = None) -> list
 
 
 def rungs(low: int, high: int, factor: int, draw: Random) -> list[int]:
-    """Both ends of a ladder, and a size from each of its steps between: as traffic has them, seldom a round one."""
+    """Returns both ends of a ladder, and a random size from each of its intervals: few are round, as in traffic."""
     between = [draw.randint(a, b - 1) for a, b in pairwise(ladder(low, high, factor))]
     return sorted({low, high, *between}) if low <= high else []
 
 
 def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Batch sizes, each with contexts from short to as long as fits, and with ragged ones."""
+    """Decodes only: batch sizes, each with equal contexts from short to the longest that fit, and with random ones."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens, room.num_gpu_blocks)
     for num in ladder(1, most, 4, None) if is_quick else ladder(1, most, 2, draw):
         longest = _longest_context(room, num, NUM_ALONE)
@@ -135,14 +135,14 @@ def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 
 
 def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -> int:
-    """Of `num` equal sequences that fit together, with `beside` blocks left, and then decode for `num_steps` and a
-    few."""
+    """Returns the longest context of `num` equal sequences that fit together, leave `beside` blocks free, and decode
+    for `num_steps` and a few more."""
     held = (room.num_gpu_blocks - beside) // num * room.block_size
     return min(held, room.max_model_len - 1) - num_steps - 4
 
 
 def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Prompts alone, and while others wait: sizes and splits."""
+    """Prompts only, without other sequences and while decodes wait: sizes and splits."""
     most = min(room.max_num_batched_tokens, room.max_model_len - 2, room.num_gpu_blocks * room.block_size)
     for total in rungs(2, most, 4, draw) if is_quick else ladder(2, most, 2, draw):
         splits = [_split(total, num) for num in SPLITS if num * 2 <= total and num <= room.max_num_seqs]
@@ -156,7 +156,7 @@ def _prefills(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
             contexts = tuple(draw.randint(1, longest) for _ in range(num_waiting))
             yield Episode(contexts, batches=tuple(splits), decodes_wait=True)
     together = room.max_num_batched_tokens
-    if together > most > 0:  # no prompt is so long, but several fit into a step
+    if together > most > 0:  # more than one prompt can have, but several can
         num = -(-together // most)
         yield Episode(batches=tuple([_split(together, parts) for parts in (num, 2 * num) if parts <= together]))
 
@@ -166,7 +166,7 @@ def _split(total: int, num: int) -> Batch:
 
 
 def _cached(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Prompts behind a cached prefix, as a hit or an earlier chunk leaves it."""
+    """Prompts after a cached prefix, as after a prefix-cache hit or an earlier chunk."""
     longest = min(room.max_model_len - 2, room.num_gpu_blocks // 2 * room.block_size)
     most = min(room.max_num_batched_tokens, longest)
     for num_tokens in ladder(1, most, 16, None) if is_quick else ladder(1, most, 4, draw):
@@ -176,12 +176,12 @@ def _cached(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 
 
 def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Prompts and chunks beside decodes."""
+    """Prompts and chunks in steps with decodes."""
     most = min(room.max_num_seqs, room.max_num_batched_tokens) - 1
     for num in ladder(1, most, 16, None) if is_quick else rungs(1, most, 2, draw):
         left = min(room.max_num_batched_tokens - num, room.max_model_len - 2)
         sizes = rungs(1, left, 16, draw) if is_quick else ladder(1, left, 4, draw)
-        start = room.max_model_len // 2 // room.block_size * room.block_size  # of a prompt behind a cached prefix
+        start = room.max_model_len // 2 // room.block_size * room.block_size  # of a prompt after a cached prefix
         beside = max(room.blocks(left) + 4, 2 * room.blocks(start) + 1)
         longest = _longest_context(room, num, 1, beside=min(beside, room.num_gpu_blocks // 2))
         if longest < 1:
@@ -198,7 +198,7 @@ def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 
 
 def _chunks(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """A prompt that takes several steps: only its last chunk needs logits."""
+    """Prompts that take several steps; only the last chunk needs logits."""
     longest = min(room.max_model_len - 2, room.num_gpu_blocks // 2 * room.block_size)
     for budget in ladder(16, room.max_num_batched_tokens, 8 if is_quick else 4, None if is_quick else draw):
         for num in (0, min(room.max_num_seqs - 1, budget // 4)):
@@ -208,7 +208,7 @@ def _chunks(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
 
 
 def _moves(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
-    """Blocks moved beside a few decodes."""
+    """Blocks moved in steps with a few decodes."""
     context = (MIN_CONTEXT,) * min(4, room.max_num_seqs)
     factor, between = (16, None) if is_quick else (4, draw)
     swapped = ladder(1, min(room.num_cpu_blocks, room.num_gpu_blocks // MAX_MOVED_SHARE), factor, between)

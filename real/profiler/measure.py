@@ -1,11 +1,11 @@
-"""Brings about the steps of a grid and measures them, as a run's steps: same scheduler, loop, driver and recorders.
+"""Makes the steps of a grid and measures them like a run's steps: with the same scheduler, loop, driver and recorders.
 
-What must be there before a measured step (contexts of sequences that decode, cached prefixes) is planned and committed
-like any step, but not computed: K and V are then whatever lies in memory, and what a step costs does not depend on
-them. So the contexts cost no time, and yet every sequence has blocks of its own. Blocks to move are added to a plan of
-decodes: which ones does not matter either. What is decided beside is not measured: swaps without a swapped sequence.
+State that a measured step needs (contexts of decoding sequences, cached prefixes) is planned and committed like any
+step, but not computed. K and V are then arbitrary memory contents, on which a step's time does not depend. So contexts
+take no time to make, and every sequence still has blocks of its own. Blocks to move are chosen at random and added to a
+plan of decodes. They are swaps without a swapped sequence, so the scheduler's decisions about swaps are not measured.
 
-Knows no cost model. How a scheduler is built, and what records the steps, is handed in.
+Knows no cost model. The maker of schedulers and the recorders are passed in.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 
-Measured = tuple[BatchShape, Spans, int]  # of a step, and the ns from its plan to its commit
-Recorded = tuple[Recorder, Callable[[], None] | None]  # and what the driver catches up with
+Measured = tuple[BatchShape, Spans, int]  # shape and spans of a step, and the ns from its plan to its commit
+Recorded = tuple[Recorder, Callable[[], None] | None]  # a recorder, and the driver's catch_up
 
 
 class MakeScheduler(Protocol):
-    """A scheduler that decides at once what comes: no watermark, first come first served, decodes with every prompt.
+    """Creates a scheduler that admits requests at once: no watermark, first come first served, decodes in every step.
 
-    budget: tokens a step. caching: whether prefixes are looked up. decodes_wait: while there are prompts.
+    budget: tokens per step. caching: whether prefixes are looked up; None: as configured. decodes_wait: decodes wait
+    while there are prompts.
     """
 
     def __call__(self, *, budget: int, caching: bool | None, decodes_wait: bool) -> Scheduler: ...
 
 
 class Bench(NamedTuple):
-    """What episodes are run with."""
+    """The engine and settings with which episodes run."""
 
     backend: RunningBackend
     clock: Clock
     room: Room
     make_scheduler: MakeScheduler
-    record: Callable[[Recorder], AbstractContextManager[Recorded]]  # this one, beside those that a run has
+    record: Callable[[Recorder], AbstractContextManager[Recorded]]  # adds the recorders of a run to this one
     vocab_size: int
     sampling: SamplingParams
 
 
 class Unit(NamedTuple):
-    """Something that is measured as a whole. is_repeated: again and again, after a first run for nothing."""
+    """Work that is measured as a whole. is_repeated: measured in every repeat, after one unmeasured run; else once."""
 
     run: Callable[[], list[Measured]]
     is_repeated: bool = True
 
 
 class Profiled(NamedTuple):
-    """steps: in the order measured. num_units: of what was to be done, how much is whole. num_wanted: all of it.
-    ended_by: None, or why it ended before. is_interrupted: whether that was a person's wish."""
+    """Measured steps, in order. num_units: measurements of units that are complete, of num_wanted. ended_by: why it
+    ended early; None: it did not. is_interrupted: whether the user interrupted it."""
 
     steps: list[Measured]
     num_units: int
@@ -82,10 +83,10 @@ def measure(
     seed: int,
     progress: Callable[[], object],
 ) -> Profiled:
-    """Measures all units `repeats` times over, each time in another random order; the first time, each is run once
-    before, for nothing, so that no measured step pays for what is done once.
+    """Measures all units `repeats` times, each time in another random order. In the first round each repeated unit is
+    run once without measuring, so that no measured step includes one-time work.
 
-    It ends after max_s, and at an interrupt, with what was measured until then: whole units.
+    It ends early after max_s and at an interrupt, and returns the units that are complete by then.
     """
     draw = Random(seed)
     orders = [[unit for unit in units if unit.is_repeated or not repeat] for repeat in range(repeats)]
@@ -108,16 +109,15 @@ def measure(
 
 
 def fill_with_noise(kv: Any) -> None:
-    """Gives a GPU's KV memory contents like those of a run: multiplying zeros takes less power, and clocks rise.
-
-    kv: a tensor. FP8 is left alone: torch draws no random numbers in it.
+    """Fills a GPU's KV memory with random numbers, like in a run: computing with zeros takes less power, so the GPU's
+    clock would be higher. kv: a tensor. FP8 is not changed, as torch has no random numbers in it.
     """
     if kv.is_cuda and kv.dtype.itemsize > 1:
         kv.normal_()
 
 
 def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
-    """The measured steps of one episode. seed: of token ids and of the blocks that are moved."""
+    """Runs one episode; returns its measured steps. seed: for token ids and for the blocks that are moved."""
     room = bench.room
     has_prefixes = any(chunk.start for batch in episode.batches for chunk in batch)
     budget = episode.budget or room.max_num_seqs * room.max_model_len
@@ -144,17 +144,17 @@ class _Stage(Recorder):
         self._tokens = np.random.default_rng(draw.getrandbits(63))
         self._script = self._events()
         self._is_over = False
-        self._is_skipped = self._is_kept = False  # the next plan
-        self._moves = Moves()  # that go with it
-        self._shape = BatchShape(0, 0, (), 0)  # of the plan that was executed last
-        self._num_to_compute = 0  # tokens that are to be skipped
-        self._live: set[str] = set()  # requests of a batch that are not over
+        self._is_skipped = self._is_kept = False  # whether the next plan is not computed; whether it is measured
+        self._moves = Moves()  # of the next plan
+        self._shape = BatchShape(0, 0, (), 0)  # of the last plan that was executed
+        self._num_to_compute = 0  # prompt tokens that are still to be skipped
+        self._live: set[str] = set()  # unfinished requests of a batch
         self._num_sent = 0
 
     # --- the script ---
 
     def _events(self) -> Iterator[list[Event]]:
-        """What comes at each step's boundary; what is to be done with the step is set before."""
+        """Yields the events at each step boundary, after setting how the step is treated."""
         episode = self._episode
         decoding = [self._request(context, episode.num_steps) for context in episode.contexts]
         prefixes = {chunk: self._ids(chunk.start) for batch in episode.batches for chunk in batch if chunk.start}
@@ -166,7 +166,7 @@ class _Stage(Recorder):
             while self._num_to_compute > 0:
                 yield []
             self._is_skipped = False
-        yield [] if decoding else [Arrive(self._request(self._bench.room.block_size, 1))]  # for nothing
+        yield [] if decoding else [Arrive(self._request(self._bench.room.block_size, 1))]  # unmeasured
         self._is_kept = True
         for moves in (*[Moves()] * episode.num_alone, *episode.moves):
             self._moves = moves
@@ -180,7 +180,7 @@ class _Stage(Recorder):
         yield [Abort(request.request_id) for request in decoding]
 
     def _prompts(self, batch: Batch, prefixes: dict[PrefillChunk, array[int]]) -> Iterator[list[Event]]:
-        """A batch of prompts, until they are computed."""
+        """Yields the events of a batch of prompts, until they are computed."""
         requests = []
         for chunk in batch:
             prefix = prefixes[chunk] if chunk.start else array("i")
@@ -224,11 +224,11 @@ class _Stage(Recorder):
         return self._bench.backend.start(plan)
 
     def _moving(self, plan: BatchPlan) -> BatchPlan:
-        """The plan with blocks to move: scattered ones, as those of a pool that has been in use for long."""
+        """Adds blocks to move to the plan; they are scattered, like those of a pool after long use."""
         num_out, num_in, num_copied = self._moves
         room = self._bench.room
         gpu = self._draw.sample(range(room.num_gpu_blocks), num_out + num_in + 2 * num_copied)
-        # a swap space hands out its lowest blocks again and again; beyond them lies memory that nobody has touched
+        # a swap space allocates its lowest blocks first, again and again; the memory beyond them was never touched
         cpu = self._draw.sample(range(min(room.num_cpu_blocks, room.num_gpu_blocks)), num_out + num_in)
         inward, sources = gpu[num_out : num_out + num_in], gpu[num_out + num_in :]
         return plan.replace(

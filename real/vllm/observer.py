@@ -31,7 +31,7 @@ SCHEDULER_FIELDS: Final = (
 )  # fmt: skip
 UNKNOWN_TO_US: Final = ("speculative_config", "lora_config", "kv_transfer_config", "ec_transfer_config")
 _logger = init_logger("vllm.testbed")
-_encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # built once: it costs half a line
+_encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # built once: half of the cost
 
 
 class Log:

@@ -292,13 +292,13 @@ class CoreInVllm(SchedulerInterface):
         return None
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """There are none."""
+        """Does nothing, as there are no draft tokens."""
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """There are none."""
+        """Does nothing, as there are no draft tokens."""
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """Does nothing, as there is no encoder cache."""
 
     def get_kv_connector(self) -> None:
         return None

@@ -2,7 +2,7 @@
 
 Owns the tensors. Which sequence a block belongs to is known only to the core, whose block ids are used here. On a GPU
 our kernels swap on a stream of their own, layer by layer: a layer's attention waits only for that layer's blocks. If
-the kernels cannot run, torch moves the blocks, which blocks the host.
+the kernels cannot run, torch moves the blocks, and the host waits for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Translates our plans to vLLM's scheduler outputs for its workers, and their answers to our outcomes. Knows vLLM's
 types.
 
-A worker keeps a block table for each request and appends to it. The whole table is sent if a request is new, if it was
-preempted, or if its table changed before the end (a merged block); then it is sent as resumed. vLLM's block 0 is its
-null block, so our block b is vLLM's b + 1.
+A worker keeps a block table for each request and appends to it. The whole table is sent for new requests, and for those
+that were preempted or whose table changed before its end (a merged block), which are sent as resumed. vLLM's block 0 is
+its null block, so our block b is vLLM's b + 1.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from experiments.capacity import find_capacity
     from experiments.text import LLM
 
-_PLACES = {  # pandas or an engine is loaded for what needs it, not for every command
+_PLACES = {  # imported on first access: pandas and the engine are not loaded for commands that do not need them
     "LLM": "experiments.text",
     "find_capacity": "experiments.capacity",
     "replay": "experiments.api",
@@ -24,7 +24,7 @@ __all__ = ["LLM", "find_capacity", "replay", "simulate"]
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        from importlib import import_module  # not at the top: nothing comes before the choice of what is compiled
+        from importlib import import_module  # not at the top: compiled.decide() must run first
 
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'experiments' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m experiments` is `testbed`."""
+"""`python -m experiments` is the same as `testbed`."""
 
 import sys
 

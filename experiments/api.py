@@ -34,17 +34,18 @@ TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[s
 def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
     """Simulates a trace and returns the finished run (`.requests`, `.steps`, `.summary`, `.path`).
 
-    trace: a Trace; a file of our own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the `trace`
-    group's keys as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's groups, by
-    option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your own:
-    cost={"_target_": "mine.Cost", "base_us": 7}. folder: where the run goes; by default a new temporary folder, which
-    goes when Python ends. Raises TestbedError in one line; a check that the records fail is a RuntimeWarning.
+    trace: a Trace; a file in the testbed's own schema (.jsonl, .csv, .parquet); rows of that schema as dicts; or the
+    keys of the `trace` group as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's
+    groups, by option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your
+    own: cost={"_target_": "mine.Cost", "base_us": 7}. folder: the run folder; the default is a new temporary folder,
+    deleted when Python exits. Raises TestbedError with a one-line message. A failed check of the records is a
+    RuntimeWarning.
     """
     return _run(trace, folder, {"backend": "sim", **settings})
 
 
 def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
-    """As `simulate`, on the real engine (backend=real)."""
+    """Like `simulate`, but runs the trace on the real engine (backend=real)."""
     backend = settings.pop("backend", {})
     return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
 
@@ -79,7 +80,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
 
 
 def _until_the_end() -> Path:
-    """A folder for a run that goes when Python ends."""
+    """Returns a new temporary run folder, deleted when Python exits."""
     made = tempfile.mkdtemp(prefix="testbed-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return Path(made, "run")
@@ -108,7 +109,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
 
 
 def _line(row: object) -> str:
-    """Raises TraceError for what is no row."""
+    """Returns a row as a line of JSON. Raises TraceError if it is not a mapping of JSON values."""
     if not isinstance(row, Mapping):
         raise TraceError(
             f"the trace has {shown(row)} where a row is expected; give rows as dicts, of a DataFrame "

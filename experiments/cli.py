@@ -1,4 +1,4 @@
-"""The `testbed` command: a plain command each, `run` with Hydra's grammar. Every user's mistake is one line."""
+"""The `testbed` command line. Only `run` uses Hydra's grammar. A user's mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _here() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs one command and returns the exit status."""
     take_any_character()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if (here := _here()) not in sys.path:
-            sys.path.append(here)  # a user's own policy lies there; last: their analysis.py is not ours
+            sys.path.append(here)  # a user's own policies are there; last, so a user's analysis.py does not hide ours
         if name not in COMMANDS:
             from testbed.foreign_text import unknown
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
         with ended_as_interrupted():
             status = int((import_module(command).main if isinstance(command, str) else command)(rest))
-        print(end="", flush=True)  # here, where a reader that has left is no error
+        print(end="", flush=True)  # flush inside this try: a closed pipe is no error
         return status
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -92,12 +92,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # what the start makes is kept: collecting it finds nothing
+    # objects made at start-up stay alive, so collections during it would free nothing
     gc.set_threshold(10 * THRESHOLD, *gc.get_threshold()[1:])
     from experiments.commands.app import run_app
 
     status = run_app(arguments)
-    gc.freeze()  # nor is what is left at the end looked through before it goes
+    gc.freeze()  # no collection of the remaining objects at exit
     return status
 
 
@@ -187,7 +187,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _limits(text: str | None) -> dict[str, float] | None:
-    """The limits of --slo. Raises ConfigError."""
+    """Returns the limits given by --slo. Raises ConfigError if the text is invalid."""
     from analysis.measures.metrics import SLO
     from experiments.configuration.settings import SloConfig
     from testbed.checks import choose
@@ -257,7 +257,7 @@ def _costs(arguments: list[str]) -> int:
     return 0
 
 
-# each command's function, or the module that has it, as `main`: returns the exit status, raises TestbedError
+# the function of each command, or the module whose `main` it is: returns the exit status, raises TestbedError
 COMMANDS: dict[str, Callable[[list[str]], int] | str] = {
     "run": _run,
     "list": _list,

@@ -1,5 +1,5 @@
-"""What commands read and print: words of a command line that mean the same to several, tables as aligned text (which
-is Markdown too), streams that take whatever is said. Imports nothing that takes time."""
+"""Helpers that commands share for reading arguments and printing: argument types, aligned tables (also valid Markdown),
+output streams that accept any character. Imports nothing that is slow to import."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from testbed.foreign_text import nearest
 
 
 class UsageError(ConfigError):
-    """A command line that its command does not take."""
+    """A command line that the command rejects."""
 
     exit_status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, whose every complaint is one line. Raises UsageError."""
+    """An argparse parser that reports every error in one line, as a UsageError."""
 
     def error(self, message: str) -> NoReturn:
         flag = next((word for word in message.split() if word.startswith("-")), "").partition("=")[0]
@@ -31,25 +31,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def folder_named(text: str) -> Path:
-    """A folder. Raises ConfigError for none: it would be the working directory."""
+    """Returns the path of a folder. Raises ConfigError for an empty text, which Path reads as the working directory."""
     return Path(words(text))
 
 
 def refuse_existing(path: Path | None, overwrite: bool, what: str = "--out") -> None:
-    """Raises RunFolderError for what is there already and may not be replaced. what: another of which to choose."""
+    """Raises RunFolderError if `path` exists and `overwrite` is False. what: the option to change, for the message."""
     if path is not None and path.exists() and not overwrite:
         raise RunFolderError(f"{path} exists; choose another {what} or pass --overwrite")
 
 
 def words(text: str) -> str:
-    """What may not be empty. Raises ConfigError."""
+    """Returns `text`. Raises ConfigError if it is empty or blank."""
     if not text.strip():
         raise ConfigError("a name on the command line is empty; give one, as runs/a, or leave the option out")
     return text
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """A Markdown table whose columns are aligned. numbers: as all but the first are, at the right."""
+    """Returns a Markdown table with aligned columns. numbers: right-align all columns except the first."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     is_right = [numbers and index > 0 for index in range(len(headers))]
 
@@ -62,7 +62,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: boo
 
 
 def percent(share: float | None, *, signed: bool = True) -> str:
-    """A share of 1 in percent: with one decimal below 100, without from there on; a dash where it is not known."""
+    """Formats a fraction in percent: one decimal below 100 %, none from 100 % on; a dash if it is None or NaN."""
     if share is None or share != share:
         return "–"
     value = 100.0 * share
@@ -72,7 +72,7 @@ def percent(share: float | None, *, signed: bool = True) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds in ms, four significant digits."""
+    """Formats seconds in ms with four significant digits, without decimals from 1000 ms on; a dash for None or NaN."""
     if seconds is None or seconds != seconds:
         return "–"
     value = 1e3 * seconds
@@ -80,15 +80,15 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def take_any_character() -> None:
-    """A character that the terminal's encoding lacks is shown as its escape, and stops nothing."""
+    """Lets standard output and error print characters that their encoding lacks as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def go_on_unheard() -> None:
-    """After a BrokenPipeError: what is still said to standard output is dropped."""
-    if sys.stdout is not None:  # as where it was closed from the start
+    """Discards further standard output; called after a BrokenPipeError."""
+    if sys.stdout is not None:  # None if it was closed when Python started
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

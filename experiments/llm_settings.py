@@ -1,4 +1,4 @@
-"""From the keyword arguments of `LLM` to a model, its tokenizer, and overrides of the configuration."""
+"""Turns the keyword arguments of `LLM` into a model, its tokenizer, and overrides of the configuration."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ SETTINGS = {  # keyword argument -> key of the configuration
 WORDS: dict[str, dict[str, str | None]] = {
     "dtype": {"auto": None, "half": "float16", "float": "float32"},
     "kv_cache_dtype": {"auto": None},
-}  # vLLM's
-ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # of LLM itself
+}  # values that vLLM accepts, and the testbed's name for each; None: leave the default
+ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # parameters that LLM declares by name
 TINY = "tiny"
 
 
 class FoundModel(NamedTuple):
     """Where a model's shape, weights and tokenizer come from.
 
-    folder: of a checkpoint; None where the weights are random. eos_ids: what its files, and a tokenizer that came with
-    it, say beside the shape's own.
+    folder: the checkpoint; None if the weights are random. eos_ids: the EOS tokens that the checkpoint's files and its
+    own tokenizer state, in addition to the EOS token of the model's shape.
     """
 
     name: str
@@ -58,14 +58,14 @@ class FoundModel(NamedTuple):
 
 
 def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundModel:
-    """A folder that is no checkpoint hides no model that needs none. Raises ModelError if there is no such model,
-    ConfigError if there is no such tokenizer."""
+    """Finds a model by path or name. A folder that has a model's name but no checkpoint is ignored if that model needs
+    no files. Raises ModelError if there is no such model, ConfigError if there is no such tokenizer."""
     path = Path(model)
     given = None if tokenizer is None else read_tokenizer(tokenizer)
     needs_no_files = model == TINY or (load_format == "dummy" and model in options("model"))
     if path.is_file() or (path / "config.json").is_file() or (path.exists() and not needs_no_files):
         folder = path if path.is_dir() else path.parent
-        load_hf_config(path)  # first: a tokenizer reads it too, and would be blamed
+        load_hf_config(path)  # first: the tokenizer reads this file too, and an error in it would name the tokenizer
         own = load_tokenizer(folder) if given is None and has_tokenizer(folder) else None
         overrides = to_overrides({"model": {"path": str(path)}})
         eos_ids = (*end_tokens(folder), own.eos_token_id if own else None)
@@ -85,7 +85,7 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
 
 
 def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
-    """Overrides of the configuration; None leaves a key as it is. Raises ConfigError for an unknown name."""
+    """Returns overrides of the configuration; None leaves a key unchanged. Raises ConfigError for an unknown name."""
     tree: dict[str, Any] = {}
     settings = dict(settings)
     if settings.pop("enforce_eager", None):  # vLLM's name
@@ -97,7 +97,7 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
             value = str(value).removeprefix("torch.")  # a torch.dtype
         if isinstance(value, str) and value in WORDS.get(name, {}):
             value = WORDS[name][value]
-        key = name if isinstance(value, Mapping) else SETTINGS.get(name, name)  # device={…} is the group
+        key = name if isinstance(value, Mapping) else SETTINGS.get(name, name)  # device={…} means the group `device`
         if isinstance(value, str) and key in GROUPS:
             value = {"name": value}
         if value is not None:
@@ -106,7 +106,7 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
 
 
 def _put(tree: dict[str, Any], key: str, value: Any, name: str) -> None:
-    """Puts a value, or each of a mapping's, at its dotted key. Raises ConfigError where another value is there."""
+    """Puts a value, or each value of a mapping, at its dotted key. Raises ConfigError if another value is there."""
     if isinstance(value, Mapping):
         for part, inner in value.items():
             _put(tree, f"{key}.{part}", inner, name)

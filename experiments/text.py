@@ -1,6 +1,6 @@
-"""`from experiments import LLM`: from keyword arguments to a configuration, and from it to the parts of a text engine.
+"""`from experiments import LLM`: builds a text engine from keyword arguments, by way of a configuration.
 
-Owns nothing that generates: that is real/text/llm.py.
+Contains no generation code; that is in real/text/llm.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from real.text import llm
 
 
 class LLM(llm.LLM):
-    """A model that generates, by name.
+    """A model that generates text, built from its name or folder.
 
     model: a local folder in Hugging Face's layout; or a name of `testbed list model` with load_format="dummy" (random
     weights); or "tiny": random weights and a tokenizer made on the spot, whose text is noise. tokenizer: a folder, or a
     tokenizer of transformers or tokenizers; None takes the model's. scheduler: a preset, or keys of the group as a dict
-    (`name` is the preset). status_s: a status line on standard error every so many seconds. The other keyword arguments
-    are those of vLLM (llm_settings.SETTINGS has the list), groups of the configuration as dicts
-    (cache={"eviction": "lfu"}), or its dotted keys (**{"backend.num_threads": 1}).
+    (`name` is the preset). status_s: the interval of the status line on standard error, in seconds. The other keyword
+    arguments are those of vLLM (llm_settings.SETTINGS lists them), groups of the configuration as dicts
+    (cache={"eviction": "lfu"}), or dotted keys (**{"backend.num_threads": 1}).
 
-    Raises TestbedError in one line.
+    Raises TestbedError with a one-line message.
     """
 
     def __init__(

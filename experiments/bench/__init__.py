@@ -1,4 +1,4 @@
-"""Benchmarks. Each prints a table; timings decide no test. Compare numbers of one run only: machines are noisy."""
+"""Benchmarks. Each prints a table. No test depends on a timing. Compare numbers of one run only: machines are noisy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
 BENCHES = ("core", "simulator", "engine", "host", "vllm", "observer")
-IN_VLLM = ("vllm", "observer")  # want vLLM's environment
+IN_VLLM = ("vllm", "observer")  # need an environment with vLLM
 
 
 def main(arguments: list[str]) -> int:
-    """`testbed bench [<name>] [options]`; without a name all that need no vLLM, with their defaults."""
+    """`testbed bench [<name>] [options]`. Without a name: all benchmarks that need no vLLM, with default options."""
     name = arguments[0] if arguments else None
     if name in ("-h", "--help"):
         print(f"usage: testbed bench [{'|'.join(BENCHES)}] [options]; `testbed bench <name> --help` lists them")
@@ -37,7 +37,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def machine_line() -> str:
-    """On what and when it was measured."""
+    """Returns the machine, the Python version and the date of a measurement, as one line."""
     machine, versions = describe_machine(), describe_versions()
     date = time.strftime("%Y-%m-%d")
     return f"{machine['cpu']}, {machine['num_cores']} cores, Python {versions['python']}, {date}"

@@ -1,6 +1,6 @@
-"""How fast the core is: scheduler steps/s at 256 sequences, what a step costs over queue lengths and pool sizes.
+"""Speed of the core: scheduler steps/s at 256 sequences, and time per step over queue lengths and KV pool sizes.
 
-Compare numbers of one run only, as ratios: machines are noisy.
+Compare only the ratios of numbers from one run: machines are noisy.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _bench_scheduler(repeats: int) -> None:
-    """plan + commit, one step at a time, digest on.
+    """Prints the time of plan + commit, one step at a time, with the decision digest on.
 
-    Simulated: outputs are known beforehand, as a trace has them. Drawn: distinct tokens come back for every sequence.
-    With rows: the same and `plan.scheduled`, the inputs of a device, which a simulator never asks for.
+    Simulated: output tokens are known in advance, as in a trace. Drawn: every step returns a different token for each
+    sequence. With rows: as drawn, plus `plan.scheduled`, the inputs of a device, which a simulator never reads.
     """
     print(f"scheduler: {NUM_SEQS} running, {OUTPUT_TOKENS} output tokens each, 16-token blocks, best of {repeats}")
     print(f"  {'':<32}{'simulated':^20}{'drawn':^20}{'with rows':^20}")
@@ -64,19 +64,19 @@ def _bench_scheduler(repeats: int) -> None:
 
 
 def _step_ns(name: str, caching: bool, repeat: int, *, draws: bool, with_rows: bool) -> float:
-    """ns a step of plan + commit; with_rows: and of making the plan's rows."""
+    """Returns ns per step of plan + commit. with_rows: includes making the plan's rows."""
     scheduler = _scheduler([f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}"], 20_000)
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for index in range(NUM_SEQS):
         prompt = synthesize(Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS), VOCAB)
         output = synthesize(Span(content_key("output", repeat, index), 0, OUTPUT_TOKENS), VOCAB)
         scheduler.add(Request(str(index), prompt, sampling=sampling, forced_output=None if draws else output))
-    with fewer_collections():  # as in every run
+    with fewer_collections():  # every run does this
         return _drive(scheduler, draws=draws, with_rows=with_rows)
 
 
 def _drive(scheduler: Scheduler, *, draws: bool, with_rows: bool) -> float:
-    """All run from the first step to the last. Making the outcomes, a model's work, is not counted."""
+    """Returns ns per step. All sequences run in every step. Making the outcomes is the model's work: not counted."""
     spent_ns = now_ns = 0
     clock = time.perf_counter_ns
     while scheduler.has_work:
@@ -95,7 +95,7 @@ def _drive(scheduler: Scheduler, *, draws: bool, with_rows: bool) -> float:
 
 
 def _bench_queues(repeats: int) -> None:
-    """A step with one admission and one end, while so many wait: it must not cost more the more wait."""
+    """Prints the time of steps that admit and finish one request each; it must not grow with the queue's length."""
     print(f"µs a step over queue lengths: 64 running, one ends and one is admitted each step, best of {repeats}")
     print(f"  {'queue order':<16}" + "".join(f"{length:>10,}" for length in QUEUE_LENGTHS))
     for order in tqdm(QUEUE_ORDERS, desc="queues", disable=None, leave=False):
@@ -104,8 +104,8 @@ def _bench_queues(repeats: int) -> None:
 
 
 def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
-    """A window of 128 is stated for lpm and dfs: beyond it they are first come, first served. partial: three prompts
-    part-way, one of them long, and all that wait are long."""
+    """Returns µs per step. lpm and dfs are first come, first served while more than 128 requests wait (their default).
+    partial: decode_first with up to three partial prefills, of which one may be long; all waiting prompts are long."""
     if order == "partial":
         partial = ["scheduler.max_num_partial_prefills=3", "scheduler.long_prefill_token_threshold=32"]
     else:
@@ -146,7 +146,7 @@ def _scheduler(options: list[str], num_blocks: int) -> Scheduler:
 
 
 def _us_per_step(scheduler: Scheduler, num_steps: int) -> float:
-    """plan + commit of forced outputs, after the first step."""
+    """Returns µs per step of plan + commit with forced outputs, not counting the first step."""
     scheduler.plan(0)
     scheduler.commit(StepResult(1), 1)
     began_ns = time.perf_counter_ns()

@@ -1,9 +1,9 @@
-"""How fast the real engine is: step times against the device's own ceilings, and whole runs beside other engines.
+"""Speed of the real engine: step times against the device's measured ceilings, and whole runs against other engines.
 
-On a CPU: a model of about 20 million parameters beside `transformers.generate`, transformers' continuous batching and,
-in an environment that has it, vLLM's CPU build: the same checkpoint, prompts and threads, in turns. On a GPU: steps of
-published shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out beside the same, with
-every attention provider that can run.
+On a CPU: a model of about 20 million parameters against `transformers.generate`, transformers' continuous batching and,
+if installed, vLLM's CPU build. All use the same checkpoint, prompts and threads, in turns. On a GPU: steps of published
+model shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out against vLLM and transformers'
+continuous batching, with every attention provider that can run.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ PROMPTS = (512, 2048, 8192)
 
 
 class Ceilings(NamedTuple):
-    """What the device reaches at best, measured beside the steps: bytes read plus bytes written by a large copy,
-    operations of a large matrix product in the model's own number format."""
+    """The device's best rates, measured in the same run as the steps: bytes read plus bytes written by a large copy,
+    operations of a large GEMM (bfloat16 on a GPU, float32 on a CPU)."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 class StepTime(NamedTuple):
-    """Medians over the steps of one shape, in s: from the plan to the tokens, and of the device alone."""
+    """Medians over the steps of one shape, in s: from the plan to the tokens, and on the device only."""
 
     total_s: float
     device_s: float
@@ -89,7 +89,7 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_tokens: int) -> RealBackend:
-    """An engine with random weights and room for `num_blocks` KV blocks. Frees what engines before it held."""
+    """Builds an engine with random weights and `num_blocks` KV blocks. Frees the memory of earlier engines first."""
     import torch
 
     from real.backend import RealBackend
@@ -110,7 +110,7 @@ def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_
 
 
 def decode_time(backend: RealBackend, spec: ModelSpec, batch: int, context: int, num_steps: int) -> StepTime:
-    """Steps of `batch` sequences that each attend to `context` positions."""
+    """Times decode steps of `batch` sequences that each attend to `context` positions."""
     blocks = _tables(backend, batch, context)
     rng = random.Random(batch)
     rows = tuple(
@@ -121,7 +121,7 @@ def decode_time(backend: RealBackend, spec: ModelSpec, batch: int, context: int,
 
 
 def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_steps: int) -> StepTime:
-    """Steps of one prompt of so many tokens."""
+    """Times steps that each prefill one prompt of `num_tokens` tokens."""
     rng = random.Random(num_tokens)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
     (table,) = _tables(backend, 1, num_tokens)
@@ -130,14 +130,14 @@ def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_ste
 
 
 def decode_floor_s(spec: ModelSpec, batch: int, context: int, bytes_per_s: float) -> float:
-    """The time to read once every weight that a decode uses, and the KV of every row; of experts all are counted."""
+    """The time to read once every weight that a decode step uses, and the KV of every row. Counts all experts."""
     layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_mlp_parameters)
     weights = (layers + spec.vocab_size * spec.embedding_size) * spec.dtype_bytes
     return (weights + batch * context * spec.kv_bytes_per_token()) / bytes_per_s
 
 
 def prefill_floor_s(spec: ModelSpec, num_tokens: int, flops_per_s: float) -> float:
-    """The time of its matrix products; attention is causal, and only the last token has logits."""
+    """The time of a prefill's GEMMs and attention. Attention is causal, and only the last token has logits."""
     layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_active_mlp_parameters)
     pairs = num_tokens * (num_tokens + 1) / 2
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
@@ -145,7 +145,7 @@ def prefill_floor_s(spec: ModelSpec, num_tokens: int, flops_per_s: float) -> flo
 
 
 def _tables(backend: RealBackend, num_rows: int, context: int) -> list[list[int]]:
-    """Blocks for each row, all different, in no order."""
+    """Returns the block table of each row: distinct blocks in random order."""
     per_row = -(-context // BLOCK_SIZE)
     blocks = random.Random(7).sample(range(backend.num_gpu_blocks), num_rows * per_row)
     return [blocks[i * per_row : (i + 1) * per_row] for i in range(num_rows)]

@@ -1,10 +1,10 @@
-"""What the host does in a step of the engine, by part, with a device that costs nothing: no GPU is needed.
+"""Host time of the engine's steps, by part, with a device that takes no time: no GPU is needed.
 
-A model without layers answers at once, and captured steps are replayed by doing nothing; all else is the engine as it
-runs: the core's plan, its inputs, the launches around the model, sampling over a vocabulary of 32, commit and records.
-What a launch costs on a GPU is not in it, nor what attention prepares; records are in `schedule`, which a run on a GPU
-writes while the next step runs. Beside that, torch's operators in sampling and
-the bytes that they read and write, counted at the vocabulary of a real model. Compare numbers of one run only.
+The model has no layers, and replaying a captured step does nothing. Everything else is the engine itself: the core's
+plan, the inputs, the launches around the model, sampling over a vocabulary of 32, commit and records. The time of
+launches on a GPU and of attention's preparation is not included. Records count as part of `schedule`; a run on a GPU
+writes them while the next step runs. A second table counts torch's operators in sampling, and the bytes that they read
+and write, at the vocabulary size of a real model. Compare numbers of one run only.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SAMPLINGS = {
     "top-p": SamplingParams(temperature=0.8, top_p=0.9),
     "top-k, top-p": SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
 }
-COUNTED = (64, 151_936)  # rows, vocabulary of the sampling that is counted
+COUNTED = (64, 151_936)  # rows and vocabulary size of the sampling whose operators are counted
 BLOCK_SIZE, VOCAB = 16, 32
 WARM_UP_STEPS = 5
 PARTS = ("schedule", "prepare", "launch", "sample", "outcomes")
 
 
 class Load(NamedTuple):
-    """A batch that stays the same, step after step. is_mixed: beside it a long prompt is computed, chunk by chunk."""
+    """A batch that stays the same in every step. is_mixed: each step also computes a chunk of a long prompt."""
 
     batch: int
     context: int
@@ -93,7 +93,7 @@ def loads() -> Iterator[Load]:
 
 
 def measure(load: Load, num_steps: int) -> list[float]:
-    """Median ns of each of PARTS over the steps in which the whole batch decodes."""
+    """Returns the median ns of each of PARTS over the steps in which the whole batch decodes."""
     from experiments.configuration.compose import compose_config
     from experiments.wiring import build
     from real.clocks import SkippingClock
@@ -133,7 +133,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
 
 
 def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int) -> RealBackend:
-    """The engine over a model that does nothing, its steps captured."""
+    """Builds the engine with a model that does nothing and with captured steps."""
     import torch
 
     from real.backend import RealBackend
@@ -179,7 +179,7 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
 
 
 class _Watched:
-    """The engine; tells the log what each step computed."""
+    """The engine; gives the log the batch shape of each step."""
 
     def __init__(self, backend: RealBackend, log: _Log) -> None:
         self._backend, self._log = backend, log
@@ -191,7 +191,7 @@ class _Watched:
 
 @dataclass
 class _Log:
-    """Keeps the parts of steps in which the whole batch decodes."""
+    """Keeps the times, by part, of the steps in which the whole batch decodes."""
 
     load: Load
     shape: Any = None
@@ -208,12 +208,12 @@ class _Log:
 
 
 class Counted(NamedTuple):
-    num_operators: int  # that compute or copy; views are none
-    num_bytes: int  # of what they read and write
+    num_operators: int  # that compute or copy; views are not counted
+    num_bytes: int  # read and written by them
 
 
 def count_sampling(sampling: SamplingParams, num_rows: int, vocab_size: int) -> Counted:
-    """Of one decode step of so many rows that all sample alike."""
+    """Counts the sampling operators of one decode step whose `num_rows` rows use the same sampling parameters."""
     import torch
 
     from real.sampling.inputs import Source, sample_inputs
@@ -233,7 +233,7 @@ def count_sampling(sampling: SamplingParams, num_rows: int, vocab_size: int) -> 
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """The bytes that each operator reads and writes, of those launched meanwhile."""
+    """Within the context, appends the bytes read and written by each operator that torch launches."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

@@ -1,8 +1,8 @@
-"""`testbed bench observer`: what the observer adds to each of vLLM's steps, in vLLM's environment (docs/vllm.md).
+"""`testbed bench observer`: the time that the observer adds to each vLLM step; needs vLLM installed (docs/vllm.md).
 
-vLLM runs in this process on a random model, with its own synchronous scheduler under the observer. Of every step in
-which all requests decode, the time within the observer's `schedule` and `update_from_output` is taken, less that
-within vLLM's own, which lie right below them.
+vLLM runs in this process on a random model, with its own synchronous scheduler under the observer. In every step in
+which all requests decode, the observer's `schedule` and `update_from_output` are timed. The time of vLLM's own methods,
+which they call, is subtracted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.errors import ConfigError
 
 STEP_METHODS = ("schedule", "update_from_output")
 PROMPT_TOKENS = 16
-MAX_NUM_STEPS = 2000  # the model has room for twice as many tokens
+MAX_NUM_STEPS = 2000  # the model's maximum length is about twice this
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Steps:
-    """vLLM, observed, whose steps are timed."""
+    """vLLM under the observer, with timers around the methods of both schedulers."""
 
     def __init__(self, folder: Path, max_running: int) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
@@ -68,7 +68,7 @@ class _Steps:
 
         from real.vllm.observer import ObservedScheduler
 
-        self._took_ns: Counter[str] = Counter()  # by class, the observer's with what it calls of vLLM's
+        self._took_ns: Counter[str] = Counter()  # by class; the observer's time includes vLLM's methods that it calls
         for owner, method in product((Scheduler, ObservedScheduler), STEP_METHODS):
             _adding(self._took_ns, owner, method)
         llm = LLM(
@@ -80,7 +80,7 @@ class _Steps:
         self._engine = llm.llm_engine
 
     def of(self, num_running: int, num_steps: int) -> tuple[list[int], list[int]]:
-        """Ns a step in vLLM's own plan and commit, and in the observer's."""
+        """Returns ns of each step: in vLLM's own plan and commit, and added by the observer."""
         from vllm import SamplingParams
 
         for index in range(num_running):
@@ -101,7 +101,7 @@ class _Steps:
 
 
 def _adding(took_ns: Counter[str], owner: type, method: str) -> None:
-    """From now on the owner's method adds what it takes to what its owner took."""
+    """Patches a method of `owner` so that its duration is added to `took_ns` under the class's name."""
     own = getattr(owner, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:

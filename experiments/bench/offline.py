@@ -1,8 +1,8 @@
-"""Whole runs of this engine beside others that serve the same checkpoint: prompts in, as many tokens out as asked for.
+"""Whole runs of this engine and of others on the same checkpoint: prompts in, the requested number of tokens out.
 
-Each contender has a process of its own, so that none has threads, memory or settings of another; one works at a time.
-On a CPU they take turns, on a GPU each has the card to itself. Models are made, and one run is over, before a clock
-starts.
+Each contender has its own process, so that they share no threads, memory or settings; only one works at a time. On a
+CPU they take turns; on a GPU only one is started at a time. The model is loaded, and one unmeasured run is finished,
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ VLLM_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-SERVED, SERVED_TOKENS = 64, 128  # of the run on a GPU that says what the host costs
+SERVED, SERVED_TOKENS = 64, 128  # requests, and output tokens of each, in the GPU run that measures the host's share
 
 
 class Load(NamedTuple):
-    """Requests that are all there at once. lengths: tokens out of each."""
+    """Requests that all arrive at once. lengths: output tokens of each."""
 
     name: str
     prompts: list[list[int]]
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether one padded batch would hold nothing but tokens that count."""
+        """Whether all prompts have one length and all outputs have one length: a single batch needs no padding."""
         return len({*map(len, self.prompts)}) == len({*self.lengths}) == 1
 
 
@@ -69,14 +69,14 @@ def _prompts(draw: random.Random, vocab_size: int, sizes: list[int]) -> list[lis
 
 
 class Arm(Protocol):
-    """Something that generates, greedily."""
+    """An engine that generates greedily."""
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contender is given. device: cpu or cuda; threads: of the CPU, None: its own choice."""
+    """The settings that all contenders share. device: cpu or cuda. threads: on the CPU; None: the engine's default."""
 
     path: Path
     dtype: str
@@ -86,7 +86,7 @@ class Setting:
 
 
 class Generate:
-    """transformers.generate: one batch, padded, from the first token to the last."""
+    """transformers.generate: one static batch from the first token to the last."""
 
     takes_uneven = False
 
@@ -107,26 +107,26 @@ class Generate:
 
 
 class ContinuousBatching:
-    """transformers' own scheduler and paged cache, kept from run to run."""
+    """transformers' own scheduler and paged KV cache, kept between runs."""
 
     takes_uneven = True
 
     def __init__(self, setting: Setting) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        # it asks for psutil in lines of its log; what goes wrong is said there, too
+        # drop only its log lines that ask for psutil: errors are logged there, too
         logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
-        # on a CPU its cache would take most of the machine's memory: room for every request of these loads
+        # by default its cache takes most of a CPU machine's memory; 256 blocks hold every request of these loads
         room = ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=2048) if setting.device == "cpu" else None
         config: Any = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=setting.max_new_tokens)
         model = _model_of(setting)
-        self._context = model.continuous_batching_context_manager(  # which stops when it goes
+        self._context = model.continuous_batching_context_manager(  # kept, as it stops when it is deleted
             generation_config=config, continuous_batching_config=room
         )
         self._manager: Any = self._context.__enter__()
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        """Each request with its own limit. Raises TestbedError if one fails."""
+        """Generates with a token limit for each request. Raises TestbedError if a request fails."""
         manager, outputs = self._manager, dict[str, list[int]]()
         ids: list[str] = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
         while len(outputs) < len(ids):
@@ -141,7 +141,7 @@ class ContinuousBatching:
 
 
 class Vllm:
-    """vLLM in this process, its own scheduler; on a CPU without torch.compile, which its build there has not."""
+    """vLLM in this process with its own scheduler; on a CPU with enforce_eager, that is without torch.compile."""
 
     takes_uneven = True
 
@@ -166,7 +166,7 @@ class Vllm:
 
 
 class Ours:
-    """The engine under the core, over and over: prompts in, token ids out. No text, no records."""
+    """This testbed's engine and core, with a new scheduler for each run. Token ids in and out: no text, no records."""
 
     takes_uneven = True
 
@@ -200,7 +200,7 @@ class Ours:
 
 
 OURS = "this engine"
-PROVIDERS = ("flash_attn_3", "flash_attn", "varlen", "triton", "torch")  # of attention on a GPU
+PROVIDERS = ("flash_attn_3", "flash_attn", "varlen", "triton", "torch")  # attention providers on a GPU
 ARMS: dict[str, Callable[[Setting], Arm]] = {
     "transformers.generate": Generate,
     "transformers, continuous batching": ContinuousBatching,
@@ -209,7 +209,7 @@ ARMS: dict[str, Callable[[Setting], Arm]] = {
     **{f"{OURS}, {name}": partial(Ours, attention=name) for name in PROVIDERS},
 }
 CPU_ARMS = ("transformers.generate", "transformers, continuous batching", "vLLM", OURS)
-# hours on a GPU are rare: what is fast and ours comes first, torch's own attention, the slowest by far, last
+# GPU time is scarce: our fast providers come first, torch's attention, by far the slowest, last
 GPU_ARMS = (*(f"{OURS}, {name}" for name in PROVIDERS[:-1]), *CPU_ARMS[1:3][::-1], f"{OURS}, {PROVIDERS[-1]}")
 
 
@@ -225,7 +225,7 @@ def _model_of(setting: Setting) -> Any:
 
 
 class AllAtOnce:
-    """An inbox whose requests are all there at the start. outputs: of those that have ended."""
+    """An inbox whose requests all arrive at the start. outputs: output tokens of finished requests, by request id."""
 
     is_open = False
 
@@ -250,13 +250,13 @@ class AllAtOnce:
 
 
 class Contender:
-    """One of ARMS in a process of its own. Raises TestbedError, in one line, for one that cannot be had here."""
+    """One of ARMS in a process of its own. Raises TestbedError, in one line, if it cannot run on this machine."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         self.name = name
         self._process = ProcessPoolExecutor(1, get_context("spawn"))
         before = dict(os.environ)
-        if setting.threads is not None:  # of whatever library
+        if setting.threads is not None:  # the OpenMP limit, whichever library uses it
             os.environ["OMP_NUM_THREADS"] = str(setting.threads)
         try:
             self.takes_uneven: bool = self._ask(_make, name, setting)
@@ -265,14 +265,14 @@ class Contender:
             os.environ.update(before)
 
     def generate(self, load: Load) -> tuple[float, list[list[int]], float | None]:
-        """Seconds that it took, the outputs, and of this engine the host's share of a step."""
+        """Returns the seconds taken, the outputs, and for this engine the host's share of a step (else None)."""
         taken_s, outputs, host_share = self._ask(_generate, load.prompts, load.lengths)
         if [len(tokens) for tokens in outputs] != load.lengths:
             raise TestbedError(f"{self.name} did not give every request the tokens that it asked for")
         return taken_s, outputs, host_share
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # it may have gone before
+        with suppress(RuntimeError):  # the process may have ended already
             self._process.submit(os._exit, 0)  # without the clean-up of libraries
         self._process.shutdown(wait=False)
 
@@ -288,7 +288,7 @@ class Contender:
             raise TestbedError(f"{self.name}: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
-_arm: Any = None  # of a contender's process
+_arm: Any = None  # the engine; set only in a contender's process
 
 
 def _make(name: str, setting: Setting) -> bool:
@@ -311,7 +311,7 @@ def _generate(prompts: list[list[int]], lengths: list[int]) -> tuple[float, list
 
 
 def on_cpu(spec: ModelSpec, repeats: int, threads: int, dtypes: Sequence[str]) -> None:
-    """Both loads, in each type of numbers, all contenders in turns."""
+    """Runs both loads in each dtype, all contenders in turns."""
     for dtype in dtypes:
         with _checkpoint(replace(spec, dtype=dtype)) as path:
             loads = cpu_loads(spec.vocab_size)
@@ -327,14 +327,14 @@ def on_cpu(spec: ModelSpec, repeats: int, threads: int, dtypes: Sequence[str]) -
 
 
 def on_gpu(spec: ModelSpec, repeats: int) -> None:
-    """The load of nano-vllm's benchmark, one contender after the other."""
+    """Runs the load of nano-vllm's benchmark, one contender after the other."""
     draw = random.Random(0)
     prompts = _prompts(draw, spec.vocab_size, [draw.randint(100, 1024) for _ in range(256)])
     load = Load("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
     print(f"\n  {spec.name}, {spec.dtype}, {load.name}: {sum(load.lengths):,} tokens", flush=True)
     served = Load("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
     with _checkpoint(spec) as path:
-        first: dict[str, list[float]] = {}  # that ran; the others are shown as so many times it
+        first: dict[str, list[float]] = {}  # rates of the first contender that ran; the others are shown relative to it
         for name in GPU_ARMS:
             for one in _started([name], Setting(path, spec.dtype, "cuda", None, max(load.lengths))):
                 rates = _rates([one], load, repeats)[0]
@@ -356,7 +356,7 @@ def _checkpoint(spec: ModelSpec) -> Iterator[Path]:
 
 
 def _started(names: Sequence[str], setting: Setting) -> list[Contender]:
-    """Those that can be had here; of the others it says why not."""
+    """Starts the contenders that can run on this machine; prints for each other one why it cannot."""
     found = []
     for name in names:
         try:
@@ -382,7 +382,7 @@ def _compare(contenders: list[Contender], load: Load, repeats: int) -> None:
 def _rates(
     contenders: list[Contender], load: Load, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]], float | None]:
-    """Tokens/s of each in each of its turns, after one that is not measured; the outputs of that; our host's share."""
+    """Returns tokens/s of each contender in each turn, then the outputs and our host share of the unmeasured first."""
     working = {one.name: one for one in contenders}
     rates: dict[str, list[float]] = {name: [] for name in working}
     first: dict[str, list[list[int]]] = {}
@@ -405,7 +405,7 @@ def _rates(
 
 
 def _show(rates: dict[str, list[float]], beside: dict[str, list[float]]) -> None:
-    """Median, range, and how many times the median of the first of `beside`."""
+    """Prints each contender's median and range, and the ratio of its median to that of the first of `beside`."""
     first = statistics.median(next(iter(beside.values()), [1.0]))
     for name, found in rates.items():
         spread, median = f"({min(found):,.0f} to {max(found):,.0f})", statistics.median(found)

@@ -1,11 +1,11 @@
-"""How fast and how large the simulator is, from the start of the interpreter to its end: `testbed run` in a process of
-its own, with the records of every request and step written.
+"""Speed and memory of the simulator, from the start of the interpreter to its end: each case is a `testbed run` in its
+own process that writes the records of every request and step.
 
-The case that other simulators were measured on: the first 10,000 rows of the Azure 2023 conversation trace (or
-generated requests that look like them), arrivals scaled onto 1,250 s, one Llama-3.1-8B on an H100, 27,800 blocks of 16
-tokens, 512 sequences, budget 512, chunked prefill, prefix caching; the same for Qwen3-0.6B, whose steps are many and
-small; the first one without the compiled core; a long generated trace, never held whole; and the points of a sweep,
-one after the other in one process.
+The main case is one on which other simulators were measured: the first 10,000 rows of the Azure 2023 conversation trace
+(or generated requests that resemble them), arrivals scaled to 1,250 s, Llama-3.1-8B on one H100, 27,800 KV blocks of 16
+tokens, 512 sequences, token budget 512, chunked prefill, prefix caching. Further cases: the same with Qwen3-0.6B, which
+takes many short steps; the same without the compiled core; a long generated trace that is streamed, not held in memory;
+and the points of a sweep, one after the other in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = (
     "device=h100", "scheduler=vllm_v1", "scheduler.max_num_seqs=512",
     "scheduler.max_num_batched_tokens=512", "cache.num_gpu_blocks=27800", "cache.block_size=16",
 )  # fmt: skip
-# lengths as the trace has them (P50 and P90: 1,020 and 2,734 tokens in, 129 and 424 out), gaps a little bursty
+# lengths as in the trace (P50 and P90: 1,020 and 2,734 tokens in, 129 and 424 out), arrivals slightly bursty
 LOOK_ALIKE = (
     "trace=synthetic", "trace.arrival=gamma", "trace.cv=1.09", "trace.rate=8",
     "trace.prompt.value=1020", "trace.prompt.sigma=0.77", "trace.prompt.max_tokens=4142",
@@ -43,7 +43,7 @@ LOOK_ALIKE = (
 
 
 class Measured(NamedTuple):
-    """One process: wall clock of all of it and of the loop alone, in s; steps; peak resident memory in MiB."""
+    """One process: wall-clock time of all of it and of the serving loop only, in s; steps; peak resident MiB."""
 
     num_requests: int
     wall_s: float
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _bench_points(repeats: int) -> None:
-    """Runs in this process, as a sweep's points are: the first one also imports what the others find there."""
+    """Times runs in this process, as the points of a sweep run. Only the first one also pays for imports."""
     from experiments.configuration.compose import compose_config
     from experiments.runs.run import execute
 
@@ -118,7 +118,7 @@ def _bench_points(repeats: int) -> None:
 
 
 def _bench_prices(repeats: int) -> None:
-    """What cost models take for the price of a step, by turns; `calibrated` is a fit to the roofline's prices."""
+    """Prints the CPU time that each cost model needs per step. `calibrated` is fitted to the roofline's step times."""
     from experiments.configuration.compose import compose_config
     from experiments.wiring.costs import build_cost
     from sim.cost.calibrated import CalibratedCost
@@ -151,7 +151,7 @@ def _shapes(num_prefills: int) -> list[BatchShape]:
 
 
 def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
-    """CPU time of one price, in s."""
+    """Returns the CPU time of one call of `price`, in s."""
     began = time.process_time()
     for shape in shapes:
         model.price(shape)
@@ -159,8 +159,8 @@ def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
 
 
 def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
-    """The best of the repeats, shown: requests/s and steps/s over the wall clock of the whole process. variables: of
-    the environment, beside those of this process."""
+    """Prints and returns the best of the repeats: requests/s and steps/s over the wall-clock time of the whole process.
+    variables: environment variables, added to those of this process."""
     one = min((_measure(overrides, variables or {}) for _ in range(repeats)), key=lambda one: one.wall_s)
     print(
         f"  {case:<38}{one.num_requests / one.wall_s:>11,.0f}{one.num_steps / one.wall_s:>11,.0f}{one.num_steps:>12,}"
@@ -171,7 +171,7 @@ def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, s
 
 
 def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
-    """One run in a process of its own. Raises TestbedError with its last line if it fails."""
+    """Measures one run in its own process. If it fails, raises TestbedError with the last line of its error output."""
     with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
         folder = Path(scratch) / "run"
         model = [] if any(one.startswith("model=") for one in overrides) else ["model=llama3.1_8b"]

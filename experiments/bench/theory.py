@@ -1,8 +1,8 @@
 """The simulator against queueing theory, as a table: mean waits of simulated queues, their intervals, and the formulas.
 
-One server (`scheduler.max_num_seqs=1`), a constant price per step, one-token prompts; wired as `testbed run` wires it.
-Replication k has the seed k. Every wait is also compared with Lindley's recursion, to the nanosecond. What theory says
-is in `analysis/measures/queueing.py`; docs/theory.md tells why it is exact here.
+One server (`scheduler.max_num_seqs=1`), a constant step time, one-token prompts; wired as `testbed run` wires it.
+Replication k has the seed k. Without priorities every wait is also compared with Lindley's recursion, to the
+nanosecond. The formulas are in `analysis/measures/queueing.py`; docs/theory.md explains why they are exact here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A queue. urgent: the share of requests that go first (priorities); None: first come, first served."""
+    """A queue. urgent: the share of requests with the higher priority; None: first come, first served."""
 
     name: str
     service: Service
@@ -54,7 +54,7 @@ class Case:
         return self.utilisation / self.service.mean_s
 
     def formulas(self) -> list[tuple[str, float]]:
-        """(what, mean wait in seconds) of each class."""
+        """Returns (name, mean wait in seconds) of each priority class."""
         mean, second = self.service.mean_s, self.service.second_moment_s2
         if self.urgent is None:
             return [(self.name, pollaczek_khinchine_wait(self.rate, mean, second))]
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
-    """A row for each class of the case, and whether its formula is inside the interval."""
+    """Returns, for each class of the case, a table row and whether the formula's value is inside the interval."""
     means: list[list[float]] = [[] for _ in case.formulas()]
     counted = range(options.requests // 10, options.requests)
     num_exact = 0
@@ -130,24 +130,24 @@ def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
 
 
 def interval(means: Sequence[float]) -> Estimate:
-    """Student's t interval of independent replications, each of which gives one mean."""
+    """Returns Student's t interval over independent replications; `means` has one mean per replication."""
     return mean_t(np.array(means), level=CONFIDENCE)
 
 
 def _recursion(case: Case, num_requests: int, seed: int) -> list[int]:
-    """Waits in ns by Lindley's recursion."""
+    """Returns the waits in ns by Lindley's recursion."""
     instants, steps = _draws(case, num_requests, seed)
     return lindley_waits(instants, [k * STEP_NS for k in steps])
 
 
 def _draws(case: Case, num_requests: int, seed: int) -> tuple[list[int], list[int]]:
-    """Poisson arrivals in ns, services in steps."""
+    """Returns Poisson arrivals in ns, and service times in steps."""
     instants = arrivals("poisson", case.rate, num_requests, stream(seed, "arrival"))
     return instants, case.service.draw(num_requests, stream(seed, "output"))
 
 
 def _trace(case: Case, num_requests: int, seed: int) -> tuple[Trace, list[int]]:
-    """Services are output lengths; the class of each request."""
+    """Returns a trace whose output lengths are the service times in steps, and the priority class of each request."""
     instants, steps = _draws(case, num_requests, seed)
     share = 1.0 if case.urgent is None else case.urgent
     classes = (stream(seed, "class").random(num_requests) >= share).astype(int).tolist()
@@ -164,7 +164,7 @@ def _config(queue_order: str) -> RunConfig:
 
 
 def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
-    """ns from arrival to the start of service, in order of arrival."""
+    """Returns the wait of each request, from arrival to the start of service, in ns, in order of arrival."""
     config = _config(queue_order)
     core = build.build_scheduler(config, build.simulated_pools(config))
     waits = _Waits()
@@ -176,7 +176,7 @@ def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
 
 
 class _Waits(Recorder):
-    """When each request was first scheduled."""
+    """Records when each request was first scheduled."""
 
     def __init__(self) -> None:
         self.start_ns: dict[str, int] = {}

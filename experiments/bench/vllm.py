@@ -1,11 +1,11 @@
 """`testbed bench vllm`: vLLM, this testbed's simulator, and its scheduler inside vLLM, on the same traces.
 
-Run it in vLLM's environment (docs/vllm.md). A random model of a few layers is served on the CPU with one thread. The
-simulator's prices are fitted to observed runs of other traces. Every run is a process of its own. As hosts are shared,
-time is scaled by a probe (backend.pace=probe_scaled), of vLLM by a step of vLLM's and of our engine by one of its own,
-the same in all runs; and whole rounds of runs are made, in each of which the runs that prices are fitted to and those
-that they are judged on come by turns. What a probe should take is what it took, on average, in runs of both backends by
-turns before the first round: so one second is the same machine's for both.
+Run it in an environment with vLLM (docs/vllm.md). A random model of a few layers is served on the CPU with one thread.
+The simulator's step times are fitted to observed runs of other traces. Every run has its own process. As hosts are
+shared, time is scaled by a probe (backend.pace=probe_scaled): one step of vLLM for vLLM, one step of our engine for our
+engine. Runs are made in rounds. In each round, the runs for the fit and the runs for the evaluation alternate. Before
+the first round both backends run in turns. The mean time of each one's probe then becomes its reference
+(backend.probe_ns) in all later runs, so that one second means the same for both.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ POLICIES = {
     "vllm_v1, sjf": ["scheduler=vllm_v1", "scheduler.max_num_batched_tokens=512", "scheduler.queue_order=sjf"],
 }
 ALL_AT_ONCE = [*POLICIES["vllm_v1"], ROOMY, "trace.seed=3", "trace.rate=1000"]
-BUDGETS = (512, 128, 1024)  # of the policies
+BUDGETS = (512, 128, 1024)  # token budgets of the policies
 YARDSTICK_RUNS = 4  # of each backend
 
 
 class Bench:
-    """Runs into one folder; a run that is there already is not repeated."""
+    """Makes runs in one folder. A measured run that is already there is not repeated."""
 
     def __init__(self, folder: Path, num_requests: int) -> None:
         self.folder, self._num_requests = folder, num_requests
-        self.vllm, self.engine = VLLM, ENGINE  # settings, with the probe of each once it is settled
+        self.vllm, self.engine = VLLM, ENGINE  # settings; settle_probes adds the probe's reference time
         self.model = folder / "model"
         self.model.mkdir(parents=True, exist_ok=True)
         (self.model / "config.json").write_text(json.dumps(MODEL))
 
     def run(self, name: str, *settings: str) -> Run:
         folder = self.folder / name
-        if settings[0] == "backend=sim" or not (folder / "done").exists():  # prices are fitted anew
+        if settings[0] == "backend=sim" or not (folder / "done").exists():  # simulations follow the latest fit
             command = [
                 sys.executable, "-m", "experiments", "run", f"model.path={self.model}", *SHARED,
                 f"trace.num_requests={self._num_requests}", *settings, f"hydra.run.dir={folder}", "overwrite=true",
@@ -88,7 +88,7 @@ class Bench:
         return run
 
     def settle_probes(self) -> None:
-        """Both backends by turns, each run by a probe as it is then; all later runs by their average."""
+        """Runs both backends in turns to measure their probes, and sets the means as references of all later runs."""
         found: dict[str, list[int]] = {"vllm": [], "engine": []}
         for number in range(YARDSTICK_RUNS):
             for name, backend in (("vllm", VLLM), ("engine", ENGINE)):
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Rounds:
-    """Runs of vLLM so far: those that prices are fitted to, and the others by load or policy."""
+    """The runs so far: `fitted`, to which step times are fitted, and the others by load or policy."""
 
     def __init__(self) -> None:
         self.fitted: list[Run] = []
@@ -146,8 +146,8 @@ def _round(
     bench: Bench, number: int, rates: Sequence[float], loads: dict[str, list[str]], contest: Sequence[str],
     done: _Rounds,
 ) -> None:  # fmt: skip
-    """Each run once, those that are fitted (other traces: light, heavy, all at once, with each policy's budget) between
-    those that are judged."""
+    """Makes each run once. The runs for the fit (other traces, from light load to overload, with each policy's token
+    budget) alternate with the runs for the evaluation."""
     observed, preset = [*bench.vllm, "backend.decides=vllm"], POLICIES["vllm_v1"]
     others = iter((rates[0] / 2, rates[0], rates[1], 3 * rates[1]))
 
@@ -172,14 +172,14 @@ def _slug(name: str) -> str:
 
 
 def _rates(bench: Bench) -> tuple[float, float]:
-    """From a run in which everything comes at once."""
+    """Returns 60 % and 90 % of the capacity, measured in a run whose requests arrive almost at once."""
     run = bench.run("capacity", *bench.vllm, "backend.decides=vllm", *ALL_AT_ONCE)
     capacity = float(run.summary["throughput"]["requests_per_s"])
     return round(0.6 * capacity, 1), round(0.9 * capacity, 1)
 
 
 def _fit(bench: Bench, runs: Sequence[Run]) -> Path:
-    """Prices fitted to vLLM's own runs of other traces."""
+    """Fits step times to vLLM's own runs of other traces; returns the file."""
     from experiments.calibration.calibrate import PROFILE_FILE, together
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
@@ -197,7 +197,7 @@ def _sim(fit: Path) -> list[str]:
 
 
 def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _Rounds) -> None:
-    """Signed errors against the mean of vLLM's runs, beside how far these lie from it themselves."""
+    """Prints signed errors against the mean of vLLM's runs, and the range of vLLM's own runs around that mean."""
     preset, runs = POLICIES["vllm_v1"], done.of[label]
     columns = {
         "simulator": [bench.run(f"{_slug(label)}-sim", *_sim(fit), *preset, *load)],
@@ -216,7 +216,8 @@ def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _R
 
 
 def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> None:
-    """Four policies in the simulator and in vLLM: who wins where vLLM tells the best from each other one."""
+    """Compares four policies in the simulator and in vLLM: whether both have the same winner, for each metric in which
+    vLLM's best policy differs significantly from every other one."""
     sims = {
         name: bench.run(f"policy-{_slug(name)}-sim", *_sim(fit), *policy, *load) for name, policy in POLICIES.items()
     }
@@ -234,7 +235,7 @@ def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> No
 
 
 def _is_told(lower: Sequence[Run], higher: Sequence[Run], path: str) -> bool:
-    """Whether one policy is below another beyond what rounds vary: paired by round, on logarithms, one-sided, 5 %."""
+    """Whether `lower` is significantly below `higher`: t-test on logarithms, paired by round, one-sided, at 5 %."""
     from scipy.stats import ttest_rel
 
     found = ttest_rel(np.log(_values(lower, path)), np.log(_values(higher, path)), alternative="less")

@@ -1,4 +1,4 @@
-"""What the words after `testbed` do, where it is little more than reading a command line and printing.
+"""Commands of `testbed` that do little more than parse arguments and print.
 
-Commands with work of their own have a package beside this one; `experiments/cli.py` lists them all.
+Larger commands have their own packages in `experiments/`; `experiments/cli.py` lists all commands.
 """

@@ -1,7 +1,7 @@
-"""`testbed run`: around `experiments.runs.run.execute`. Sweeps are experiments/sweeps/sweep.py's.
+"""`testbed run`: reads the command line and calls `experiments.runs.run.execute`. Sweeps: experiments/sweeps/sweep.py.
 
-A run of our own options is composed as a sweep's points, a search's and Python's are; what asks for more of Hydra (its
-flags and keys, overlays, interpolation) is a job of Hydra's app.
+A single run that uses only our own options is composed directly, like sweep points, capacity searches and runs from
+Python. A run that needs more of Hydra (its flags and keys, overlays, interpolation) is a job of Hydra's app.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from testbed.foreign_text import nearest
 
 
 def run_app(arguments: list[str]) -> int:
-    """Runs `testbed run <arguments>`; returns the exit status. Raises TestbedError in one line."""
+    """Runs `testbed run <arguments>` and returns the exit status. Raises TestbedError with a one-line message."""
     for item in arguments:
-        if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in item):  # what stands for a byte that could not be read
+        if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in item):  # surrogates: bytes that could not be decoded
             raise ConfigError(f"{item!r} is not UTF-8; give it in that encoding, in a UTF-8 locale")
     arguments = [_with_quotes(item) for item in with_searched(arguments)]
     refuse_repeated(arguments)
@@ -67,13 +67,13 @@ def run_app(arguments: list[str]) -> int:
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
         if sweeps and not any(item in _SWEEPS for item in flags):
-            flags.append("-m")  # several values of `experiment` would be none for Hydra: it asks before it reads them
+            flags.append("-m")  # before Hydra composes: it rejects several values of `experiment` without this flag
         swept = with_swept(overrides) if sweeps else overrides
         check(swept, is_sweep=sweeps)
         overrides = emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
     _check_environment(overrides)
     register()
-    Plugins.instance().register(PointsSweeper)  # an editable installation hides it from Hydra's own search
+    Plugins.instance().register(PointsSweeper)  # Hydra's plugin search does not find it in an editable installation
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["testbed run", *flags, *overrides]  # argparse wants flags first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
@@ -88,7 +88,7 @@ def run_app(arguments: list[str]) -> int:
 
 
 def _check_environment(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a variable that a job shall have, and nobody has set."""
+    """Raises ConfigError if hydra.job.env_copy names a variable that is not set."""
     for item in map(parsed, overrides):
         if item.key_or_group not in ("hydra.job", "hydra.job.env_copy") or item.is_sweep_override():
             continue
@@ -103,7 +103,7 @@ def _check_environment(overrides: Sequence[str]) -> None:
 
 
 def _is_hydras(override: str) -> bool:
-    """Whether Hydra's app does more with it than set a key or choose an option of ours."""
+    """Whether an override needs Hydra's app: it does more than set one of our keys or choose one of our options."""
     key = override.partition("=")[0]
     return (key.lstrip("+~").startswith(("hydra", OVERLAYS)) and key != RUN_DIR) or "@" in key or "${" in override
 
@@ -116,7 +116,7 @@ def _run_alone(overrides: list[str]) -> int:
 
 
 def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
-    """Where a run goes, what says so, and the other overrides."""
+    """Returns the run folder, the overrides that set it, and all other overrides."""
     of_hydra = [item for item in overrides if item.partition("=")[0] == RUN_DIR]
     folder = Path("runs", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))
     for item in of_hydra:
@@ -125,7 +125,8 @@ def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
 
 
 def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
-    """What Hydra is given. Raises ConfigError where another sweeper than ours would give every point every key."""
+    """Returns the overrides for Hydra. Raises ConfigError if a key is only for some points, but the sweeper is not ours
+    and sets every key at every point."""
     others = [item for item in overrides if item.startswith("hydra/sweeper=") and item != "hydra/sweeper=testbed"]
     partial = [item for item, made in zip(overrides, of_points, strict=True) if item != made]
     if others and partial:
@@ -138,9 +139,9 @@ def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
 RUN_DIR = "hydra.run.dir"
 _OF_SWEEPS = ("hydra.sweep", "hydra/sweep", "hydra.launcher", "hydra/launcher")
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
-_PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # of another configuration than ours
+_PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # choose another primary configuration: rejected
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun")
-_UNCHECKED = {"--shell-completion", "-sc"}  # whose key=value pairs are no keys of ours
+_UNCHECKED = {"--shell-completion", "-sc"}  # their key=value pairs are not keys of the configuration
 _ACTIONS = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 _FLAGS = (  # Hydra's
     *("--help", "--hydra-help", "--version", "--resolve", "--run", "--config-dir"), *_PRIMARY, *_WITH_VALUE, *_ACTIONS
@@ -148,15 +149,15 @@ _FLAGS = (  # Hydra's
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that there are not, or that
-    exclude each other."""
+    """Returns Hydra's flags with their values, and the overrides. Raises ConfigError for unknown flags and for flags
+    that exclude each other."""
     flags: list[str] = []
     overrides: list[str] = []
     for item in arguments:
         is_value = bool(flags) and flags[-1] in _WITH_VALUE and "=" not in item
         (flags if item.startswith("-") or is_value else overrides).append(item)
         name = item.partition("=")[0]
-        if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # they may be shortened
+        if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # abbreviations are accepted
             raise UsageError(
                 f"unrecognized arguments: {item}; {nearest(name, _FLAGS)}`testbed run --help` lists what there is"
             )
@@ -172,8 +173,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _with_quotes(argument: str) -> str:
-    """As the shell gives it: Hydra's grammar has few characters outside quotes, a folder's comma is no sweep, and its
-    name no number. A shell knows ~ at the beginning of a word alone."""
+    """Quotes an argument from the shell for Hydra's grammar, which allows few characters outside quotes. In a folder
+    name a comma does not sweep and digits are not a number. Expands ~, which the shell expands only at the beginning
+    of a word."""
     key, equals, value = argument.partition("=")
     if key in (RUN_DIR, "hydra.sweep.dir") and equals:
         named_folder(key, value.strip("'\""))
@@ -184,7 +186,7 @@ def _with_quotes(argument: str) -> str:
 
 
 class _WithoutFraming:
-    """Standard error without Hydra's line before an error of ours and without usage: one line says it better."""
+    """Standard error without the line that Hydra prints before an error, and without its usage text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -199,9 +201,9 @@ class _WithoutFraming:
 
 
 def _job(node: DictConfig) -> dict[str, Any] | None:
-    """What Hydra runs: a run, or with another sweeper than ours a point.
+    """The function that Hydra calls: a single run or, under a sweeper other than ours, one point.
 
-    Of a sweep's failures only the first is raised: each is printed.
+    In a sweep each failure is printed, because Hydra raises only the first one.
     """
     info = HydraConfig.get()
     folder = Path(info.runtime.output_dir)
@@ -213,14 +215,14 @@ def _job(node: DictConfig) -> dict[str, Any] | None:
         raise
     finally:
         with suppress(OSError):
-            folder.rmdir()  # Hydra has made it: it goes where nothing was written
+            folder.rmdir()  # Hydra made it; remove it if it is empty
 
 
 def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     info = HydraConfig.get()
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
-    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # which Hydra adds
+    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # added by Hydra
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
     return _finish(_executed(_config_of(node), folder, of_hydra))
@@ -235,7 +237,7 @@ def _config_of(node: DictConfig) -> RunConfig:
 
 
 def _given(kind: str) -> list[str]:
-    """The overrides of this kind (task, hydra) as they were given: a text may hold what would be resolved."""
+    """Returns the overrides of a kind (task, hydra) as given, without resolving interpolations in their text."""
     overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
     return not_emptied([str(item) for item in overrides])
 
@@ -247,7 +249,7 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
     place = _place_of_point(config, folder, info.sweep.subdir != ".")
     if place is None:
         return None
-    try:  # a point is reproduced by itself: the sweep's own folder and mode would make it job 0 of another
+    try:  # no overrides of Hydra: the recorded command must repeat this point only, not start a sweep
         result = _executed(config, place, [])
     except TestbedError as error:
         given = _given("task")
@@ -263,7 +265,7 @@ def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult
 
 
 def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
-    """Where a point is run that Hydra's own app has come to, what is in its way set aside; None: it was run before."""
+    """Returns the folder for a point of another sweeper, after moving older content aside; None if it is done."""
     from experiments.runs.identity import identity_of
     from experiments.sweeps.points import Known, holds_another, is_done, refuse_others  # not at the top, as above
 
@@ -281,7 +283,7 @@ def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | N
 
 
 def _finish(result: RunResult) -> dict[str, Any]:
-    """Prints what came out; raises FailedError when the exit status must not be 0."""
+    """Prints the result. Raises FailedError if the exit status must not be 0."""
     from experiments.commands.listing import print_summary
 
     print_summary(result)
@@ -295,7 +297,7 @@ def _finish(result: RunResult) -> dict[str, Any]:
 
 
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
-    """The configuration of a run's folder, checked as any other, with overrides laid over it."""
+    """Returns the configuration of a run folder with overrides applied, checked like any other configuration."""
     saved = read_config(source)
     config = compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
     check_priced(source, config, overrides)
@@ -303,7 +305,7 @@ def config_from(source: Path, overrides: list[str]) -> RunConfig:
 
 
 def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Another backend has as many replicas, and their router, unless it is said otherwise."""
+    """Returns overrides that keep the saved replicas and their router when the backend changes, unless given."""
     keys = [item.partition("=")[0] for item in overrides]
     if not {"backend=sim", "backend=real"}.intersection(overrides) or saved.get("num_replicas", 1) == 1:
         return []
@@ -312,7 +314,7 @@ def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
 
 
 def _run_from(source: str, overrides: list[str]) -> int:
-    """Repeats the run of a folder, with the overrides laid over its configuration."""
+    """Repeats the run of a folder with overrides applied to its configuration."""
     if not source:
         raise ConfigError("from= needs the folder of a run")
     for item in overrides:

@@ -1,6 +1,6 @@
-"""`testbed explain`: why did this request wait? Owns where the decisions come from; `analysis/` says what they mean.
+"""`testbed explain`: why did this request wait? Obtains the decisions of a run; `analysis/` interprets them.
 
-Most runs are made without decisions, but each can be had again: a simulated run is repeated, a real run's tape is
+Most runs do not record decisions, but they can be recomputed: a simulated run is repeated, the tape of a real run is
 replayed, and the decision digest must be the same.
 """
 
@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str]]:
-    """The run with decisions that say of each preemption for whom it was; and where they are from.
+    """Yields the run with its decisions, including the request for which each preemption was made, and their source.
 
-    keep: where the folder that has them stays; None: it goes. Raises TestbedError where they cannot be had.
+    keep: the folder in which to keep them; None: a temporary one. Raises TestbedError if they cannot be recomputed.
     """
     run = load_run(folder)
     has_steps = pq.read_metadata(run.path / "steps.parquet").num_rows > 0
@@ -81,7 +81,7 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
 
 
 def _repeat(run: Run, target: Path) -> str:
-    """Simulates it again, decisions recorded. Raises RunFolderError if it is not the same run."""
+    """Repeats a simulated run and records its decisions. Raises RunFolderError if they differ from the original."""
     changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
     cut = None if run.is_complete else _Until(pq.read_metadata(run.path / "steps.parquet").num_rows)
     result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
@@ -91,7 +91,7 @@ def _repeat(run: Run, target: Path) -> str:
         if result.status != "complete":
             raise RunFolderError(f"{run.path} cannot be repeated: {result.message}")
         is_same = result.manifest["digest"] == run.manifest["digest"]
-    else:  # as far as it came
+    else:  # compare the steps that were recorded
         digests = [pq.read_table(path / "steps.parquet", columns=["digest"])["digest"] for path in (run.path, target)]
         is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
     if not is_same:
@@ -103,7 +103,7 @@ def _repeat(run: Run, target: Path) -> str:
 
 
 class _Until(Recorder):
-    """Ends a simulation after so many steps: what was recorded of the run says nothing of more."""
+    """Ends a simulation after `num_steps` steps, the number that the incomplete run recorded."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
@@ -115,7 +115,7 @@ class _Until(Recorder):
 
 
 def _replay(run: Run, target: Path) -> str:
-    """Replays its tape, decisions recorded. Raises RunFolderError if it decides otherwise."""
+    """Replays the tape of a real run and records its decisions. Raises RunFolderError if they differ from the tape."""
     target.mkdir(parents=True, exist_ok=True)
     with closing(RunRecords(RecordConfig(explain=True), target, num_tapes(run.path))) as records:
         reports = [check_parity(run.path, one, replica=number) for number, one in enumerate(records.recorders)]
@@ -130,8 +130,8 @@ def _replay(run: Run, target: Path) -> str:
 
 
 def _lay_over(run: Run, target: Path) -> None:
-    """The run's own records beside the decisions; its steps, if it recorded them. Those of replicas that were replayed
-    one after the other stay as they were replayed: in the order of the decisions."""
+    """Copies the run's own records next to the decisions, with its steps if it recorded them. Replicas are replayed one
+    after the other: their replayed steps are kept, as these are in the order of the decisions."""
     names = ["requests.parquet", "manifest.json", "done"]
     is_in_order = run.manifest.get("backend") == "sim" or num_replicas(run) == 1
     names += ["steps.parquet"] if is_in_order and pq.read_metadata(run.path / "steps.parquet").num_rows else []

@@ -1,4 +1,4 @@
-"""`testbed generate`: text from the command line. Owns its flags; the work is real/text/generate.py."""
+"""`testbed generate`: text from the command line. Owns the flags; generation is in real/text/generate.py."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
     "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
     "seed": (int, "of the draws of each prompt"),
 }
-# what was meant as a setting, perhaps: a key, `=`, and no blanks
+# a prompt that may be meant as a setting: a key, `=`, and no blanks
 _LIKE_A_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S*$")
-# --seed is that of the draws
+# without seed: --seed is the sampling seed of the prompts, not the engine's
 ENGINE_FLAGS = tuple(name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching"))
 MORE_FLAGS = ("tokenizer", "scheduler", "dtype", "device", "status_s", "enforce_eager", "enable_prefix_caching")
 _FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", **SETTINGS}  # which each flag sets
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         _check_output(options.output, options.prompts_file, options.overwrite)
     sampling = _given(options, *FLAGS, "stop", "ignore_eos")
     for one in asked:
-        sampling_of(one, sampling, SamplingParams())  # what is out of range is said before a model is loaded
+        sampling_of(one, sampling, SamplingParams())  # reports values out of range before the model is loaded
     from experiments.text import LLM
 
     if options.model == "tiny":
@@ -78,7 +78,7 @@ def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """Raises ConfigError for a setting that is given as a flag and as key=value: which one is meant is not guessed."""
+    """Raises ConfigError if a setting is given both as a flag and as key=value."""
     for name in flags:
         key = _FLAG_KEYS.get(name)
         if key in overrides:
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _is_override(item: str) -> bool:
-    """Whether an argument is a setting: a key of the configuration and `=`. Everything else is a prompt."""
+    """Whether an argument is a setting: a key of the configuration followed by `=`. Everything else is a prompt."""
     key, equals, _ = item.partition("=")
     return bool(equals) and key.partition(".")[0] in (*GROUPS, "seed") and " " not in key
 
@@ -136,7 +136,7 @@ def _override(item: str) -> tuple[str, Any]:
 
 
 def _check_output(path: Path, prompts: Path | None, overwrite: bool) -> None:
-    """Makes its folder. Raises RunFolderError or OSError before anything is computed for a file that is not written."""
+    """Makes the output's folder. Raises RunFolderError or OSError if the file cannot be written, before generating."""
     refuse_existing(path, overwrite, "--output")
     if prompts is not None and is_same_file(path, prompts):
         raise RunFolderError(f"{path} is the file of prompts; choose another --output")

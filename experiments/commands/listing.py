@@ -1,4 +1,4 @@
-"""What commands print: options, traces, summaries. Plain text, one line a thing."""
+"""Prints the options of `testbed list` and the summary of a run: plain text, one line per item."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def print_listing(only: str | None) -> None:
 
 
 def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
-    """Options that are YAML files: their first comment line describes them."""
+    """Returns (name, description) of options that are YAML files; the first comment line is the description."""
     folder = files("experiments.conf") / group
     described = []
     for name in names:
@@ -90,7 +90,7 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
 
 
 def _first_line(maker: Any) -> str:
-    """Of the docstring of a class or function, in its source: compiled ones have none."""
+    """Returns the first line of a docstring, read from the source file: compiled classes and functions have none."""
     source = Path(__file__).parents[2] / f"{maker.__module__.replace('.', '/')}.py"
     nodes = ast.parse(source.read_text(encoding="utf-8")).body
     defined = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -124,7 +124,7 @@ def print_summary(result: RunResult) -> None:
     replicas = summary["replicas"]
     if replicas is not None:
         uneven, done = replicas["imbalance"]["computed_tokens"], "computed"
-        if uneven is None:  # steps were not kept
+        if uneven is None:  # steps were not recorded
             uneven, done = replicas["imbalance"]["requests"], "was sent"
         said = "nothing came" if uneven is None else f"the busiest {done} {uneven:.3g} times the mean"
         print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
@@ -137,7 +137,7 @@ def print_summary(result: RunResult) -> None:
 
 
 def clock_line(probe: dict[str, Any]) -> str:
-    """By what time was scaled; see ProbeScaledClock.describe."""
+    """Returns a line about the probe that scaled the run's time; see ProbeScaledClock.describe."""
     slow, probe_ns = probe["slowness"], probe["probe_ns"]
     return (
         f"clock        scaled by a probe: its {probe_ns / 1e6:.3g} ms took {slow['p50']:.2f} times as long (P10 "
@@ -147,8 +147,8 @@ def clock_line(probe: dict[str, Any]) -> str:
 
 
 def _what(manifest: dict[str, Any], decides: str | None) -> str:
-    """Which model ran where, under which scheduler, on which trace; of a simulation also whose prices it had. decides:
-    in vLLM, whose scheduler did."""
+    """Returns a line with the model, device, scheduler and trace of a run, and for a simulation the cost model.
+    decides: whose scheduler decided in vLLM; "vllm" is vLLM's own."""
     on, trace = f"{manifest['model']} on {manifest['device']}", manifest["trace"]["name"]
     own = " (vLLM's own)" if decides == "vllm" else ""
     by = f"scheduler={manifest['scheduler']}{own}, trace {trace}"

@@ -1,4 +1,4 @@
-"""`testbed trace`: inspect, convert, synthesise and freeze traces. Owns what these commands print."""
+"""`testbed trace`: inspects, converts, synthesises and freezes traces. Owns the printed output of these commands."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _from_overrides(name: str, arguments: list[str]) -> int:
 
 
 def _in_trace_group(override: str) -> str:
-    """`rate=8` as `trace.rate=8`; keys of other groups, and trace=<format>, as they are."""
+    """Returns `rate=8` as `trace.rate=8`. Keys of other groups, and trace=<format>, are unchanged."""
     from experiments.configuration.config import GROUPS
 
     if "=" not in override:
@@ -120,7 +120,7 @@ def _in_trace_group(override: str) -> str:
 
 
 def _write(trace: TraceSource, out: Path) -> None:
-    """Writes the trace, whole or not at all, in the form that the file's name says, and prints what was written."""
+    """Writes the trace atomically, in the format given by the file's extension, and prints a line about the result."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), TemporaryDirectory(dir=out.parent) as folder:
         written = Path(folder) / out.name
@@ -132,7 +132,7 @@ def _write(trace: TraceSource, out: Path) -> None:
 
 
 def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
-    """Returns the number of requests and the fingerprint."""
+    """Writes the trace to a file; returns the number of requests and the fingerprint."""
     if out.suffix == ".parquet":
         info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
         return info.num_requests, info.fingerprint
@@ -216,7 +216,7 @@ def _plot(summary: TraceSummary, folder: Path) -> None:
         print(f"  {png} and .svg")
     if not summary.hits.any():
         for kind in ("png", "svg"):
-            (folder / f"prefixes.{kind}").unlink(missing_ok=True)  # of a trace that was here before
+            (folder / f"prefixes.{kind}").unlink(missing_ok=True)  # left from another trace
         print("  no figure of prefixes: no prompt shares one")
 
 
@@ -254,5 +254,5 @@ def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
 
 
 def _bar(rows: Iterable[TraceRequest] | None, total: int | None, label: str) -> tqdm[Any]:
-    """Progress: silent when standard error is no terminal."""
+    """Returns a progress bar. It shows nothing if standard error is not a terminal."""
     return tqdm(rows, total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)

@@ -1,5 +1,5 @@
-"""What a run is told to do: from `key=value` to one typed object.
+"""The configuration of a run: from `key=value` overrides to one typed object.
 
-`config.RunConfig` is what the rest sees; `settings` are the parts of it that belong to no component. `compose` makes
-one through Hydra, after `overrides` and `keys` have checked each word against what there is to choose (`options`).
+Other packages see only `config.RunConfig`; `settings` has the groups that belong to no component. `compose` makes a
+RunConfig with Hydra, after `overrides` and `keys` have checked every override against the available `options`.
 """

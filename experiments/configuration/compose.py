@@ -1,4 +1,4 @@
-"""Configurations from Python: Hydra's groups and overrides without its command line."""
+"""Composes configurations in Python: Hydra's groups and overrides without Hydra's command line."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from testbed.specs.device import DeviceSpec
 
 
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
-    """The configuration that `testbed run <overrides>` would have. own: whole groups that are a class of the user's.
-    Raises ConfigError in one line."""
+    """Returns the configuration of `testbed run <overrides>`. own: groups that are a class of the user's, whole.
+    Raises ConfigError with a one-line message."""
     config = RunConfig.from_container({**compose_raw(overrides), **own})
     check_device(overrides, config)
     return config
 
 
 def compose_raw(overrides: list[str]) -> dict[str, Any]:
-    """The same as plain containers. Raises ConfigError in one line.
+    """Returns the same configuration as plain containers. Raises ConfigError with a one-line message.
 
-    What was chosen together before in this process, as the points of a sweep do, is read once: the values are laid over
-    a copy of it.
+    Each combination of options is composed once per process; the values are set on a copy. The points of a sweep
+    therefore share this work.
     """
     check(overrides)
     with in_one_line(overrides):
@@ -49,7 +49,7 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
 
 
 def with_swept(overrides: Sequence[str]) -> list[str]:
-    """The overrides, after what the overlay that they name sweeps, but for keys that they set themselves."""
+    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
     named = [item for item in overrides if item.startswith("experiment=")]
     if not named or parsed(named[-1]).is_sweep_override():
         return list(overrides)
@@ -65,7 +65,7 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
 
 @contextmanager
 def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
-    """Within, what Hydra and OmegaConf still complain of is raised as a ConfigError."""
+    """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -76,11 +76,11 @@ def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """OmegaConf says behind its message, in lines of their own, which key it is of: that comes first."""
+    """Returns an error as one line that begins with the key. OmegaConf gives the key in separate lines at the end."""
     text, comes_after, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
-        text = said  # ours name the place
+        text = said  # our own errors name the key already
     elif comes_after:
         text = f"{getattr(error, 'full_key', '')}: {text}"
     if text.rstrip().endswith("Recursive interpolation detected"):
@@ -90,7 +90,7 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Within, `compose` is ours; what the caller's process had set up of Hydra is as it was afterwards."""
+    """Context in which `compose` reads our configuration; restores the caller's Hydra state afterwards."""
     register()
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -104,28 +104,28 @@ def _hydra() -> Iterator[None]:
 
 
 def _chosen(choices: list[str]) -> DictConfig:
-    """What these choices of options make: a copy, to lay values over."""
+    """Returns the configuration of these choices of options, as a copy on which values can be set."""
     global _registered
-    if _stored() != _registered:  # an option of the user's was stored again
+    if _stored() != _registered:  # a user's option was registered again
         _composed.cache_clear()
     node = deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
-    _registered = _stored()  # with the schemas that were made when they were asked for
+    _registered = _stored()  # includes the schemas that were made on demand
     return node
 
 
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
-    """stamps: of the user's own files, which may be edited between two calls."""
+    """Composes and caches. stamps: part of the cache key, as a user's own files may be edited between two calls."""
     with _hydra():
         return compose("config", overrides=list(choices))
 
 
 def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """The node with the values that the overrides give, resolved."""
+    """Sets the overrides' values on the node and returns it, resolved, as plain containers."""
     for override in [parsed(item) for item in overrides if is_value(item)]:
         key, value, is_added = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
         is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
-        if override.is_add() and is_there and not isinstance(value, dict | list):  # as Hydra has it
+        if override.is_add() and is_there and not isinstance(value, dict | list):  # the same error as Hydra
             raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
         _lay(node, key, value, is_added=is_added)
     raw = OmegaConf.to_container(node, resolve=True)
@@ -134,7 +134,7 @@ def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> None:
-    """Sets a key; of a mapping those that it has, also where classes are among them."""
+    """Sets a key. A mapping that contains classes is set key by key, because a class replaces the old value."""
     if isinstance(value, dict) and not _is_class(value) and any(map(_is_class, value.values())):
         for name, item in value.items():
             _lay(node, f"{key}.{name}", item, is_added=is_added)
@@ -143,12 +143,12 @@ def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> N
 
 
 def _is_class(value: Any) -> bool:
-    """Whether it names a class, with its parameters: it takes the place of a preset's class, and of the parameters."""
+    """Whether a value names a class; such a value replaces a preset's class and its parameters instead of merging."""
     return isinstance(value, dict) and "_target_" in value
 
 
 def _stored() -> list[ConfigNode]:
-    """Every option that is registered with Hydra."""
+    """Returns every option that is registered with Hydra."""
     nodes: list[ConfigNode] = []
     groups = [ConfigStore.instance().repo]
     for group in groups:
@@ -164,15 +164,16 @@ _registered: list[ConfigNode] = []
 
 
 def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
-    """A run's saved configuration with overrides over it, both checked against the groups' schemas.
+    """Returns a run's saved configuration with overrides applied, both checked against the groups' schemas.
 
-    An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError in one line.
+    An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError with a one-line
+    message.
     """
     given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
         parsed(item).key_or_group for item in overrides if is_value(item)
     }
     kept = {key: value for key, value in saved.items() if key not in given}
-    if "device" in kept:  # a term that came later counts as none
+    if "device" in kept:  # fields of DeviceSpec that the run is too old to have get their defaults
         none = {item.name: item.default for item in fields(DeviceSpec) if item.default is not MISSING}
         kept["device"] = none | kept["device"]
     own = {key: value for key, value in kept.items() if _is_class(value)}
@@ -182,7 +183,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
         choices = [item for item in overrides if not is_value(item)]
         node = _chosen([*(f"{group}={chosen[group]}" for group in GROUPS if group not in given), *choices])
         for key, value in kept.items():
-            if key in own:  # a user's own class: it has no schema
+            if key in own:  # a user's own class has no schema
                 with open_dict(node):
                     node[key] = OmegaConf.create(value)
             else:
@@ -191,7 +192,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
 
 
 def _option(group: str, saved: dict[str, Any]) -> str:
-    """The option whose schema the group's saved values have."""
+    """Returns the option whose schema fits a group's saved values."""
     names = options(group)
     name = saved.get(group, {}).get("name")
     if name in names:
@@ -200,7 +201,7 @@ def _option(group: str, saved: dict[str, Any]) -> str:
 
 
 def to_overrides(settings: dict[str, Any]) -> list[str]:
-    """Python settings as overrides: a string chooses a group's option, a dict sets keys (`name` chooses the option).
+    """Turns Python settings into overrides: a string chooses a group's option, a dict sets keys (`name` is the option).
 
     {"scheduler": "decode_first", "cache": {"block_size": 32}, "seed": 1} becomes
     ["scheduler=decode_first", "cache.block_size=32", "seed=1"].

@@ -1,7 +1,7 @@
-"""The configuration of a run: Hydra's side of it (groups, schemas) and the typed object that the rest sees.
+"""The configuration of a run: Hydra's groups and schemas, and the typed object that other packages use.
 
-`register` fills Hydra's ConfigStore; `RunConfig.from_container` is the only way from Hydra's nodes to components'
-dataclasses. No DictConfig goes further than this.
+`register` fills Hydra's ConfigStore. `RunConfig.from_container` is the only conversion from Hydra's nodes to the
+components' dataclasses: no DictConfig leaves this package.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     "csv": TraceConfig,
     "parquet": TraceConfig,
 }
-TRACE_PARTS: dict[str, tuple[type, ...]] = {  # what a trace's own component adds to the keys of its group
+TRACE_PARTS: dict[str, tuple[type, ...]] = {  # dataclasses of a trace's own component, whose fields become keys too
     "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
 }  # fmt: skip
 COSTS: dict[str, type] = {
     "roofline": RooflineConfig, "tables": TablesConfig, "calibrated": CalibratedConfig, "linear": LinearConfig,
     "constant": ConstantConfig, "recorded": RecordedConfig,
 }  # fmt: skip
-# a class of the user's stays as it is named, with its parameters
+# a user's own class stays a dict: `_target_` and its parameters
 CostConfig = RooflineConfig | CalibratedConfig | LinearConfig | ConstantConfig | RecordedConfig | dict[str, Any]
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
-FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name what a run reads
-CLASSES = ("cost", "trace")  # groups that may be a class of the user's
-# parameters of sampling that runs of traces, which make no texts, have not
+FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name files of a run
+CLASSES = ("cost", "trace")  # groups that may be a user's own class
+# sampling parameters that apply to text; runs of traces produce no text and do not have these keys
 OF_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "length_penalty")
-JUDGING = ("slo", "report")  # groups that decide nothing of a run
+JUDGING = ("slo", "report")  # groups that evaluate a run and do not change it
 
 
 @dataclass
 class Root:
-    """The top level; each group is filled by the option that was chosen."""
+    """The top level of the configuration. Each group holds the values of its chosen option."""
 
     backend: Any = MISSING
     scheduler: Any = MISSING
@@ -95,14 +95,14 @@ class Root:
     slo: Any = MISSING
     report: Any = MISSING
     seed: int = 0
-    overwrite: bool = False  # replace a run that the folder already has
-    allow_ignored: bool = False  # exit with 0 although requests could never fit
-    points_per_job: int | None = None  # of a sweep; null: one on a cluster, and as many as there are on one machine
+    overwrite: bool = False  # replace an existing run in the folder
+    allow_ignored: bool = False  # exit with 0 even if requests were rejected because they can never fit
+    points_per_job: int | None = None  # of a sweep; null: one on a cluster, no limit on one machine
 
 
 @dataclass
 class SweeperConfig:
-    """`hydra/sweeper=testbed`: experiments/plugins."""
+    """The schema of `hydra/sweeper=testbed` (experiments/plugins)."""
 
     _target_: str = "hydra_plugins.testbed_sweeper.PointsSweeper"
     params: dict[str, str] | None = None
@@ -110,19 +110,19 @@ class SweeperConfig:
 
 @cache
 def register() -> None:
-    """Tells Hydra of every structured option, once; its schema is made when it is asked for."""
+    """Registers every structured option with Hydra, once. An option's schema is made on first access."""
     OmegaConf.register_new_resolver("recommended", recommended, replace=True)
     store = ConfigStore.instance()
     store.store(name="_root", node=Root)
     store.store(group="hydra/sweeper", name="testbed", node=SweeperConfig)
     for group, classes in _structured_options().items():
         options = _Options(group, classes)
-        options.update(store.repo.get(group, {}))  # a user's, registered before
+        options.update(store.repo.get(group, {}))  # options that the user registered before
         store.repo[group] = options
 
 
 def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
-    """The classes whose fields an option has, by group and option; later classes win."""
+    """Returns, by group and option, the classes whose fields are the option's keys. Fields of later classes win."""
     return {
         "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name), "vllm": (VllmConfig, _Name)},
         "scheduler": {"_schema": (SchedulerConfig,)},
@@ -140,14 +140,14 @@ def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
 
 @dataclass(frozen=True)
 class _Name:
-    """The option's, in groups whose components have none."""
+    """The key `name` (the option's name) for groups whose components have no such field."""
 
     name: str = ""
 
 
 class _Options(dict[str, Any]):
-    """A group of Hydra's ConfigStore: file names and their ConfigNodes. Of most nothing but the name is ever asked, so
-    a node is made when it is."""
+    """A group of Hydra's ConfigStore: file names and their ConfigNodes. A node is made on first access, because only
+    the names of most options are ever used."""
 
     def __init__(self, group: str, classes: dict[str, tuple[type, ...]]) -> None:
         super().__init__({f"{name}.yaml": None for name in classes})
@@ -164,18 +164,18 @@ class _Options(dict[str, Any]):
         return made
 
     def keys(self) -> Any:
-        """What Hydra offers in its help; the schemas that files build on are found by name alone."""
+        """Returns the options that Hydra's help lists: without the schemas (`_…`), which files refer to by name."""
         return dict.fromkeys(name for name in self if not name.startswith("_")).keys()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
-        return self  # Hydra copies its sources before it composes, and each node once more when it loads it
+        return self  # no copy is needed: Hydra copies each node again when it loads it
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, typed. `raw` is the resolved configuration as plain containers, as config.yaml has it.
+    """The typed configuration of one run. `raw` is the resolved configuration as plain containers, as in config.yaml.
 
-    overwrite, allow_ignored and points_per_job say how this command behaves, not what the run is: they are not kept.
+    overwrite, allow_ignored and points_per_job control the command, not the run: they are not part of `raw`.
     """
 
     backend: SimConfig | RealConfig | VllmConfig
@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def cost_name(self) -> str:
-        """The option's, or the user's class."""
+        """The name of the cost option, or of the user's class."""
         return str(self.raw["cost"].get("name") or self.raw["cost"].get("_target_"))
 
     @property
@@ -219,22 +219,22 @@ class RunConfig:
 
     @property
     def limits(self) -> Limits:
-        """Of each step, and of a request's length."""
+        """The scheduler's limits per step, and the maximum length of a request."""
         return resolve_limits(self.scheduler, self.model.max_length)
 
     @property
     def watermark(self) -> float:
-        """The share of blocks that admissions leave free: what the cache was told, else the scheduler's."""
+        """The share of KV blocks that admissions leave free: `cache.watermark`, else the scheduler's."""
         return self.scheduler.watermark if self.cache.watermark is None else self.cache.watermark
 
     @property
     def sliding_window(self) -> int | None:
-        """What attention looks back at: what the cache was told, else what the model was trained with."""
+        """The attention window in tokens: `cache.sliding_window`, else the model's."""
         return self.model.sliding_window if self.cache.sliding_window is None else self.cache.sliding_window
 
     @property
     def forced(self) -> str:
-        """What of the outputs is forced: of vLLM's no tokens can be, but as many."""
+        """How outputs are forced (`trace.forced`). In vLLM, `tokens` means `lengths`: its tokens cannot be forced."""
         return "lengths" if self.is_vllm and self.trace.forced == "tokens" else self.trace.forced
 
     @property
@@ -243,10 +243,10 @@ class RunConfig:
 
     @classmethod
     def from_container(cls, raw: dict[str, Any]) -> RunConfig:
-        """Converts and validates a resolved configuration. Raises ConfigError in one line."""
+        """Converts and validates a resolved configuration. Raises ConfigError with a one-line message."""
         options = {name: bool(raw.get(name, False)) for name in ("overwrite", "allow_ignored")}
         raw = {key: value for key, value in raw.items() if key not in ("experiment", "points_per_job", *options)}
-        raw = {**{group: {} for group in JUDGING}, **raw}  # configurations of before had none
+        raw = {**{group: {} for group in JUDGING}, **raw}  # older configurations do not have these groups
         missing = [group for group in GROUPS if not isinstance(raw.get(group), dict)]
         if missing:
             raise ConfigError(f"the configuration lacks {', '.join(missing)}")
@@ -290,12 +290,12 @@ class RunConfig:
 
 
 def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
-    """Raises ConfigError where `report.replicates` names a key that there is not."""
+    """Raises ConfigError if `report.replicates` names a key that does not exist."""
     there: Any = raw
     parts = key.split(".")
     for number, part in enumerate(parts):
         if not isinstance(there, dict):
-            return  # of a list, or of what is not set
+            return  # inside a list or an unset value: not checked
         if part not in there:
             known = [".".join([*parts[:number], name]) for name in there]
             raise ConfigError(unknown(f"report.replicates has {key!r}, which this trace has not", key, known))
@@ -303,14 +303,14 @@ def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
 
 
 def _refuse_strays(group: str, values: dict[str, Any]) -> None:
-    """Refuses a key that was forced in with `+` or stands in a file, and that nothing would ever read."""
+    """Raises ConfigError for a key that nothing reads, whether added with `+` or given in a file."""
     if "_target_" in values:
-        return  # the class that it names knows its own arguments
+        return  # a user's class has its own parameters
     register()
     options = ConfigStore.instance().repo[group]
     files = [file for file in (f"{values.get('name')}.yaml", "default.yaml", "_schema.yaml") if file in options]
     if not files:
-        return  # a name that whoever builds the group will refuse
+        return  # an unknown name: rejected where the group is built
     known = list(options[files[0]].node)
     for key in values:
         if key not in known:
@@ -330,7 +330,7 @@ def _cost(values: dict[str, Any]) -> CostConfig:
 
 
 def _model(values: dict[str, Any]) -> ModelSpec:
-    """The model's shape. A checkpoint or config.json at `model.path` overrides it, and gives its folder's name."""
+    """Returns the model's shape. A checkpoint or config.json at `model.path` overrides it; the name is its folder's."""
     spec = freeze(ModelSpec, "model", values)
     if spec.path is None:
         return spec

@@ -1,4 +1,4 @@
-"""A user's own device file (`device.path`): YAML with the fields of DeviceSpec, each checked where it stands."""
+"""Reads a user's own device file (`device.path`): YAML with the fields of DeviceSpec. Errors give file and line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 take
 
 
 def device_of(values: dict[str, Any]) -> DeviceSpec:
-    """The `device` group's spec; a file at `device.path` replaces the fields that it has. Raises TestbedError."""
+    """Returns the spec of the `device` group; fields in the file at `device.path` replace its. Raises TestbedError."""
     spec = freeze(DeviceSpec, "device", values)
     return spec if spec.path is None else replace(spec, **read_device_file(spec.path))
 
 
 def read_device_file(path: str | Path) -> dict[str, Any]:
-    """The fields of a device file. Raises DeviceError naming file, line, field, value and what was expected."""
+    """Returns the fields of a device file. Raises DeviceError with file, line, field, value and the expected value."""
     file = Path(path)
     if not file.is_file():
         raise DeviceError(
@@ -42,7 +42,7 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
         place = f"{path}, line {key_node.start_mark.line + 1}"
         name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "not a name"
         if name == "defaults":
-            continue  # as the library's own files have it
+            continue  # Hydra's key, in files copied from conf/device
         if name not in DEVICE_FIELDS:
             raise DeviceError(unknown(f"{place}: unknown field {shown(name)}", name[:60], list(DEVICE_FIELDS)))
         if name in found:
@@ -57,7 +57,7 @@ def read_device_file(path: str | Path) -> dict[str, Any]:
 
 
 def _value(node: yaml.Node) -> Any:
-    """What YAML says, with numbers as a person writes them."""
+    """Returns a scalar's value, also reading numbers that YAML 1.1 takes for text; None if it is not a scalar."""
     if not isinstance(node, yaml.ScalarNode):
         return None
     loader = yaml.SafeLoader("")

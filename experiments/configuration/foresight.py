@@ -1,4 +1,4 @@
-"""Whether a user's class reads how long an output will be, as no scheduler knows: only oracles are told."""
+"""Detects user classes that read the future length of an output, which only oracles may know."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 
 def foresight_of(*made: Any) -> str:
-    """The attribute that says it and that these functions and classes read, or what else of the user's they name, which
-    lies in the same module or one that it imports; empty: none does."""
+    """Returns the attribute by which these functions and classes, or other user code that they call, read the future
+    length; empty if none does. Follows names in the same module and in modules that it imports."""
     todo, seen = list(made), set()
     packages = {_package(part) for one in made for part in (one, *_bases(one))}
     while todo:
@@ -43,8 +43,8 @@ def _package(one: Any) -> str:
 
 
 def _own_source(one: Any, packages: set[str]) -> str:
-    """Of a function or class of the user's; empty: it is none, or without source. packages: the user's, also where they
-    are installed."""
+    """Returns the source of a user's function or class; empty if it is not the user's or has no source. packages: the
+    user's packages, whose code counts as the user's even if it is installed."""
     if _package(one) in _OURS:
         return ""
     try:
@@ -57,10 +57,10 @@ def _own_source(one: Any, packages: set[str]) -> str:
 
 
 def _named(source: str, there: dict[str, Any]) -> Iterator[Any]:
-    """What a piece of source names of a module's content, and of that of modules there."""
+    """Yields the objects that a piece of source names: in its module's namespace `there`, and in modules in it."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:  # a lambda in the middle of a line: what it calls stands in the line
+    except SyntaxError:  # a lambda in the middle of a line: its source is searched, but names in it are not followed
         nodes = []
     for node in nodes:
         if isinstance(node, ast.Name):

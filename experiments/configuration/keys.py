@@ -1,6 +1,6 @@
-"""The keys that there are once options are chosen: whether one is among them, and whether it takes a value.
+"""The keys that exist for the chosen options: checks that a key exists and that a value has the key's type.
 
-What is wrong is one line that names the key as it was typed, and the nearest that there is.
+Errors are one line with the key as typed and the nearest existing key.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ _KINDS: dict[Any, tuple[Any, str]] = {
     bool: (BooleanNode, "true or false"),
     str: (StringNode, "a text"),
 }
-_LISTS = {  # examples of keys that have a list
+_LISTS = {  # example values of keys that hold a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
 }
-_DEFINING = {  # keys that have no value of their own
+_DEFINING = {  # keys without a default: a model or device file must give them
     "model": ("name", "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
               "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
     "device": ("name", "kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
 }  # fmt: skip
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
-_TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys whose values a text takes
+_TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that there are when these options are chosen."""
+    """The keys that exist when these options are chosen."""
 
     library: Library
     options: dict[str, list[str | None]]
 
     @cached_property
     def all(self) -> list[str]:
-        """Dotted, of the first option of each group."""
+        """All dotted keys, using the first chosen option of each group."""
         schemas = [(group, self._schemas(group)[0]) for group in GROUPS]
         return [*(key for group, schema in schemas for key in dotted(schema, group)), *PLAIN]
 
@@ -75,7 +75,7 @@ class Keys:
         return [None if name is None else self.library.schema(group, name) for name in self.options[group]]
 
     def has(self, key: str) -> list[bool]:
-        """Whether each chosen option of a key's group has the key: of a class of the user's, what its file says."""
+        """Whether each chosen option of the key's group has the key. A user's class has the keys in its file."""
         group = key.partition(".")[0]
         found = []
         for option, schema in zip(self.options[group], self._schemas(group), strict=True):
@@ -85,7 +85,7 @@ class Keys:
         return found
 
     def check_file(self, group: str, option: str | None) -> None:
-        """Checks what a file of the user's own says, if the option is one. Raises ConfigError naming file and line."""
+        """Checks the values of an option's file if it is the user's own. Raises ConfigError with file and line."""
         file = None if option is None else self.library.file(group, option)
         if file is None or file.is_relative_to(CONF):
             return
@@ -96,7 +96,7 @@ class Keys:
         named = _PACKAGE.search(text)
         prefix = packages.get(named[1] if named else "_group_")
         if prefix is None:
-            return  # somewhere in a group: Hydra says what is wrong
+            return  # another package: errors are left to Hydra
         if prefix == f"{OVERLAYS}.":
             raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
         content.pop("defaults", None)
@@ -113,7 +113,7 @@ class Keys:
         self._refuse_gaps(group, option or "", file)
 
     def _refuse_gaps(self, group: str, option: str, file: Path) -> None:
-        """Raises ConfigError for a model or device that leaves out what defines it: it would be another's."""
+        """Raises ConfigError for a model or device file that lacks a defining key: it would get another one's value."""
         said = {key for content in self.library.contents(group, option) for key in content}
         missing = [key for key in _DEFINING.get(group, ()) if key not in said]
         if missing and "path" not in said:
@@ -125,7 +125,7 @@ class Keys:
 
     @cached_property
     def _mappings(self) -> set[str]:
-        """Dotted keys that are mappings: by the files of the chosen options, and by what was checked since."""
+        """Dotted keys that hold mappings, in the files of the chosen options or in values checked since."""
         return {
             key
             for group, options in self.options.items()
@@ -136,7 +136,7 @@ class Keys:
         }
 
     def check_value(self, key: str, value: Any, shown: str, *, is_added: bool) -> None:
-        """Raises ConfigError if there is no such key, or its values are of another type."""
+        """Raises ConfigError if there is no such key, or if the value has another type."""
         top, *path = key.split(".")
         if top == "hydra":
             schemas: list[Schema | None] = [HydraConf]
@@ -146,7 +146,7 @@ class Keys:
                 top, path = f"hydra.{path[0]}", path[1:]
         elif top in GROUPS:
             schemas, has = self._schemas(top), self.has(key)
-            if any(has):  # the others of a sweep do without it
+            if any(has):  # in a sweep, options that lack the key are run without it
                 schemas = [schema for schema, one in zip(schemas, has, strict=True) if one]
         elif top in PLAIN:
             schemas, top, path = [Root], "", [top, *path]
@@ -188,11 +188,11 @@ class Keys:
             _check_type(key, kind, value, shown)
 
     def _check_taken(self, key: str, value: Any) -> None:
-        """Raises ConfigError if a value is to be taken from a key that there is not."""
+        """Raises ConfigError if a value interpolates a key that does not exist."""
         for taken in _TAKEN.findall(value) if isinstance(value, str) else ():
             group = taken.partition(".")[0]
             if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
-                continue  # a class of the user's, and a value that is given whole, know their own keys
+                continue  # keys of a user's class are not known here
             if not _is_among(taken, self.all):
                 raise ConfigError(
                     f"{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
@@ -200,7 +200,7 @@ class Keys:
                 )
 
     def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
-        """What to say of a key that is not there: where it is, or what is."""
+        """Returns the error for a key that does not exist: which option has it, or which keys exist."""
         if key in GONE:
             return ConfigError(f"{key} {GONE[key]}; leave it out")
         if key.endswith("._target_") and place in GROUPS:
@@ -230,12 +230,12 @@ class Keys:
 
 
 def _is_among(key: str, names: list[str]) -> bool:
-    """Whether a key is, or one that it is part of, or has."""
+    """Whether `names` has the key, one of its parents, or one of its children."""
     return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every value of a file, those of its mappings after the mapping: (dotted key, value)."""
+    """Yields (dotted key, value) for every value of a file; a mapping comes before its own values."""
     for name, value in content.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -243,21 +243,21 @@ def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """Where the keys of a file stand: (dotted key, line)."""
+    """Yields (dotted key, line) for every key of a file."""
     for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{name.value}", name.start_mark.line + 1
         yield from _lines(inner, f"{prefix}{name.value}.")
 
 
 def _line_of(key: str, lines: dict[str, int]) -> int:
-    """Of a key that another mapping brings (`<<: *name`): where it is brought to."""
+    """Returns the line of a key; for one that comes from a YAML merge (`<<: *name`), the line of its parent."""
     while key and key not in lines:
         key = key.rpartition(".")[0]
     return lines.get(key, 1)
 
 
 def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
-    """Raises ConfigError if a value is not of a key's type, as OmegaConf converts it."""
+    """Raises ConfigError if OmegaConf cannot convert a value to the key's type."""
     if kind is Any or (isinstance(value, str) and "${" in value):
         return
     if value is None:
@@ -278,7 +278,7 @@ def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
         node, wanted = _KINDS[kind]
         if value == "" and may_be_absent:
             raise ConfigError(f"{key} has no value; give one, or null for none")
-        if kind is bool and isinstance(value, int) and value not in (0, 1):  # which OmegaConf takes for true
+        if kind is bool and isinstance(value, int) and value not in (0, 1):  # OmegaConf reads it as true
             raise ConfigError(f"{key} is {shown!r}; it must be {wanted}")
         try:
             node(value)
@@ -290,6 +290,6 @@ def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
 
 
 def too_large(override: str) -> ConfigError:
-    """The error for a whole number that no float holds, given where a number is wanted."""
+    """Returns the error for an integer that is too large for a float, where a number is expected."""
     cut = override if len(override) <= 80 else override[:77] + "..."
     return ConfigError(f"{cut}: it must be a number that a float holds")

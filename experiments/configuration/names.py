@@ -1,4 +1,4 @@
-"""Which entry of the model and device libraries is meant by the names that drivers, tools and Hugging Face give."""
+"""Finds the entry of the model or device library for a name used by a driver, a tool or Hugging Face."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from experiments.configuration.options import options
 from testbed.errors import ConfigError
 
-_DRIVERS = {  # what a driver says, the longer before what it begins with
+_DRIVERS = {  # words in a driver's description; a longer one before its own prefix
     "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "B300": "b300",
     "GB200": "gb200", "GB300": "gb300", "L40S": "l40s", "RTX 4090": "rtx4090",
     "RTX PRO 6000 (Blackwell )?Server": "rtx_pro_6000_server", "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x",
     "T4": "t4",
 }  # fmt: skip
-_ALIASES = {  # Hugging Face's name, without what says nothing of the shape
+_ALIASES = {  # Hugging Face's names, without words that do not affect the shape
     "mistralnemo": "mistral_nemo_12b", "metallama3.18b": "llama3.1_8b", "metallama3.170b": "llama3.1_70b",
     "metallama3.1405b": "llama3.1_405b", "metallama38b": "llama3_8b", "metallama370b": "llama3_70b",
 }  # fmt: skip
@@ -22,8 +22,8 @@ _NO_SHAPE = re.compile(r"(?i)(?<![a-z0-9])(instruct|hf|chat|base|it|2407|2409|25
 
 
 def device_named(*said: str) -> str | None:
-    """The library's device that the first of these names that means one means: as the library has it (`h100`), in a
-    driver's description (`NVIDIA H100 80GB HBM3`), or but for spaces, underscores and case (`RTXPRO6000`)."""
+    """Returns the library's device for the first of these names that has one: a library name (`h100`), a driver's
+    description (`NVIDIA H100 80GB HBM3`), or a name that differs in spaces, underscores and case (`RTXPRO6000`)."""
     entries = options("device")
     for name in said:
         found = name if name in entries else _of_driver(name) or _alike(name, entries)
@@ -33,13 +33,13 @@ def device_named(*said: str) -> str | None:
 
 
 def device_of_run(description: str) -> str | None:
-    """The library's device for what a manifest says of where a run was measured; None: no such device is known."""
+    """Returns the library's device for the device description in a run's manifest; None if it is not known."""
     is_cpu = description == "cpu" or re.search(r", \d+ threads?$", description)
     return "cpu" if is_cpu else device_named(description)
 
 
 def model_named(name: str) -> str | None:
-    """The library's model that goes by this name, its own or Hugging Face's (`meta-llama/Llama-3.1-8B-Instruct`)."""
+    """Returns the library's model for its own or Hugging Face's name (`meta-llama/Llama-3.1-8B-Instruct`), or None."""
     entries = options("model")
     if name in entries:
         return name
@@ -53,7 +53,8 @@ def _of_driver(description: str) -> str | None:
 
 
 def _alike(name: str, entries: list[str]) -> str | None:
-    """The one entry whose letters and digits are the name's, with dots if that tells (opt-1.3b is not opt-13b)."""
+    """Returns the only entry with the same letters, digits and dots; if there is none, without dots. Dots come first
+    because opt-1.3b is not opt-13b."""
     for dot in (".", ""):
         found = [entry for entry in entries if _plain(entry, dot) == _plain(name, dot)]
         if len(found) == 1:
@@ -70,9 +71,9 @@ _ELSE = {"model": ", or model.path=<its config.json>", "device": ""}
 
 
 def choice(group: str, said: str | None, place: str, given: list[str]) -> list[str]:
-    """The override of `model` or `device`; none where the user has chosen. said: None if the file does not say.
+    """Returns the override that sets `model` or `device`; empty if the user has chosen. said: the file's name for it.
 
-    Raises ConfigError if nobody chose one that the library has.
+    Raises ConfigError if the user has not chosen and the library has no such entry.
     """
     if any(item.startswith((f"{group}=", f"{group}.path=")) for item in given):
         return []

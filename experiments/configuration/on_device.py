@@ -1,4 +1,4 @@
-"""What a device cannot do right although a simulator can say what it would cost: refused before a model is loaded."""
+"""Checks for settings that a simulator can run but a real engine cannot: rejected before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from testbed.policies.preemption import Cheaper, Swap
 
 
 def check_device(overrides: Sequence[str], config: RunConfig) -> None:
-    """Refuses a GPU that was asked for by name where the real engine would run on something else. Raises ConfigError.
+    """Raises ConfigError if the user named a GPU but the real engine would run on another device.
 
-    overrides: what the user set; a device that nobody chose says nothing of this machine.
+    overrides: those that the user gave; a default device is no claim about this machine.
     """
     asked = f"device={config.device.name}"
     if not config.is_real or asked not in overrides or config.device.kind != "cuda":
@@ -27,7 +27,7 @@ def check_device(overrides: Sequence[str], config: RunConfig) -> None:
     try:
         import torch
     except ModuleNotFoundError:
-        return  # backend=real says what it needs
+        return  # backend=real reports the missing package
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if found is None or device_named(found) not in (None, config.device.name):
         there = "no GPU that torch can use" if found is None else found
@@ -37,7 +37,8 @@ def check_device(overrides: Sequence[str], config: RunConfig) -> None:
 
 
 def check_plans_ahead(config: RunConfig) -> None:
-    """Refuses what cannot go with a plan in flight while the next is decided. Raises ConfigError."""
+    """Raises ConfigError for settings that do not work with asynchronous scheduling (the next step is planned while one
+    runs)."""
     if not config.scheduler.async_scheduling:
         return
     if config.is_real and config.tensor_parallel_size > 1:
@@ -61,7 +62,7 @@ def check_plans_ahead(config: RunConfig) -> None:
 
 
 def check_pace(config: RunConfig) -> None:
-    """Refuses a probe where nothing is probed, and vLLM's CPU time. Raises ConfigError."""
+    """Raises ConfigError for pace=probe_scaled without a single engine on a CPU, and for pace=cpu_time with vLLM."""
     if isinstance(config.backend, VllmConfig) and config.backend.pace == "cpu_time":
         raise ConfigError(
             "backend.pace=cpu_time is the CPU time of this process: vLLM has several threads in it, whose times add "
@@ -79,11 +80,11 @@ def check_pace(config: RunConfig) -> None:
 
 
 def check_hits(config: RunConfig, composition: Any) -> None:
-    """Refuses rules that count blocks as computed which nobody has computed: a quirk of vLLM 0.8.5 that its decisions
-    depend on, and with which a model reads wrong KV. Raises ConfigError.
+    """Raises ConfigError for KV rules that count blocks as computed before they are: a quirk of vLLM 0.8.5 on which its
+    decisions depend, and with which a model reads wrong KV.
 
-    A hit that was looked up once may be evicted before it is used; a block that is hit from its step's plan on may lie
-    in a chunk that is still to be computed.
+    hits_frozen: a block may be evicted between its lookup and its use. hits_visible=plan: a block that is a hit as soon
+    as its step is planned may be in a chunk that is not computed yet.
     """
     rules = config.scheduler.kv_rules
     if config.is_simulated or not config.cache.prefix_caching:
@@ -103,7 +104,7 @@ def check_hits(config: RunConfig, composition: Any) -> None:
 
 
 def check_in_vllm(config: RunConfig, max_model_len: int, *, is_ours: bool = True) -> None:
-    """Refuses by name what vLLM cannot do, or not under this testbed's scheduler (is_ours). Raises ConfigError."""
+    """Raises ConfigError for settings that vLLM does not support, or not under this testbed's scheduler (is_ours)."""
     preemption, window, sampling = config.scheduler.preemption, config.sliding_window, config.sampling
     if is_ours and isinstance(make_policy("scheduler.preemption", preemption), Swap | Cheaper):
         raise ConfigError(
@@ -129,10 +130,10 @@ def check_in_vllm(config: RunConfig, max_model_len: int, *, is_ours: bool = True
 
 
 def check_steps(config: RunConfig, composition: Any, num_tokens: int, max_model_len: int) -> None:
-    """Refuses a composition of which a step may have more tokens than workers were sized for. Raises ConfigError.
+    """Raises ConfigError if a step of the composition may have more tokens than vLLM's workers were sized for.
 
-    Where prompts are not split, one that is longer than the budget, or that was preempted and has outgrown it, may be
-    computed alone.
+    A composition that does not split prompts computes a prompt longer than the token budget in a step of its own. A
+    preempted sequence that has outgrown the budget is computed the same way.
     """
     if not getattr(composition, "splits_prompts", True) and max_model_len > num_tokens:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Overrides (`key=value`), checked against options and dataclasses before Hydra composes: a mistake is one line."""
+"""Parses overrides (`key=value`) and checks them against options and dataclasses before Hydra composes. Every mistake
+is reported in one line."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ def check(
     laid_on: Mapping[str, Any] | None = None,
     is_sweep: bool = False,
 ) -> None:
-    """Raises ConfigError, in one line, for an override that Hydra would refuse or could not make sense of.
+    """Raises ConfigError with a one-line message for an override that Hydra cannot apply.
 
-    chosen: the option of each group where no override says another (None: a class of the user's, which knows its keys);
-    by default the shipped configuration's. laid_on: values that the overrides are laid on. is_sweep: whether a key may
-    have several values.
+    chosen: the option of each group that no override chooses (None: a user's class, whose keys are not known here); by
+    default those of config.yaml. laid_on: values on which the overrides are set; they are checked too. is_sweep:
+    whether a key may have several values.
     """
     items = [parsed(text) for text in overrides]
     for item in items:
@@ -59,7 +60,8 @@ def check(
 
 
 def with_searched(arguments: list[str]) -> list[str]:
-    """The arguments with hydra.searchpath for --config-dir, which says the same: a point's command repeats it."""
+    """Returns the arguments with --config-dir replaced by the equivalent hydra.searchpath, an override, so that it is
+    part of the command recorded for each point."""
     made: list[str] = []
     left = iter(arguments)
     for item in left:
@@ -76,7 +78,7 @@ def with_searched(arguments: list[str]) -> list[str]:
 
 
 def refuse_repeated(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for a key that a command gives more than once."""
+    """Raises ConfigError if a command gives a key more than once."""
     given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]
     for key, num in Counter(key.lstrip("+") for key, _, _ in given).items():
         if num > 1:
@@ -86,11 +88,11 @@ def refuse_repeated(arguments: Iterable[str]) -> None:
 
 
 def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | None]) -> Keys:
-    """Those of the options that the overrides choose. Raises ConfigError for an option that there is not."""
+    """Returns the keys of the options that the overrides choose. Raises ConfigError for an unknown option."""
     given = {
         name: _named(library, name, item)
         for name, item in _choices(items).items()
-        if not (item.is_add() and name.startswith("hydra/"))  # it may lie where only Hydra looks
+        if not (item.is_add() and name.startswith("hydra/"))  # it may be in a place that only Hydra knows
     }
     overlays = given.pop(OVERLAYS, [])
     base = {**defaults(), **chosen}
@@ -100,8 +102,8 @@ def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | No
 
 
 def of_points(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
-    """A sweep's overrides for Hydra: a key that only some of the swept options have is swept too, over its one value,
-    so that it comes with the points and not with what all have in common. swept: the overrides and what they bring."""
+    """Returns a sweep's overrides for Hydra. A key that only some of the swept options have is written as a sweep over
+    its one value, so that Hydra sets it per point. swept: the overrides, with those of a named experiment's sweep."""
     keys = _keys([parsed(text) for text in swept], library_of(overrides), {})
     made = []
     for text in overrides:
@@ -113,22 +115,22 @@ def of_points(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
 
 
 def of_one_point(overrides: Sequence[str], library: Library) -> list[str]:
-    """A point of a sweep without the keys that only others of the swept options have: `backend=sim,real
-    backend.pace=cpu_time` sets the engine's pace."""
+    """Returns the overrides of one point, without keys that its options do not have: in `backend=sim,real
+    backend.pace=cpu_time`, only the points of the real engine get the pace."""
     items = [parsed(text) for text in overrides]
     keys = _keys(items, library, {})
     return [text for text, item in zip(overrides, items, strict=True) if any(_has(keys, item))]
 
 
 def _has(keys: Keys, item: Override) -> list[bool]:
-    """Whether the chosen options of a key's group have it; [True] for what is no key of a group, or is added."""
+    """Whether each chosen option of a key's group has it; [True] for added keys and for what is not a group's key."""
     group, _, name = item.key_or_group.partition(".")
     is_key = group in GROUPS and name and not item.is_add() and not item.is_force_add() and not item.is_delete()
     return keys.has(item.key_or_group) if is_key else [True]
 
 
 def _check(item: Override, keys: Keys) -> None:
-    """Raises ConfigError in one line."""
+    """Checks one override. Raises ConfigError with a one-line message."""
     key = item.key_or_group
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
@@ -149,7 +151,7 @@ def _check(item: Override, keys: Keys) -> None:
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
-    """Whether an overlay among them says so."""
+    """Whether an experiment among the overrides has hydra.mode: MULTIRUN."""
     items = [parsed(text) for text in overrides]
     library, overlay = library_of(overrides), _choices(items).get(OVERLAYS)
     names = [] if overlay is None else _names(library, overlay)
@@ -164,7 +166,7 @@ def _parser() -> OverridesParser:
 
 @cache
 def parsed(override: str) -> Override:
-    """Raises ConfigError if it is none."""
+    """Parses an override. Raises ConfigError if it is not one."""
     item = _read(readable(override))
     if item is not None and item.key_or_group:
         return item
@@ -175,7 +177,7 @@ def parsed(override: str) -> Override:
 
 
 def _read(override: str) -> Override | None:
-    """None: Hydra's grammar has no such override."""
+    """Parses an override; None if Hydra's grammar cannot read it."""
     try:
         return _parser().parse_override(override)
     except HydraException:
@@ -183,7 +185,7 @@ def _read(override: str) -> Override | None:
 
 
 def readable(override: str) -> str:
-    """The override as it is, or in quotes the plain text of its value, which Hydra's grammar cannot read: é, =, (1)."""
+    """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1))."""
     key, _, value = override.partition("=")
     if not value or value[0] in "[{'\"" or "," in value:
         return override
@@ -191,13 +193,13 @@ def readable(override: str) -> str:
 
 
 def is_text(override: str, text: str) -> bool:
-    """Whether the grammar reads this very text as the override's value."""
+    """Whether Hydra's grammar reads the override's value as exactly this text."""
     item = _read(override)
     return item is not None and not item.is_sweep_override() and item.value() == text
 
 
 def literal(value: Any, key: str = "a value") -> str:
-    """A Python value in the grammar of Hydra's overrides. Raises ConfigError for one that it does not have."""
+    """Writes a Python value in Hydra's override grammar. Raises ConfigError for a type that the grammar lacks."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -218,24 +220,24 @@ def literal(value: Any, key: str = "a value") -> str:
 
 
 def quoted(text: str) -> str:
-    """As a text, whatever it looks like. A backslash is one, but before a quote and at the end."""
+    """Quotes a text for Hydra's grammar. Backslashes are doubled only before a quote and at the end."""
     return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
 
 
 @cache
 def defaults() -> dict[str, str]:
-    """The option that each group has if nobody says another."""
+    """Returns the default option of each group."""
     return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
 
 
 def library_of(overrides: Sequence[str]) -> Library:
-    """What there is to choose from, in the folders too that hydra.searchpath names."""
+    """Returns the library of options, including the folders in hydra.searchpath."""
     searched = [item.value() for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"]
     return Library(tuple(_folder(str(place)) for places in searched if isinstance(places, list) for place in places))
 
 
 def _folder(place: str) -> Path:
-    """Of file://folder or pkg://module, as Hydra has it."""
+    """Returns the folder of a Hydra search path entry: file://folder or pkg://module."""
     kind, _, name = place.rpartition("://")
     if kind != "pkg":
         return Path(name)
@@ -246,7 +248,7 @@ def _folder(place: str) -> Path:
 
 
 def _choices(items: list[Override]) -> dict[str, Override]:
-    """The override that chooses of each group, the last one if there are several."""
+    """Returns, by group, the override that chooses its option; the last one if there are several."""
     return {
         item.key_or_group: item
         for item in items
@@ -255,7 +257,7 @@ def _choices(items: list[Override]) -> dict[str, Override]:
 
 
 def _sets_keys(item: Override) -> bool:
-    """Whether a group's override is no name: group={key: value}."""
+    """Whether a group's override sets keys (group={key: value}) instead of choosing an option."""
     if not item.is_sweep_override():
         return isinstance(item.value(), dict)
     values = [] if isinstance(item.value(), Glob) else _values(item, Library())
@@ -263,17 +265,17 @@ def _sets_keys(item: Override) -> bool:
 
 
 def _values(item: Override, library: Library) -> list[Any]:
-    """One, or those that are swept; of a sweep that is no list, none."""
+    """Returns an override's single value, or its swept values; none if the sweep is not a list."""
     if not item.is_sweep_override():
         return [item.value()]
     try:
         return _swept(item, library, item.sweep_iterator)
     except (ValueError, TypeError, HydraException):
-        return []  # swept_values says what is wrong with it
+        return []  # swept_values reports the error
 
 
 def _swept(item: Override, library: Library, listed: Callable[[], Iterator[Any]]) -> list[Any]:
-    """What is swept, as `listed` has it; of a glob the options whose names it has."""
+    """Returns the swept values from `listed`; for a glob, the names of the matching options."""
     pattern = item.value()
     if isinstance(pattern, Glob):
         return list(pattern.filter(library.names(item.key_or_group)))
@@ -281,7 +283,7 @@ def _swept(item: Override, library: Library, listed: Callable[[], Iterator[Any]]
 
 
 def swept_values(item: Override, library: Library) -> list[str]:
-    """key=value for each value that is swept. Raises ConfigError if there is none, or no list can be made of them."""
+    """Returns key=value for each swept value. Raises ConfigError if there is none, or if the sweep is not a list."""
     key = item.get_key_element()
     if not item.is_discrete_sweep():
         raise ConfigError(f"{item.input_line}: only lists of values are swept: {key}=a,b,c")
@@ -295,14 +297,14 @@ def swept_values(item: Override, library: Library) -> list[str]:
 
 
 def _names(library: Library, item: Override) -> list[Any]:
-    """Of the options that an override chooses: experiment=[a,b] lays several overlays over one another."""
+    """Returns the names of the options that an override chooses; experiment=[a,b] chooses several, applied in order."""
     values = _values(item, library)
     is_list = item.key_or_group == OVERLAYS and len(values) == 1 and isinstance(values[0], list)
     return values[0] if is_list else values
 
 
 def _named(library: Library, group: str, item: Override) -> list[str | None]:
-    """The options that an override chooses. Raises ConfigError if there is no such option."""
+    """Returns the options that an override chooses. Raises ConfigError for an unknown option."""
     names = library.names(group)
     found: list[str | None] = []
     for value in _names(library, item):
@@ -332,8 +334,8 @@ _EMPTY = "=null"
 
 
 def emptied(overrides: Sequence[str]) -> list[str]:
-    """What Hydra is given. It merges a class into what a preset has in its place, parameters and all: that is emptied
-    before. Another sweeper than ours shows it in what it writes."""
+    """Returns the overrides for Hydra, with `key=null` before each policy that is given as a class. Hydra would merge
+    the class into the preset's class and parameters. With a sweeper other than ours, its output shows these."""
     made: list[str] = []
     for item in overrides:
         key, _, value = item.partition("=")
@@ -344,13 +346,13 @@ def emptied(overrides: Sequence[str]) -> list[str]:
 
 
 def not_emptied(overrides: Sequence[str]) -> list[str]:
-    """What `emptied` was given."""
+    """Reverses `emptied`."""
     pairs = zip(overrides, [*overrides, ""][1:], strict=True)
     return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{_EMPTY}"]
 
 
 def is_value(override: str) -> bool:
-    """Whether it sets a key of the run's, or adds one, and does no more: not Hydra's, no option of a group."""
+    """Whether an override only sets or adds a key of the run: not a key of Hydra's, not the choice of an option."""
     key, _, value = override.lstrip("+").partition("=")
     name, dot, _ = key.partition(".")
     return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))

@@ -1,6 +1,6 @@
-"""The policies that can be named in a configuration, and how one is made.
+"""The policies that a configuration can name, and their construction.
 
-A user's own class is named by {_target_: module.Class} instead; nothing here needs an edit for it.
+A user's own class is given as {_target_: module.Class}; this file needs no change for it.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ GROUPS: Mapping[str, Named] = {
 
 
 def make_policy(key: str, choice: Any) -> Any:
-    """A policy by name, or a user's class by `{_target_: …, …}`. Raises ConfigError with the valid names.
+    """Makes a policy from its name, or a user's class from `{_target_: …, …}`. Raises ConfigError with the valid names.
 
-    A user's object must have the public methods that the named ones share.
+    A user's object must have the public methods that all named policies of the group share.
     """
     named = GROUPS[key]
     if isinstance(choice, dict):
@@ -116,7 +116,7 @@ def make_policy(key: str, choice: Any) -> Any:
 
 
 def _refuse_foresight(key: str, target: str, policy: Any) -> None:
-    """Raises ConfigError for a user's class that reads how long an output will be."""
+    """Raises ConfigError if a user's class reads the future length of an output."""
     read = foresight_of(resolve_name(target), type(policy))
     if read:
         instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
@@ -128,7 +128,7 @@ def _refuse_foresight(key: str, target: str, policy: Any) -> None:
 
 
 def _methods(example: Any) -> list[str]:
-    """What a policy is called with: the public methods of its class, and its length and order where it has them."""
+    """Returns the names of a policy's public methods, and __len__ and __iter__ if it has them."""
     special = ("__len__", "__iter__")
     cls = type(example)
     names = [name for name in dir(cls) if name in special or name[0] != "_"]
@@ -136,7 +136,7 @@ def _methods(example: Any) -> list[str]:
 
 
 def missing_name(target: str) -> str:
-    """What to say of a class whose module is not there, or has no such name; empty: something else is wrong."""
+    """Returns the error text if a class's module does not exist or lacks the name; empty for any other problem."""
     module, _, name = target.rpartition(".")
     top = module.partition(".")[0]
     if top and top not in sys.modules and find_spec(top) is None:
@@ -151,7 +151,7 @@ def missing_name(target: str) -> str:
 
 
 def _import_failure(error: BaseException | None) -> str:
-    """Why a user's module cannot be imported: a syntax error or a missing module. Empty for any other failure."""
+    """Returns why a user's module cannot be imported: a syntax error or a missing module. Empty for other failures."""
     while error is not None:
         if isinstance(error, SyntaxError):
             return f"{error.filename}:{error.lineno}: {error.msg}; mend it there"
@@ -162,7 +162,7 @@ def _import_failure(error: BaseException | None) -> str:
 
 
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
-    """An object named by `_target_`. Raises ConfigError in one line."""
+    """Makes the object named by `_target_`. Raises ConfigError with a one-line message."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
 

@@ -1,4 +1,4 @@
-"""What the folder of a run says of it: its configuration, as it was started and as its files are found from here."""
+"""Reads the configuration and manifest of a run folder, and resolves its relative paths from the current directory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from experiments.configuration.config import FILE_KEYS
 from experiments.configuration.settings import GONE
 from testbed.errors import RunFolderError
 
-MODEL_FOLDER = "model"  # of a run of a model that vLLM served
-TRACE_FILE = "trace.jsonl"  # of a real run, and of a run whose trace was handed over in Python
+MODEL_FOLDER = "model"  # in the folder of an imported vLLM run: the served model's config
+TRACE_FILE = "trace.jsonl"  # in the folder of a real run, or of a run whose trace was a Python object
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the run there says of itself; nothing where it does not."""
+    """Returns the manifest of a run folder; empty if there is none or it cannot be read."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
     except (OSError, ValueError):
@@ -25,8 +25,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration of a run's folder, as it was when the run was started. Raises RunFolderError if there
-    is none, or it is damaged."""
+    """Returns the resolved configuration of a run folder as it was when the run started, without keys that no longer
+    exist (GONE). Raises RunFolderError if there is none, or if it is damaged."""
     file = folder / "config.yaml"
     if folder.is_file():
         raise RunFolderError(f"{folder} is a file; name the folder of a run, as {folder.parent}")
@@ -43,7 +43,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The same, its files as they are found from here; modules that lay where it was started are found from now on."""
+    """Returns the saved configuration with file paths that are valid from the current directory. Adds the directory in
+    which the run was started to sys.path, so that the user's modules in it can be imported."""
     raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
     if isinstance(started_in, str) and Path(started_in) != Path.cwd():
         raw = {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
@@ -55,14 +56,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_own(group: Any, kept: Path) -> Any:
-    """A group whose file the folder itself keeps, which was moved since."""
+    """Returns a group whose file is kept in the run folder, with the file's new path if the folder was moved."""
     path = group.get("path") if isinstance(group, dict) else None
     is_moved = path is not None and Path(path).name == kept.name and not Path(path).exists() and kept.exists()
     return group | {"path": str(kept)} if is_moved else group
 
 
 def _from_here(tree: Any, started_in: Path) -> Any:
-    """The files of a configuration that are named from where its run was started, for whoever stands elsewhere."""
+    """Returns a configuration in which paths relative to the run's start directory are replaced by full paths."""
     if not isinstance(tree, dict):
         return [_from_here(item, started_in) for item in tree] if isinstance(tree, list) else tree
     named = {key: tree[key] for key in FILE_KEYS if isinstance(tree.get(key), str) and tree[key]}

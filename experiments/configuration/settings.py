@@ -1,4 +1,4 @@
-"""Settings that belong to no single component: where a trace comes from, what is recorded. One dataclass a group."""
+"""Settings that belong to no single component: the trace's source, records, SLOs, reports. One dataclass per group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sim.backend import SchedulerTime
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
-FORCED = ("tokens", "lengths", "nothing")  # what a replay forces of recorded outputs
-MAX_SEED = 2**63 - 1  # as tables hold it
-GONE = {  # keys that there were, and why they are not needed any more; in older folders they are passed over
+FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded tokens, only their number, nothing
+MAX_SEED = 2**63 - 1  # fits an int64 column of tables
+GONE = {  # removed keys, and why they are no longer needed; ignored in older run folders
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """The `trace` group: a file (or, for `synthetic`, a generator's options), and what is done to its rows.
+    """The `trace` group: a file (or, for `synthetic`, a generator's options), and the changes made to its rows.
 
     Applied in this order: limit (rows read), window, rate, lengths, then `transforms` one by one.
     """
@@ -29,15 +29,15 @@ class TraceConfig:
     path: str | None = None
     limit: int | None = None  # read at most this many rows
     start_s: float = 0.0  # the window's start, on the trace's clock
-    end_s: float | None = None  # the window's end; null: the trace's
-    rate_scale: float = 1.0  # 2 means twice the request rate: arrivals are divided by it
+    end_s: float | None = None  # the window's end; null: the trace's end
+    rate_scale: float = 1.0  # 2 means twice the request rate: arrival times are divided by it
     max_prompt_tokens: int | None = None  # longer prompts are cut
     max_output_tokens: int | None = None  # longer outputs are cut
-    vocab_size: int | None = None  # of synthetic tokens; null: the model's
+    vocab_size: int | None = None  # vocabulary of synthetic tokens; null: the model's
     transforms: tuple[Any, ...] = ()  # [{name: thin, fraction: 0.5}, ...] in order; `testbed list transform` names them
-    seed: int | None = None  # of all that is drawn for the trace; null: the run's
-    stream: bool | None = None  # row by row instead of whole in memory; null: where the trace is long
-    forced: str = "tokens"  # what a replay forces of recorded outputs: tokens, lengths, nothing
+    seed: int | None = None  # of everything that is drawn at random for the trace; null: the run's seed
+    stream: bool | None = None  # read row by row instead of whole into memory; null: only long traces
+    forced: str = "tokens"  # what a replay forces: recorded tokens, only their number (lengths), or nothing
 
     def __post_init__(self) -> None:
         choose("trace.forced", self.forced, FORCED)
@@ -58,14 +58,14 @@ class TraceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeTraceConfig(TraceConfig):
-    """Beside what every file has."""
+    """Keys of `trace=mooncake`, in addition to those of every trace file."""
 
-    spread_batches: bool = False  # the published timestamps come in batches of about 3 s: spread each evenly
+    spread_batches: bool = False  # spread arrivals evenly: the published timestamps come in batches of about 3 s
 
 
 @dataclass(frozen=True, slots=True)
 class ShareGPTTraceConfig(TraceConfig):
-    """Its texts become tokens."""
+    """Keys of `trace=sharegpt`, whose texts are tokenized, in addition to those of every trace file."""
 
     tokenizer: str | None = None  # a local folder with a tokenizer
     max_turns: int | None = None  # of each conversation
@@ -73,33 +73,33 @@ class ShareGPTTraceConfig(TraceConfig):
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTraceConfig(TraceConfig):
-    """Beside the generator's own keys."""
+    """Keys of `trace=synthetic`, in addition to those of the generator."""
 
-    lengths_from: str | None = None  # a trace file: lengths of kind "empirical" are drawn from its rows, as pairs
-    lengths_format: str = "auto"  # of that file: any trace format; auto: our own schema, by extension
+    lengths_from: str | None = None  # a trace file: prompt and output lengths of kind "empirical" are its rows' pairs
+    lengths_format: str = "auto"  # format of that file: any trace format; auto: our own schema, by extension
 
 
 @dataclass(frozen=True, slots=True)
 class AgenticTraceConfig(TraceConfig):
-    """Beside `arrival` and what else says how sessions start. limit: sessions read."""
+    """Keys of `trace=agentic`, in addition to ArrivalConfig, which sets how sessions start. limit: sessions read."""
 
     rate: float = 0.1  # sessions started per second
-    closed_loop: bool = True  # a request comes after the one before finished; false: when it was recorded
+    closed_loop: bool = True  # a request arrives after the one before has finished; false: at its recorded time
 
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    decisions: bool = False  # decisions.jsonl, one line a step
-    explain: bool = False  # decisions.jsonl, and in it for whom each preemption was (docs/explain.md)
-    token_times: bool = True  # every token's instant in requests.parquet
-    steps: bool = True  # a row for each step in steps.parquet; without, the summary has nothing of steps
-    operators: bool = False  # operators.json: where the time went, by operator (`testbed costs`)
-    status_s: float | None = None  # a status line every so many seconds of the run's clock: standard error, run.log
-    profile: str | None = None  # first:last, steps of the real engine in torch's profiler: profile.json.gz
+    decisions: bool = False  # decisions.jsonl, one line per step
+    explain: bool = False  # decisions.jsonl, with the request for which each preemption was made (docs/explain.md)
+    token_times: bool = True  # the time of every token in requests.parquet
+    steps: bool = True  # a row per step in steps.parquet; false: the summary has no data about steps
+    operators: bool = False  # operators.json: time by operator (`testbed costs`)
+    status_s: float | None = None  # interval of status lines, in seconds of the run's clock: standard error, run.log
+    profile: str | None = None  # first:last, steps of the real engine to trace with torch's profiler: profile.json.gz
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
-        """First and last; None: none."""
+        """The first and last step to profile; None: no steps."""
         if self.profile is None:
             return None
         found = re.fullmatch(r"(\d+):(\d+)", self.profile)
@@ -110,7 +110,7 @@ class RecordConfig:
         return int(found[1]), int(found[2])
 
     def __post_init__(self) -> None:
-        _ = self.profiled_steps  # raises for what is no pair of steps
+        _ = self.profiled_steps  # raises an error if it is not a pair of steps
         if self.explain and not self.steps:
             raise ConfigError(
                 "record.explain=true tells of steps, and record.steps is false: no wait could be told; leave one out"
@@ -122,14 +122,14 @@ class RecordConfig:
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
-    """The `slo` group: limits that a request must keep, all at once, in seconds; null: none. They decide nothing: the
-    summary, reports and `testbed capacity` judge by them."""
+    """The `slo` group: limits in seconds, all of which a request must keep; null: no limit. They do not change a run:
+    only the summary, reports and `testbed capacity` use them."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
     itl_max_s: float | None = None  # the longest gap between two tokens
-    attainment: float = 0.99  # share of requests that must keep them: `testbed capacity`
+    attainment: float = 0.99  # share of requests that must keep the limits, for `testbed capacity`
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s"):
@@ -139,20 +139,20 @@ class SloConfig:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that are set."""
+        """The limits that are set, in seconds."""
         named = {name: getattr(self, name) for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s")}
         return {name: limit for name, limit in named.items() if limit is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """The `report` group: what a study asks, and how `testbed report` answers."""
+    """The `report` group: the question of a study, and how `testbed report` answers it."""
 
     question: str = ""
     baseline: str | None = None  # the arm that the others are compared with; null: the first
-    margin: float = 0.02  # relative change that counts as none
-    replicates: tuple[str, ...] = ()  # keys of the trace whose values are replicates and no loads: [trace.transforms]
-    warmup_s: float = 0.0  # from the first arrival: requests that come in it count in no latency, and it in no rate
+    margin: float = 0.02  # relative differences below this count as equal
+    replicates: tuple[str, ...] = ()  # trace keys whose values are replicates, not different loads: [trace.transforms]
+    warmup_s: float = 0.0  # from the first arrival: excluded from rates, and its arrivals from latencies
 
     def __post_init__(self) -> None:
         require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s <= 1e9, "seconds, 0 to 1e9")
@@ -166,18 +166,18 @@ class ReportConfig:
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """The `backend=sim` group. The simulator's prices are the `cost` group's."""
+    """The `backend=sim` group. Step times come from the `cost` group."""
 
     name: str = "sim"
-    num_replicas: int = 1  # engines, each with a scheduler and blocks of its own
-    router: Any = "round_robin"  # which replica serves a request: a name, or {_target_: a class of yours}
-    swap_overlap: bool = False  # swaps run on the PCIe link beside the computation; else they are a part of the step
+    num_replicas: int = 1  # engines, each with its own scheduler and KV blocks
+    router: Any = "round_robin"  # chooses the replica of a request: a name, or {_target_: your own class}
+    swap_overlap: bool = False  # swaps on the PCIe link overlap with computation; false: they are part of the step
     replicas_per_link: int = 1  # replicas that share one PCIe link, with swap_overlap
-    schedule_ns: int = 0  # the scheduler's own time on the CPU, in each step before the device starts
+    schedule_ns: int = 0  # CPU time of the scheduler in each step, before the device starts
     schedule_ns_per_seq: int = 0  # the same, for each sequence in the step
     schedule_ns_per_1k_tokens: int = 0  # the same, for each 1,024 tokens of their contexts
-    frontend_ns: int = 0  # from a request's arrival until the engine has it: HTTP, tokenising
-    frontend_ns_per_token: int = 0  # to send a token to its client, one after the other: detokenising, HTTP
+    frontend_ns: int = 0  # time from a request's arrival until the engine receives it: HTTP, tokenizing
+    frontend_ns_per_token: int = 0  # time to send a token to its client, one token at a time: detokenizing, HTTP
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -203,7 +203,7 @@ class SimConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfig:
-    """`cost=recorded`: durations and outcomes of a real run's tape."""
+    """`cost=recorded`: step times and outcomes from a real run's tape."""
 
     run: str | None = None  # the real run's folder
 
@@ -214,7 +214,7 @@ class RecordedConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelConfig:
-    """The `device` group, beside the device's own data."""
+    """Keys of the `device` group in addition to those of DeviceSpec."""
 
     tensor_parallel_size: int = 1
 

@@ -1,7 +1,7 @@
-"""Between Hydra and the components: their frozen dataclasses as editable structured configs, and back again.
+"""Converts the components' frozen dataclasses to editable structured configs for Hydra, and back.
 
-OmegaConf makes a frozen dataclass read-only and knows no Literal, so each component's config gets an editable twin for
-the edge; `freeze` turns a resolved node into the component's own dataclass, which validates itself.
+OmegaConf makes a frozen dataclass read-only and does not support Literal, so Hydra gets an editable twin of each
+component's config. `freeze` turns a resolved node into the component's own dataclass, which validates itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from testbed.checks import choose
 from testbed.errors import ConfigError, RequestError
 
 T = TypeVar("T")
-_hints = cache(get_type_hints)  # it compiles every annotation; each class is asked for several times
+_hints = cache(get_type_hints)  # get_type_hints compiles every annotation, and each class is needed several times
 
 
 def editable(*classes: type, without: Collection[str] = ()) -> Any:
-    """An instance of an editable twin with the fields and defaults of all classes; later classes win. without: fields
-    that are left out."""
+    """Returns an instance of an editable twin with the fields and defaults of all classes; later classes win. without:
+    fields to leave out."""
     collected: dict[str, tuple[str, Any, Any]] = {}
     for cls in classes:
         hints = _hints(cls)
@@ -36,7 +36,8 @@ def editable(*classes: type, without: Collection[str] = ()) -> Any:
 
 
 def _made(name: str, attributes: list[tuple[str, Any, Any]]) -> type:
-    # OmegaConf looks at the fields alone; what has no docstring is given its signature, which takes as long as the rest
+    # any docstring will do: OmegaConf reads only the fields, and without one dataclass builds one from the signature,
+    # which takes as long as everything else
     return make_dataclass(name, attributes, namespace={"__doc__": editable.__doc__}, repr=False, eq=False)
 
 
@@ -54,7 +55,7 @@ def _twin(kind: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _plain(hint: Any) -> Any:
-    """The hint in types that OmegaConf knows."""
+    """Returns the type hint in terms of types that OmegaConf supports."""
     if hint is Any:
         return Any
     origin = get_origin(hint)
@@ -66,15 +67,15 @@ def _plain(hint: Any) -> Any:
     if origin in (Union, UnionType):
         args = [_plain(arg) for arg in get_args(hint) if arg is not NoneType]
         if len(args) > 1 or is_dataclass(args[0]):
-            return Any  # an optional nested config is given whole: key={a: 1, b: 2}
+            return Any  # an optional nested config is set as a whole: key={a: 1, b: 2}
         return args[0] | None if len(args) != len(get_args(hint)) else args[0]
     return hint
 
 
 def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
-    """The component's dataclass from a resolved node. Extra keys belong to others and are left out.
+    """Makes the component's dataclass from a resolved node. Keys that are not its fields are ignored.
 
-    Raises ConfigError, naming `group.key`, for values that a Literal does not have; the class checks the rest.
+    Raises ConfigError with `group.key` for a value that a Literal does not allow; the class checks all other values.
     """
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     chosen: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
 
 
 def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:
-    """As freeze, for a node that only this class owns: other keys are refused."""
+    """Like freeze, for a node that belongs to this class only: raises ConfigError for keys that are not its fields."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
     for key in values:
         choose(f"a key of {group}", key, tuple(names))

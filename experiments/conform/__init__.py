@@ -1,11 +1,11 @@
-"""Conformance: decision logs of real schedulers, fed to our presets and compared step by step.
+"""Conformance: replays decision logs of real schedulers with our presets and compares every step.
 
     cases      reads and checks a file of cases
-    systems    what each system means by each field, read off our plans
+    systems    computes each system's fields from our plans
     replay     feeds one case to a scheduler and finds the first step that differs
-    report     prints what came out
+    report     prints the results
 
-What a field means to another system is known here and nowhere else: the core has one vocabulary, its own.
+Only this package knows the meaning of another system's fields; the core uses only its own terms.
 """
 
 from experiments.conform.report import check_files

@@ -1,6 +1,6 @@
-"""Files of cases: a configuration, requests and the decisions that a real scheduler made. Checks every field.
+"""Reads files of cases: a configuration, requests and the decisions that a real scheduler made. Checks every field.
 
-One JSON object a line, plain or compressed. docs/conform.md describes the format.
+One JSON object per line, plain or compressed. docs/conform.md describes the format.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from testbed.traces.readers.fields import json_object, present, refuse, token_id
 from testbed.traces.readers.open_text import existing_file, read_lines
 
 SECOND_NS = 10**9
-Decision = dict[str, Any]  # field -> value, "step" first; `scheduled` keeps the system's order
+Decision = dict[str, Any]  # field -> value, beginning with "step"; `scheduled` keeps the system's order
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """requests: by arrival, ties by numeric id. steps: one decision each, in order of time. aborts: of requests, each
-    with the numbers of steps planned and committed before it, in that order. resets: of the prefix cache and of all
-    that ran, these numbers alone; they come behind the aborts of the same place."""
+    """One case. requests: ordered by arrival, then by numeric id. steps: one decision each, in order of time. aborts:
+    (steps planned before it, steps committed before it, request id), in order. resets: of the prefix cache and all
+    running requests, as (planned, committed); they follow aborts with the same two numbers."""
 
     name: str
     system: str
@@ -38,7 +38,7 @@ class Case:
 
 
 def read_cases(file: Path) -> list[Case]:
-    """Reads all cases. Raises TraceError "file:line: reason" on the first that is malformed."""
+    """Reads all cases. Raises TraceError "file:line: reason" for the first malformed case."""
     existing_file(file, "a file of cases")
     cases: dict[str, Case] = {}
     for number, line in read_lines(file):
@@ -89,7 +89,7 @@ def _request(row: Any, place: str) -> Request:
         sampling=SamplingParams(
             n=_checked(row.get("n", 1), place, "n", _POSITIVE),
             max_tokens=None if (most := row.get("max_tokens")) is None else _checked(most, place, "max_tokens", _LEAVE),
-            prompt_logprobs=0 if skips_cache else None,  # who wants them reads no prefix of another
+            prompt_logprobs=0 if skips_cache else None,  # a request with prompt_logprobs uses no prefix-cache hits
         ),
         priority=_checked(row.get("priority", 0), place, "priority", (whole(-_MOST, _MOST), "a whole number")),
         cache_salt=_checked(row.get("cache_salt", ""), place, "cache_salt", (lambda value: type(value) is str, "text")),
@@ -110,7 +110,7 @@ def _place(row: Any, place: str, field: str) -> tuple[int, int]:
 
 
 def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:
-    """One step, with sets of requests sorted by numeric id."""
+    """Reads one step; sorts sets of requests by numeric id."""
     row = _checked(row, place, "steps", _OBJECTS)
     step = _present(row, place, "step", _COUNT)
     place = f"{place}: step {step}"
@@ -130,7 +130,7 @@ def _decision(row: Any, requests: dict[str, Request], place: str) -> Decision:
 
 # --- kinds of values ---
 
-Kind = tuple[Callable[[Any], bool], str]  # (whether a value is one, what was expected)
+Kind = tuple[Callable[[Any], bool], str]  # (whether a value is valid, what is expected)
 
 
 def _checked(value: Any, place: str, field: str, kind: Kind) -> Any:

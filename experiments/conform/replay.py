@@ -1,4 +1,4 @@
-"""Feeds one case to a scheduler, a step a virtual second, and finds the first step that it decides otherwise."""
+"""Feeds one case to a scheduler, one step per virtual second, and finds the first step with another decision."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import TestbedError
 from testbed.policies.compositions.unified import Unified
 
-CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")  # the others: scheduler
+CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching", "watermark")  # others: `scheduler`
 
 
 def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] | None = None) -> RunConfig:
-    """The preset with what the case sets; null leaves the preset's value, and no host pool. options: of vLLM V1's
-    composition. Raises ConfigError."""
+    """Returns the preset's configuration with the case's settings. null keeps the preset's value; without
+    num_cpu_blocks there is no host pool. options: of vLLM V1's composition. Raises ConfigError."""
     given = {key: value for key, value in config.items() if value is not None}
     scheduler = {key.removesuffix("_mode"): value for key, value in given.items() if key not in CACHE_KEYS}
     cache = {"num_cpu_blocks": 0} | {key: value for key, value in given.items() if key in CACHE_KEYS}
     budget, threshold = given.get("max_num_batched_tokens"), scheduler.get("long_prefill_token_threshold", 0)
     if budget is not None and threshold > budget and preset in ("vllm_v1", "vllm_v1_async", "vllm_v1_0_8"):
-        scheduler["long_prefill_token_threshold"] = budget  # a larger one never binds there, and is refused here
-    if preset == "vllm_v0_chunked":  # logged without the front end, which refuses prompts longer than the model
+        scheduler["long_prefill_token_threshold"] = budget  # a larger one has no effect in vLLM and is an error here
+    if preset == "vllm_v0_chunked":  # logged without vLLM's front end, which rejects prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}
     scheduler |= composition_of(options or {})
     settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}
-    if "max_model_len" in given:  # no model is run: its positions are as many as the case needs
+    if "max_model_len" in given:  # no model runs: give it as many positions as the case needs
         settings["model"] = {"max_position_embeddings": given["max_model_len"]}
     return compose_config(to_overrides(settings))
 
 
 def composition_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler's configuration says of vLLM V1's composition with these options; none: the preset's own."""
+    """Returns the scheduler keys that select vLLM V1's composition with these options; empty without options."""
     return {"composition": {"_target_": f"{Unified.__module__}.{Unified.__qualname__}", **options}} if options else {}
 
 
 class LiveRequest(NamedTuple):
-    """How far an unfinished sequence was when the step had been planned or committed. Counts are in tokens."""
+    """Progress of an unfinished sequence after the step was planned or committed. Counts are in tokens."""
 
     request_id: str
     state: str
@@ -60,9 +60,9 @@ class LiveRequest(NamedTuple):
 class Mismatch:
     """A case that failed.
 
-    num_agreeing: steps before the one that differs; None if the case never began. second: when that one was planned.
-    recorded, decided: both sides, None where one has no such step. context: what else our plan says. live: our
-    unfinished sequences.
+    num_agreeing: equal steps before the one that differs; None if the case never began. second: the virtual second in
+    which that step was planned. recorded, decided: both sides; None for a side without this step. context: other
+    fields of our plan. live: our unfinished sequences.
     """
 
     reason: str
@@ -75,7 +75,7 @@ class Mismatch:
 
 
 class Feed:
-    """Requests of a case on virtual time: one step a second, idle seconds skipped."""
+    """Feeds a case's requests to a scheduler in virtual time: one step per second, idle seconds skipped."""
 
     def __init__(self, case: Case, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -88,7 +88,7 @@ class Feed:
         self._num_arrived = 0
 
     def next_plan(self) -> BatchPlan | None:
-        """The next plan that is not empty; None when nothing can be done and nothing will arrive."""
+        """Returns the next plan that is not empty; None if nothing can be scheduled and no request will arrive."""
         self.arrived = []
         self.second += 1
         while True:
@@ -104,14 +104,14 @@ class Feed:
             self.second = self._requests[self._num_arrived].arrival_ns // SECOND_NS
 
     def commit(self) -> None:
-        """The oldest plan in flight. Every output is forced, so there is nothing to say but when the step ended."""
+        """Commits the oldest plan in flight. All outputs are forced, so the result is only the end time of the step."""
         self._disturb()
         self.num_committed += 1
         end_ns = (self.second + 1) * SECOND_NS
         self.scheduler.commit(StepResult(end_ns), end_ns)
 
     def _disturb(self) -> None:
-        """What was aborted or reset by now. What is gone before the next plan looks at it never arrives."""
+        """Applies the aborts and resets that are due. A request that is aborted before it arrives is never added."""
         now = self.num_planned, self.num_committed
         while self._aborts and self._aborts[0][:2] <= now:
             request_id = self._aborts.popleft()[2]
@@ -132,9 +132,9 @@ class Feed:
 
 
 def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
-    """Runs the preset on the case; None if it decides every step as recorded.
+    """Runs the preset on the case; returns None if every decision is as recorded.
 
-    A case that breaks our scheduler fails with the reason in one line: others may still pass.
+    An exception in our scheduler makes this case fail, with the reason in one line; other cases still run.
     """
     try:
         config = case_config(preset, case.config, system.options if preset == system.preset else None)
@@ -145,12 +145,12 @@ def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
     comparison = _Comparison(case, Feed(case, scheduler), reader)
     try:
         return comparison.run()
-    except Exception as error:  # noqa: BLE001  a bug is this case's result, not the end of the other cases
+    except Exception as error:  # noqa: BLE001  a bug fails this case; the other cases still run
         return comparison.mismatch(_describe(error), comparison.recorded, None)
 
 
 class _Comparison:
-    """One case on its way through our scheduler."""
+    """The comparison of one case with our scheduler's decisions."""
 
     def __init__(self, case: Case, feed: Feed, reader: DecisionReader) -> None:
         self.recorded: Decision | None = None
@@ -159,7 +159,7 @@ class _Comparison:
         self._reader = reader
         self._num_agreeing = 0
         self._plan: BatchPlan | None = None
-        self._in_flight: deque[tuple[Decision, Decision]] = deque()  # planned alike so far: recorded, decided
+        self._in_flight: deque[tuple[Decision, Decision]] = deque()  # equal after the plan: (recorded, decided)
 
     def run(self) -> Mismatch | None:
         for number, recorded in enumerate(self._case.steps):
@@ -177,7 +177,7 @@ class _Comparison:
         return None
 
     def _commit_until(self, num_steps: int) -> Mismatch | None:
-        """Commits until so many steps are committed, or all that are planned."""
+        """Commits until `num_steps` steps are committed, or no plan is in flight."""
         while self._in_flight and self._num_agreeing < num_steps:
             self.recorded, decided = self._in_flight.popleft()
             self._feed.commit()
@@ -208,7 +208,7 @@ class _Comparison:
         return Mismatch(reason, self._num_agreeing, self._feed.second, recorded, decided, self._context(), live)
 
     def _context(self) -> dict[str, Any]:
-        """What our plan says beside the compared fields."""
+        """Returns fields of our plan that are not compared, to show with a mismatch."""
         arrived, plan = {"arrived": self._feed.arrived}, self._plan
         if plan is None:
             return arrived
@@ -224,14 +224,14 @@ class _Comparison:
 
 
 def differing_fields(recorded: Decision, decided: Decision) -> list[str]:
-    """Fields that both sides have and that differ. What was scheduled is compared in order."""
+    """Returns the fields that both sides have and that differ. The order of `scheduled` matters."""
     both = [key for key in recorded if key in decided]
     is_other_order = list(recorded.get("scheduled", ())) != list(decided.get("scheduled", ()))
     return [key for key in both if recorded[key] != decided[key] or (key == "scheduled" and is_other_order)]
 
 
 def _describe(error: Exception) -> str:
-    """An exception of our scheduler in one line: what, and where it was raised."""
+    """Describes an exception of our scheduler in one line, with the place where it was raised."""
     message = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

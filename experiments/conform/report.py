@@ -1,4 +1,4 @@
-"""Checks files of cases and prints a line for each: `ok`, or the first step that differs with both its sides."""
+"""Checks files of cases. Prints a line for each case: `ok`, or the first step that differs, with both sides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from testbed.foreign_text import unknown
 
 
 def check_files(files: Sequence[Path], case_name: str | None = None, preset: str | None = None) -> int:
-    """Prints what each case came to, then `N passed, M failed`; returns the exit status.
+    """Prints the result of each case, then `N passed, M failed`; returns the exit status.
 
-    case_name: only that case. preset: used for every case instead of its system's own. Raises TraceError for a
-    malformed file and ConfigError for a case or a preset that does not exist.
+    case_name: check only this case. preset: used for every case instead of the one that mirrors its system. Raises
+    TraceError for a malformed file or an unknown system, ConfigError for an unknown case or preset.
     """
     cases = [case for file in files for case in read_cases(file)]
     if case_name is not None:
@@ -49,7 +49,7 @@ def _unknown_case(files: Sequence[Path], name: str, names: list[str]) -> str:
 
 
 def _check_choices(cases: list[Case], preset: str | None) -> None:
-    """Refuses systems and presets that are not there, before anything runs."""
+    """Raises TraceError for unknown systems and ConfigError for unknown presets, before anything runs."""
     presets = options("scheduler")
     for case in cases:
         if case.system not in SYSTEMS:
@@ -77,7 +77,7 @@ def _failure(case: Case, mismatch: Mismatch) -> str:
 
 
 def _sides(mismatch: Mismatch) -> list[str]:
-    """Every field that can be compared, the differing ones marked and with both sides."""
+    """Returns a line for each compared field; differing fields are marked and shown with both sides."""
     recorded, decided = mismatch.recorded, mismatch.decided
     if recorded is None or decided is None:
         side, decision = ("recorded", recorded) if recorded is not None else ("ours", decided)
@@ -93,7 +93,7 @@ def _sides(mismatch: Mismatch) -> list[str]:
 
 
 def _live_table(mismatch: Mismatch) -> list[str]:
-    """Our unfinished sequences: those that run or that either side names."""
+    """Returns a table of our unfinished sequences that are not waiting, or that either side of the step names."""
     named: set[str] = set()
     for decision in (mismatch.recorded, mismatch.decided):
         for value in (decision or {}).values():

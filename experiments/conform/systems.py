@@ -1,6 +1,6 @@
-"""The systems whose decisions were logged: which preset mirrors each, and what each means by each field.
+"""The systems whose decisions were logged: the preset that mirrors each, and the meaning of its fields.
 
-Reads our plans and counters in another system's words; decides nothing.
+Computes another system's fields from our plans and counters; makes no decisions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pairs = tuple[tuple[int, int], ...]  # (source, destination) block ids
 
 
 class RowKind(IntEnum):
-    """What a request does in a step, in the order in which V0's chunked scheduler lists them."""
+    """The role of a request in a step, in the order in which V0's chunked scheduler lists requests."""
 
     ADMITTED = 0
     PREFILL = 1
@@ -29,7 +29,7 @@ class RowKind(IntEnum):
 
 @dataclass(slots=True)
 class RequestRow:
-    """A request's share of a step, its members together. start: position of its first row, 0 for decodes."""
+    """A request's part of a step, summed over its sequences. start: position of its first token, 0 for decodes."""
 
     request_id: str
     kind: RowKind
@@ -42,23 +42,23 @@ class RequestRow:
 
 
 class PrefillTracker:
-    """Turns plans into rows of requests, and remembers which requests are part-way through their prefill.
+    """Turns plans into rows of requests, and tracks which requests have not finished their prefill.
 
-    A plan does not say it: the last token of a resumed prefill looks like a decode.
+    A plan does not contain this information: the last token of a resumed prefill looks like a decode.
     """
 
     def __init__(self) -> None:
-        self.cached: dict[str, int] = {}  # hit found on admission, of requests whose prefill is unfinished
-        self._finishing: list[str] = []  # whose prefill ends with the latest plan
+        self.cached: dict[str, int] = {}  # requests with unfinished prefill -> cached tokens found at admission
+        self._finishing: list[str] = []  # requests whose prefill ends with the latest plan
 
     def rows(self, plan: BatchPlan) -> list[RequestRow]:
-        """The plan's rows by request, in the order scheduled. Call it once for each plan, before its commit."""
+        """Returns the plan's rows by request, in scheduled order. Call it once per plan, before its commit."""
         for victim in plan.preempted:
             if victim.mode is PreemptionMode.RECOMPUTE:
                 self.cached.pop(victim.request_id, None)
         admitted = {item.request_id: item.num_cached_tokens for item in plan.admitted}
         self.cached.update(admitted)
-        # Only prefills need their position, and a plan's full rows are dear.
+        # Only prefills need their position, and making a plan's full rows is expensive.
         places = [(row.start, row.samples) for row in plan.scheduled] if self.cached else None
         assert places is None or len(places) == len(plan.num_scheduled), "one (request, tokens) for each row"
         rows: dict[str, RequestRow] = {}
@@ -76,7 +76,7 @@ class PrefillTracker:
         return list(rows.values())
 
     def forget_finished(self) -> None:
-        """Call it when the rows have been read: prefills that end with this plan are decodes from the next on."""
+        """Removes requests whose prefill ends with this plan. Call it after the rows were read."""
         for request_id in self._finishing:
             self.cached.pop(request_id, None)
 
@@ -91,11 +91,11 @@ class PrefillTracker:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A plan as the systems' definitions look at it."""
+    """A plan in the form that the systems' field definitions need."""
 
     plan: BatchPlan
     rows: list[RequestRow]
-    cached: dict[str, int]  # hits of the requests that were part-way through their prefill, those admitted included
+    cached: dict[str, int]  # cached tokens at admission, of requests whose prefill is unfinished, new ones included
     block_size: int
     prefix_caching: bool
 
@@ -104,12 +104,12 @@ class Batch:
 
 
 def computed_tokens(batch: Batch) -> dict[str, int]:
-    """Tokens computed, in the order scheduled. For the decode of a group: its members."""
+    """Returns the computed tokens of each request, in scheduled order. For a group's decode: its number of members."""
     return {row.request_id: row.num_tokens for row in batch.rows}
 
 
 def with_cached_on_admission(batch: Batch) -> dict[str, int]:
-    """V0 0.8.5: an admission counts what it found in the cache as scheduled too; a later chunk has none left."""
+    """V0 0.8.5: an admission also counts its prefix-cache hit as scheduled; later chunks do not."""
     return {
         row.request_id: row.start + row.num_tokens if row.kind is RowKind.ADMITTED else row.num_tokens
         for row in batch.rows
@@ -117,7 +117,7 @@ def with_cached_on_admission(batch: Batch) -> dict[str, int]:
 
 
 def with_cached_prefills_first(batch: Batch) -> dict[str, int]:
-    """V0 0.8.5 chunked lists the kinds of rows apart, whatever order they were decided in."""
+    """V0 0.8.5 chunked: as above, but the rows are listed by kind, not in the order of the decisions."""
     batch.rows.sort(key=lambda row: row.kind)
     return with_cached_on_admission(batch)
 
@@ -126,14 +126,14 @@ def with_cached_prefills_first(batch: Batch) -> dict[str, int]:
 
 
 def hits_of_first_admissions(batch: Batch) -> dict[str, int]:
-    """V1: of requests that run for the first time, 0 without a cache."""
+    """V1: the hit of each request that is admitted for the first time; 0 without prefix caching."""
     return {item.request_id: item.num_cached_tokens for item in batch.plan.admitted if not item.is_resumed}
 
 
 def hits_of_prefills(batch: Batch) -> dict[str, int]:
-    """V0 0.8.5: with caching on, for every chunk of a prefill, the hit of its admission in whole blocks.
+    """V0 0.8.5: with caching on, for every chunk of a prefill, the hit of its admission, rounded up to whole blocks.
 
-    A prompt that is cached whole counts whole, although its last token is computed again.
+    A completely cached prompt counts in full, although its last token is computed again.
     """
     if not batch.prefix_caching:
         return {}
@@ -142,7 +142,7 @@ def hits_of_prefills(batch: Batch) -> dict[str, int]:
 
 
 def starts_of_prefills(batch: Batch) -> dict[str, int]:
-    """nano-vllm: for every sequence of a prefill batch, what is in the cache already, its own chunks included."""
+    """nano-vllm: for every sequence of a prefill batch, the number of tokens whose KV exists: hits and own chunks."""
     return {row.request_id: row.start for row in batch.rows if row.is_prefill}
 
 
@@ -150,13 +150,13 @@ def starts_of_prefills(batch: Batch) -> dict[str, int]:
 
 
 def distinct(pairs: Pairs) -> int:
-    """0.2.7 keeps mappings: a block that the members of a group share is moved once."""
+    """0.2.7 stores the pairs in a mapping: a block that members of a group share is moved and counted once."""
     return len(set(pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system of which there are logs. options: of the preset's composition, where it is of another version."""
+    """A system that has logs. options: changes to the preset's composition, if the system is another version."""
 
     preset: str
     scheduled: Callable[[Batch], dict[str, int]] = computed_tokens
@@ -183,7 +183,7 @@ SYSTEMS: dict[str, System] = {
 
 
 class DecisionReader:
-    """Reads the decisions of one scheduler in a system's words."""
+    """Reads the decisions of one scheduler as fields of a system's log."""
 
     def __init__(self, system: System, scheduler: Scheduler, *, prefix_caching: bool) -> None:
         self._system = system
@@ -192,7 +192,7 @@ class DecisionReader:
         self._tracker = PrefillTracker()
 
     def after_plan(self, step: int, plan: BatchPlan) -> Decision:
-        """Every field that is settled once the step at virtual second `step` is planned."""
+        """Returns every field that is known once the step at virtual second `step` is planned."""
         system, scheduler, blocks = self._system, self._scheduler, self._scheduler.blocks
         rows = self._tracker.rows(plan)
         batch = Batch(plan, rows, self._tracker.cached, blocks.block_size, self._prefix_caching)

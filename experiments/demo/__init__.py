@@ -1,1 +1,1 @@
-"""`make demo`: an ablation in the simulator, its trace on the real engine, one report."""
+"""`make demo`: an ablation in the simulator, replays on the real engine, and one report."""

@@ -1,4 +1,4 @@
-"""`make demo`: one ablation in the simulator, the same trace on the real engine, one report that joins them."""
+"""`make demo`: an ablation in the simulator, a shortened trace of the same kind on the real engine, and one report."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from experiments.runs.run import FailedError, execute
 from experiments.wiring.build_engine import real_packages
 from testbed.errors import RunFolderError
 
-# tokens of a step: whole prompts first, against chunks beside the decodes
+# token budget of each scheduler: whole prompts first; chunks in the same steps as decodes
 SCHEDULERS: dict[str, int | None] = {"prefill_first": None, "decode_first": 512}
 WATERMARKS = (0.0, 0.1)
 CACHING = (True, False)
 SEEDS = (0, 1, 2, 3, 4)
-OTHER_RATES = (1.5, 4.0, 5.0)  # sessions a second; at the overlay's own, 3, every arm keeps up
+OTHER_RATES = (1.5, 4.0, 5.0)  # sessions/s; at the overlay's own rate, 3, no arm is overloaded
 QUESTION = (
     "Serving multi-turn chats with a KV pool that is too small for comfort: whole prompts first, or chunks beside the "
     f"decodes in steps of {SCHEDULERS['decode_first']} tokens; with or without a watermark, with or without prefix "
     "caching?"
 )
-SHORTER = 3  # prompts, outputs and chunks than the ablation's: as many more requests in the same time, so less noise
-RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # of the replay, the fastest first
-BUSY_SHARE = 0.75  # of the replay's time that the engine is busy at most: loaded, but not drowned
-MAX_REPLAY_S = 30  # of one of the eight: a slow machine replays fewer requests rather than for ten minutes
+SHORTER = 3  # how much shorter prompts, outputs and chunks are in the replay: more requests in the time, less noise
+RATE_SCALES = tuple(round(8.0 * 0.8**step, 2) for step in range(20))  # candidates for the replay, the fastest first
+BUSY_SHARE = 0.75  # largest share of the replay's time in which the engine is busy: loaded, but not overloaded
+MAX_REPLAY_S = 30  # of each of the eight replays: on a slow machine they have fewer requests
 LEAST_REQUESTS = 50
 
 
@@ -114,7 +114,7 @@ def _ablation(out: Path, seeds: tuple[int, ...]) -> list[Arm]:
 
 
 def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
-    """What repeats the report: everything at once, or the ablation as sweeps of its own."""
+    """Returns the commands that reproduce the report: the whole demo, or only the ablation, as sweeps."""
     design = f"cache.watermark={','.join(f'{w:g}' for w in WATERMARKS)} cache.prefix_caching=true,false"
     curve = f"cache.watermark={WATERMARKS[0]:g} trace.rate={','.join(f'{rate:g}' for rate in OTHER_RATES)}"
     sweeps = [
@@ -128,19 +128,19 @@ def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
     return [" ".join(everything), *sweeps, report]
 
 
-# --- the real half ---
+# --- the real engine ---
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """Real runs with their simulations and repeats, and how it was done."""
+    """Real runs with their simulations and repeats, and a description of how they were made."""
 
     pairs: list[Pair]
     description: str
 
 
 def run_point(overrides: list[str], folder: Path) -> Run:
-    """One run into `folder`. Raises TestbedError if it did not end well."""
+    """Makes one run in `folder`. Raises TestbedError if it failed."""
     command = shlex.join(["testbed", "run", *overrides])
     result = execute(compose_config(overrides), folder, command=command)
     if result.exit_status:
@@ -149,16 +149,16 @@ def run_point(overrides: list[str], folder: Path) -> Run:
 
 
 def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> Fidelity:
-    """Replays the shortened trace under each policy ({name: overrides}); a small model is made on the spot.
+    """Replays the shortened trace under each policy ({name: overrides}) with a newly made small model.
 
-    The profile is taken in three parts, before, between and after the replays, so that the fit sees the machine as it
-    was meanwhile; each policy is replayed twice, so that the report knows how far the machine repeats itself.
+    The engine is profiled before, between and after the two rounds of replays, so that the fit reflects the speed of
+    the machine in that time. Each policy is replayed twice, so that the report can state how much runs vary.
     """
     base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
     extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 16, max_s=30 if quick else 60)
     profiles = [profile(compose_config(base), extent)]
     if (probe_ns := profiles[0].manifest.probe_ns) is not None:
-        base.append(f"backend.probe_ns={probe_ns}")  # everything is measured by one yardstick
+        base.append(f"backend.probe_ns={probe_ns}")  # all runs are scaled by the same reference
     scale, limit = _load(out / "load", base, list(policies.values()), fit_and_save(profiles[0], out / "load"))
     load = [f"trace.rate_scale={scale:g}", f"trace.limit={limit}"]
     points = {name: [*base, *load, *policy] for name, policy in policies.items()}
@@ -178,7 +178,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
 
 
 def _scaled_by(reals: dict[str, list[Run]]) -> str:
-    """How steady the machine was, as far as that was looked at."""
+    """Returns how much the machine's speed varied, if a probe measured it; else an empty text."""
     probes = [run.manifest["replay"]["probe"] for runs in reals.values() for run in runs]
     if None in probes:
         return ""
@@ -198,19 +198,20 @@ def _make_model(folder: Path) -> Path:
 def _real_overrides(model: Path, *, quick: bool) -> list[str]:
     from real.device import resolve_device
 
-    # one thread, and time scaled by a probe: the steadiest on a machine that others use too; a GPU is one's own
+    # one thread, and on a CPU time scaled by a probe: least affected by other processes; a GPU is not shared
     pace = ["backend.pace=probe_scaled"] if resolve_device("auto").type == "cpu" else []
     short = ["trace.limit=50"] if quick else []
     return ["experiment=demo_real", f"model.path={model}", "backend=real", "backend.num_threads=1", *pace, *short]
 
 
 def _simulated(overrides: list[str], fitted: Fitted) -> list[str]:
-    """The overrides of a real run, turned into its simulation at fitted prices."""
+    """Turns the overrides of a real run into those of its simulation with fitted step times."""
     return [*(item for item in overrides if not item.startswith("backend")), *fitted.overrides]
 
 
 def _load(folder: Path, base: list[str], policies: list[list[str]], fitted: Fitted) -> tuple[float, int]:
-    """The fastest replay at which, says the simulator, no policy drowns this machine; how many requests it may have."""
+    """Returns the highest rate scale at which, in simulation, no policy overloads this machine, and the number of
+    requests to replay."""
     summary: dict[str, Any] = {}
     for scale in tqdm(RATE_SCALES, desc="choosing the load", disable=None, leave=False):
         for number, policy in enumerate(policies):

@@ -1,4 +1,4 @@
-"""`testbed observe import`: what vLLM's own scheduler did, logged by real.vllm.observer, as a run folder of ours."""
+"""`testbed observe import`: makes a run folder from a log of vLLM's own scheduler, written by real.vllm.observer."""
 
 from __future__ import annotations
 

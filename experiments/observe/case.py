@@ -1,4 +1,4 @@
-"""An observed run as a case for `testbed conform`: its configuration, requests and decisions in the words of cases."""
+"""Turns an observed run into a case for `testbed conform`: configuration, requests and decisions in its format."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from experiments.runs.in_vllm import USUAL
 from real.vllm import SPAN, is_known
 from testbed.core.request import Request
 
-_ALIKE = (  # settings that cases call as logs do
+_ALIKE = (  # settings with the same name in cases and logs
     "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
 )  # fmt: skip
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
-    """One object of a file of cases. Request ids are numbers there: the order in which the scheduler got them."""
+    """Returns the case as one object of a file of cases. Its request ids number the requests in the order received."""
     config, requests = log.header["config"], log.requests
     first: set[str] = set()
     steps = [_step(number, step, requests, first, is_ahead=_is_ahead(log)) for number, step in enumerate(log.steps)]
-    if log.was_in_flight and _is_ahead(log):  # at its commit another plan was in flight, which is left out
+    if log.was_in_flight and _is_ahead(log):  # another plan, which is left out, held blocks at this commit
         del steps[-1]["free_blocks_after_commit"]
     aborts = [
         {"request_id": str(one.number), "planned": one.aborted[0], "committed": one.aborted[1]}
-        for one in sorted(requests.values(), key=lambda one: one.ended_ns or 0)  # those of one place as they were
+        for one in sorted(requests.values(), key=lambda one: one.ended_ns or 0)  # keeps the order at equal places
         if one.aborted is not None
     ]
     return {
@@ -46,7 +46,7 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
 
 
 def system_of(log: ObservedLog) -> str:
-    """Which of experiments/conform/systems.py; versions of one rule go by the newest that has it."""
+    """Returns the entry of experiments/conform/systems.py. Versions with the same rules use the newest one's entry."""
     found = re.match(r"0\.(\d+)", str(log.header["vllm"]))
     minor = 33 if found is None else int(found[1])
     rule = "0.30" if minor < 31 else "0.32" if minor < 33 else "0.33"
@@ -54,7 +54,7 @@ def system_of(log: ObservedLog) -> str:
 
 
 def why_no_case(log: ObservedLog) -> str:
-    """What keeps the log from being compared step for step; empty: nothing."""
+    """Returns why the log cannot be compared step by step; empty if it can."""
     config = log.header["config"]
     if log.left_out:
         return log.note
@@ -129,7 +129,7 @@ def _step(
 
 
 def request_of(one: ObservedRequest) -> Request:
-    """The request as the recorder is told of it."""
+    """Returns the request in the form that the recorder takes."""
     prompt = [0] * one.prompt if isinstance(one.prompt, int) else one.prompt
     return Request(
         one.name, prompt, arrival_ns=one.arrival_ns, forced_output=one.output or [0], priority=one.priority,

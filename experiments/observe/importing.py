@@ -1,4 +1,4 @@
-"""From an observer's log to a run folder: configuration, records, trace, case, profile."""
+"""Makes a run folder from an observer's log: configuration, records, trace, case, profile."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 def import_log(
     file: Path, folder: Path, *, device: str | None = None, overwrite: bool = False, command: str = ""
 ) -> list[str]:
-    """Makes the folder of somebody's log, and says of it a few lines. Raises TestbedError in one line; then nothing was
-    written."""
+    """Makes the run folder of a log from any vLLM server; returns lines to print. Raises TestbedError with a one-line
+    message if the log is not usable; then nothing was written."""
     folder = folder.absolute()
     refuse_overwrite(folder, overwrite, key="--out", allow="--overwrite")
     log = _read(file)
     trace, device = trace_of(log, file.name), device or device_of(log.header)
-    with TemporaryDirectory() as trial:  # what cannot be is refused before there is a folder
+    with TemporaryDirectory() as trial:  # errors are raised before the folder is made
         _config(log, Path(trial), device)
         _try(log, file)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,11 +59,11 @@ def import_own(
     file: Path, folder: Path, config: RunConfig, trace: Trace, sender: Sender, how: dict[str, Any], *,
     is_cut: bool, command: str,
 ) -> None:  # fmt: skip
-    """Makes the folder of a log that a run of ours left: its configuration and trace are known, who sent the requests,
-    and how. is_cut: whether it did not get to its end."""
+    """Makes the run folder of a log that a run of ours wrote, whose configuration and trace are known. sender: the
+    requests that it sent. how: the replay's pace, speed and probe. is_cut: whether it ended early."""
     log = _read(file, sender)
     log.is_cut = is_cut
-    known = {  # what is not known of a log of somebody's; its identity is that of what was asked for
+    known = {  # not known for a log of another server; `identity` is that of the configuration that was asked for
         "replay": how, "identity": identity_of(config).describe(), "machine": describe_machine(),
         "started_in": os.getcwd(),
     }  # fmt: skip
@@ -82,12 +82,12 @@ def _make_folder(
     log: ObservedLog, file: Path, folder: Path, config: RunConfig, trace: Trace, unpriced: str, command: str,
     known: dict[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Writes everything; what there is to say of it. known: what else the manifest has."""
+    """Writes all files of the folder; returns lines to print. known: further entries of the manifest."""
     claim(folder, config)
-    for name in (CASE_FILE, PROFILE_FILE):  # of a run that was there, which the new one may have no like of
+    for name in (CASE_FILE, PROFILE_FILE):  # from an earlier run; the new one may write neither
         (folder / name).unlink(missing_ok=True)
     write_jsonl(trace, folder / TRACE_FILE)
-    recorder = RunRecorder(folder, decisions=True, explains=True)  # nobody could repeat it
+    recorder = RunRecorder(folder, decisions=True, explains=True)  # as the run cannot be repeated for them later
     with closing(recorder):
         measured = replay(log, recorder)
     lines = _write_case(log, folder, file)
@@ -111,7 +111,7 @@ def _make_folder(
 
 
 def _try(log: ObservedLog, file: Path) -> None:
-    """Raises RunFolderError for steps that no scheduler can have taken."""
+    """Raises RunFolderError if the steps of the log are inconsistent."""
     try:
         replay(log, Recorder())
         if not why_no_case(log):
@@ -121,7 +121,7 @@ def _try(log: ObservedLog, file: Path) -> None:
 
 
 def trace_of(log: ObservedLog, name: str) -> Trace:
-    """The requests as they came, with the outputs that vLLM gave; what had emitted nothing by the end is left out."""
+    """Returns the requests in order of arrival with vLLM's outputs, without requests that emitted no token."""
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
     notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
@@ -131,7 +131,8 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
 
 
 def _row(one: ObservedRequest) -> TraceRequest:
-    """An aborted one ends with what it had emitted, as after a stop string, or where it was cancelled before that."""
+    """Returns a request as a row of a trace. An aborted one ends after the tokens that it had emitted, as after a stop
+    string, or at the time of its abort if that is earlier."""
     prompt = Span(one.number + 1, 0, one.prompt) if isinstance(one.prompt, int) else TokenIds(one.prompt)
     cancelled_ns = None if one.aborted is None else max(1, (one.ended_ns or 0) - one.arrival_ns)
     return TraceRequest(
@@ -141,13 +142,14 @@ def _row(one: ObservedRequest) -> TraceRequest:
 
 
 def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:
-    """The configuration, and why its model has no price; empty: it has. All else is kept of such a run too."""
+    """Returns the configuration, and why the model's steps cannot be priced (empty if they can). A run of such a model
+    is imported all the same."""
     return with_model(log.header, folder / MODEL_FOLDER, lambda model: config_of(log, folder, device, model))
 
 
 def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
-    """A configuration of vLLM's own scheduler, with the composition of the version that ran: who simulates the run
-    decides as that did."""
+    """Returns the configuration with the composition of the vLLM version that ran, so that a simulation of the run
+    makes the same decisions."""
     system = SYSTEMS[system_of(log)]
     settings = {"scheduler": {"name": system.preset, **composition_of(system.options)}}
     composition = compose_config(to_overrides(settings)).raw["scheduler"]["composition"]
@@ -156,7 +158,7 @@ def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
 
 
 def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:
-    """The configuration that a run of ours of these requests would have."""
+    """Returns the configuration with which the testbed would run these requests."""
     said = log.header["config"]
     system = SYSTEMS[system_of(log)]
     settings: dict[str, Any] = {
@@ -190,7 +192,7 @@ def _write_case(log: ObservedLog, folder: Path, file: Path) -> list[str]:
 
 
 def _why_no_profile(log: ObservedLog) -> str:
-    """What keeps its steps from having times of their own; empty: nothing."""
+    """Returns why the log gives no time for each single step; empty if it does."""
     if log.header["config"]["async_scheduling"]:
         return (
             "asynchronous steps overlap: what each costs by itself is not known, unless vLLM plans none ahead (its "
@@ -207,7 +209,7 @@ def _write_profile(
     log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
 ) -> str:
     said = log.header["device"]
-    dtype = log.header["model"]["dtype"]  # in which vLLM computed, whatever the weights are
+    dtype = log.header["model"]["dtype"]  # in which vLLM computed; the checkpoint's may be another
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
         device=config.device.name, model=asdict(config.model) | {"dtype": dtype}, block_size=config.cache.block_size,
@@ -243,6 +245,6 @@ def _manifest(
         "unpriced": unpriced or None,
         "num_steps": len(log.steps),
         "num_sent": recorder.num_sent,
-        "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # none of a log's own trace: it is what came
+        "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # 0 for a trace made from the log itself
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
     }  # fmt: skip

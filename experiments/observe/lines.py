@@ -1,4 +1,4 @@
-"""The lines of an observer's log: which fields they have, of which kinds."""
+"""The lines of an observer's log: their fields and the types of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.foreign_text import shown, whole
 from testbed.records.tape import MAX_NS
 
 VERSION = 1
-_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # what is read of a first line
+_HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # fields of the first line that are read
     "": {"vllm": (str,), "unknown": (list,)},
     "config": {
         **dict.fromkeys(
@@ -32,18 +32,18 @@ def _is_by_id(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_tokens(value: Any) -> bool:
-    """Ids, or how many."""
+    """Whether a value is a list of token ids, or their number."""
     return _COUNT(value) or (isinstance(value, list) and all(map(_COUNT, value)))
 
 
 def _is_scheduled(value: Any) -> bool:
-    """Tokens of each request, in all as many as records can count."""
+    """Whether a value gives the tokens of each request, with a sum that fits the records' counters."""
     return _is_by_id(_COUNT)(value) and _COUNT(sum(value.values()))
 
 
 _PLACE = {"ns": _NS, "plans": _COUNT, "commits": _COUNT}
 _OF_STEPS = {"step": _COUNT, "began_ns": _NS, "ns": _NS, "free_blocks": _COUNT}
-_KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the other lines
+_KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # fields of the other lines that are read
     "add": _PLACE | {
         "id": _ID, "arrival_unix_ns": _NS, "prompt": _is_tokens, "priority": whole(-MAX_NS, MAX_NS), "salt": _ID,
         "max_tokens": lambda value: value is None or (_NS(value) and value > 0),
@@ -59,7 +59,7 @@ _KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of the o
 
 
 def check_header(fields: dict[str, Any], place: str) -> dict[str, Any]:
-    """The first line, if it is one. Raises RunFolderError."""
+    """Checks and returns the first line of a log. Raises RunFolderError if it is not a valid first line."""
     if fields.get("kind") != "observed":
         raise RunFolderError(
             f"{place}: not the first line of an observer's log: its kind is {shown(fields.get('kind'))}"
@@ -90,7 +90,7 @@ def _damaged(place: str, key: str, value: object) -> RunFolderError:
 
 
 def check_line(kind: str, fields: dict[str, Any]) -> None:
-    """Of any line but the first. Raises ValueError, KeyError for a field that is not there."""
+    """Checks a line other than the first. Raises ValueError for a bad value, KeyError for a missing field."""
     for key, is_one in _KINDS.get(kind, {}).items():
         if not is_one(fields[key]):
             raise ValueError(f"its {key} is {shown(fields[key])}")

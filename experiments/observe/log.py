@@ -1,4 +1,4 @@
-"""An observer's log, read: requests, and steps with what was planned, emitted and ended."""
+"""Reads an observer's log: requests, and steps with their plans, emitted tokens and ended requests."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from testbed.foreign_text import shortened, shown
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
 
-Place = tuple[int, int]  # steps planned and committed before
+Place = tuple[int, int]  # numbers of steps planned and committed before an event
 _CURE = "take the log as vLLM left it, or record another"
-_SESSION = "streaming sessions"  # as the observer calls them: such a request ends, and is added again, at each turn
+_SESSION = "streaming sessions"  # the observer's name: such a request ends and is added again at each turn
 
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """One request. arrival_ns, queued_ns: on the log's clock, when the front end had it, and the scheduler."""
+    """One request. arrival_ns, queued_ns: when the front end and the scheduler received it, on the log's clock."""
 
     name: str
-    number: int  # in the order in which the scheduler got them
+    number: int  # in the order in which the scheduler received requests
     place: Place
     arrival_ns: int
     queued_ns: int
-    prompt: array[int] | int  # ids, or how many
+    prompt: array[int] | int  # token ids, or their number
     max_tokens: int | None
     priority: int
     salt: str
-    skips_cache: bool = False  # whether it reads no prefix of another
-    unknown: str = ""  # what it asks for that this testbed has not
-    output: list[int] = field(default_factory=list)  # emitted ids, or as many zeros
+    skips_cache: bool = False  # whether it uses no prefix-cache hits
+    unknown: str = ""  # features that it uses and that this testbed does not have
+    output: list[int] = field(default_factory=list)  # emitted token ids; zeros if only their number is known
     reason: str | None = None
     ended_ns: int | None = None
     aborted: Place | None = None
 
     @property
     def wanted(self) -> list[int]:
-        """What it emitted; of an aborted one what it had leave for, as it would have gone on."""
+        """The emitted tokens; for an aborted request padded with zeros to max_tokens, as it could have continued."""
         if self.aborted is None or self.max_tokens is None:
             return self.output
         return self.output + [0] * (self.max_tokens - len(self.output))
 
 
 class Sender(NamedTuple):
-    """Who sent the requests knows more of them than vLLM: ours in the order sent, and the instant, on the
-    log's clock, at which theirs began."""
+    """What only the sender of the requests knows: our requests in the order sent, and `origin_ns`, the instant of the
+    observer's clock at which the run's clock started."""
 
     requests: list[Request]
     origin_ns: int
 
 
 class ObservedStep(NamedTuple):
-    """One step. began_ns, planned_ns: of the plan; taken_ns, end_ns: of its commit. admitted: where each begins."""
+    """One step. began_ns, planned_ns: start and end of the plan; taken_ns, end_ns: start and end of the commit.
+    admitted: request -> number of tokens already computed at its admission."""
 
     scheduled: dict[str, int]
     admitted: dict[str, int]
@@ -76,7 +77,7 @@ class ObservedStep(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """The prefix cache was emptied. preempts: with it all that ran was preempted; None: an older log does not say."""
+    """A reset of the prefix cache. preempts: whether it preempted all running requests; None: not in older logs."""
 
     place: Place
     preempts: bool | None
@@ -84,9 +85,9 @@ class Reset(NamedTuple):
 
 @dataclass(slots=True)
 class ObservedLog:
-    """A whole log. header: its first line. steps: those that were committed. is_cut: of a replay of ours that did not
-    get to its end. num_open: requests that lived where the log ends; they count as aborted then. left_out: of each
-    request that is no row of a trace, what it is; the steps do without."""
+    """A whole log. header: its first line. steps: those that were committed. is_cut: a replay of ours that ended early.
+    num_open: requests that had not ended at the end of the log; they count as aborted there. left_out: the kind of
+    each request that cannot be a row of a trace; such requests are removed from the steps."""
 
     header: dict[str, Any]
     requests: dict[str, ObservedRequest]
@@ -94,10 +95,10 @@ class ObservedLog:
     resets: tuple[Reset, ...]
     is_cut: bool = False
     num_open: int = 0
-    is_in_order: bool = True  # whether those of a priority came by their instants of arrival, no two alike
+    is_in_order: bool = True  # whether requests of equal priority were added in strictly increasing order of arrival
     left_out: tuple[str, ...] = ()
-    was_in_flight: bool = False  # whether a plan was, where it ends
-    contradiction: str = ""  # what shows that a line is missing of those that no later line needs
+    was_in_flight: bool = False  # whether a plan was in flight at the end of the log
+    contradiction: str = ""  # evidence of a missing line to which no later line refers
 
     @property
     def open_note(self) -> str:
@@ -105,15 +106,15 @@ class ObservedLog:
 
     @property
     def note(self) -> str:
-        """Who was left out; empty: nobody."""
+        """A text about the requests that were left out; empty if there are none."""
         if not self.left_out:
             return ""
         return f"{len(self.left_out)} requests were left out: {', '.join(sorted(set(self.left_out)))}"
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:
-    """Reads a log. Left out are a last line that was cut, what a compressed file that was cut does not give, and plans
-    that were in flight where it ends. Raises RunFolderError naming the line that is none."""
+    """Reads a log. Ignores a truncated last line, the unreadable rest of a truncated compressed file, and plans that
+    were in flight at the end. Raises RunFolderError with the first invalid line."""
     reader: _Reader | None = None
     bad: RunFolderError | None = None
     try:
@@ -150,13 +151,13 @@ class _Reader:
     def __init__(self, header: dict[str, Any], sender: Sender | None) -> None:
         self._header = header
         self._sender = sender
-        # the log's clock starts with its header, or with the sender's
+        # times count from the log's header, or from the start of the sender's clock
         self._zero_ns = int(header["ns"]) if sender is None else sender.origin_ns
         self._unix_ns = int(header["unix_ns"]) - int(header["ns"]) + self._zero_ns
-        self._names: dict[str, str] = {}  # ours by vLLM's; without a sender the same, or numbered
-        self._num_before: Counter[str] = Counter()  # of vLLM's ids that came again
+        self._names: dict[str, str] = {}  # vLLM's id -> our name; without a sender the same, or numbered
+        self._num_before: Counter[str] = Counter()  # repetitions of each of vLLM's ids
         self._requests: dict[str, ObservedRequest] = {}
-        self._left_out: dict[str, str] = {}  # what each is
+        self._left_out: dict[str, str] = {}  # name -> kind of request
         self._plans: dict[int, dict[str, Any]] = {}
         self._steps: list[ObservedStep] = []
         self._resets: list[Reset] = []
@@ -187,7 +188,7 @@ class _Reader:
                 request.aborted = int(fields["plans"]), int(fields["commits"])
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])
         elif kind == "reset_prefix_cache":
-            if fields.get("is_reset", True):  # else vLLM refused it: requests had blocks
+            if fields.get("is_reset", True):  # False: vLLM did not reset it, as requests held blocks
                 self._resets.append(Reset((int(fields["plans"]), int(fields["commits"])), fields.get("preempts")))
         else:
             raise ValueError(f"a line of kind {shown(kind)}")
@@ -198,7 +199,7 @@ class _Reader:
             raise ValueError(f"it is step {fields['step']}, and {num_planned} are before it: a line is missing")
         plan = fields | {
             "scheduled": self._named(fields["scheduled"]), "admitted": self._named(fields["admitted"]),
-            # of whom a reset preempted, vLLM also tells when an abort came before the next plan
+            # vLLM also lists requests that a reset preempted and that were aborted before this plan: left out
             "preempted": tuple([n for n in map(self._name, fields["preempted"]) if self._requests[n].reason is None]),
         }  # fmt: skip
         self._plans[num_planned] = plan
@@ -208,7 +209,8 @@ class _Reader:
         self._running = (self._running - {*plan["preempted"]}) | {*plan["scheduled"]}
 
     def _contradicted(self, step: int, plan: dict[str, Any]) -> str:
-        """What of the plan cannot be, after the lines before it. Growth leaves at least one that runs."""
+        """Returns what in the plan contradicts the lines before it. A preemption for more KV blocks always leaves at
+        least one sequence running."""
         num = plan["num_running"] + plan["num_waiting"]
         if num != self._num_live:
             return f"in step {step} vLLM had {num} requests, and {self._num_live} by its lines before: one is missing"
@@ -219,7 +221,7 @@ class _Reader:
         return ""
 
     def _at(self, ns: Any) -> int:
-        """An instant on the log's clock."""
+        """Returns an instant on the log's clock."""
         return max(0, int(ns) - self._zero_ns)
 
     def _add(self, fields: dict[str, Any]) -> None:
@@ -254,7 +256,7 @@ class _Reader:
         self._last_unix_ns[priority] = unix_ns
 
     def _free_name(self, vllm_id: str) -> str:
-        """Its id, or the next that is free (id~2): one that ended may come again."""
+        """Returns vLLM's id, or the next free name (id~2): the id of an ended request may be used again."""
         name = vllm_id
         while name in self._requests:
             self._num_before[vllm_id] += 1
@@ -303,7 +305,7 @@ class _Reader:
     def log(self) -> ObservedLog:
         requests, steps = self._requests, self._steps
         still = [one for one in requests.values() if one.reason is None]
-        last: Place = (len(steps), len(steps))  # plans that were in flight are left out, and places beside them
+        last: Place = (len(steps), len(steps))  # plans in flight are left out: places after the last commit move to it
         for one in still if self._sender is None else ():
             one.reason, one.aborted = "abort", last
             one.ended_ns = max(steps[-1].end_ns if steps else 0, one.queued_ns)
@@ -327,7 +329,7 @@ class _Reader:
 
 
 def _of_these(step: ObservedStep, requests: dict[str, ObservedRequest]) -> ObservedStep:
-    """What the step did for these."""
+    """Returns the step with only these requests."""
 
     def kept(by_name: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in by_name.items() if name in requests}

@@ -1,4 +1,4 @@
-"""An observed run as the recorder would have seen it: arrivals, steps, ends, in the order in which they happened."""
+"""Feeds an observed run to a recorder: arrivals, steps and ends, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ REASONS = {
 
 
 class Measured(NamedTuple):
-    """What a step was and took, for a profile. period_ns: to the plan of the next one, where the engine was busy."""
+    """Shape and times of a step, for a profile. period_ns: from its plan to the next plan, or before a pause to its
+    end."""
 
     shape: BatchShape
     spans: Spans
@@ -32,7 +33,7 @@ class Measured(NamedTuple):
 
 
 def replay(log: ObservedLog, recorder: Recorder) -> list[Measured]:
-    """Tells the recorder everything; what each step was and took, in order."""
+    """Feeds the whole log to the recorder; returns the shape and times of each step, in order."""
     told = _Told(log, recorder)
     aborts = [one for one in log.requests.values() if one.aborted is not None]
     happened: list[tuple[int, int, Callable[[], None]]] = [
@@ -47,7 +48,7 @@ def replay(log: ObservedLog, recorder: Recorder) -> list[Measured]:
 
 
 class _Told:
-    """Sequences with the counts that the log implies, and what the recorder was told of them."""
+    """Sequences with the token counts that follow from the log, and the calls of the recorder."""
 
     def __init__(self, log: ObservedLog, recorder: Recorder) -> None:
         self.measured: list[Measured] = []
@@ -56,7 +57,7 @@ class _Told:
         self._max_model_len = int(log.header["config"]["max_model_len"])
         self._seqs: dict[str, Sequence] = {}
         self._plans: deque[BatchPlan] = deque()  # in flight
-        self._after_reset = {one.place[0] for one in log.resets if one.preempts}  # all victims of these plans are its
+        self._after_reset = {one.place[0] for one in log.resets if one.preempts}  # plans whose victims are a reset's
         self._num_plans = self._num_steps = 0
 
     def arrived(self, one: ObservedRequest) -> None:
@@ -93,7 +94,7 @@ class _Told:
         self._end([(name, REASONS.get(reason, FinishReason.STOP)) for name, reason in step.ended.items()], step.end_ns)
 
     def _period_ns(self, step: ObservedStep) -> int:
-        """From plan to plan while there is work; of the last step before a pause to its end."""
+        """Returns the time from plan to plan while there is work; for the last step before a pause, up to its end."""
         later = self._log.steps[self._num_steps + 1 : self._num_steps + 2]
         left = step.num_running + step.num_waiting - len(step.ended)
         is_busy = bool(later) and left > 0
@@ -119,7 +120,7 @@ class _Told:
         shape = batch.shape(None, 0, 0, 0)
         for seq, num_tokens in zip(batch.seqs, batch.counts, strict=True):
             if seq.advance(num_tokens):
-                seq.num_tokens += 1  # what it emits is there when the next step is planned, or a placeholder is
+                seq.num_tokens += 1  # the emitted token, or its placeholder, exists when the next step is planned
         whose = (RESET,) * len(preempted) if self._num_plans in self._after_reset else ()
         return BatchPlan(self._num_plans, shape, batch, tuple(admitted), tuple(preempted), preempted_for=whose)
 

@@ -1,4 +1,4 @@
-"""`backend.decides=vllm`: a trace replayed on vLLM with its own scheduler, observed, into a run folder."""
+"""`backend.decides=vllm`: replays a trace on vLLM with vLLM's own scheduler, observes it, and makes a run folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from testbed.traces.schema import Trace
 
 LOG_FILE = "observed.jsonl"
 _COMPOSITIONS = ("unified", *(composition_of(one.options)["composition"] for one in SYSTEMS.values() if one.options))
-_TOLD = (  # settings of the scheduler that vLLM's own is told of, or that change nothing there
+_TOLD = (  # settings of our scheduler that are passed on to vLLM's own, or that have no effect there
     "name", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "queue_order",
     "async_scheduling",
 )  # fmt: skip
@@ -41,10 +41,9 @@ _TOLD_OF_CACHE = (
 def replay_stock(
     config: RunConfig, trace: Trace, inbox: Inbox, folder: Path, command: str, told: dict[str, Any]
 ) -> KeyboardInterrupt | TestbedError | None:
-    """Runs the trace to its end and makes the folder, which nobody else may write to, a run's. told: vLLM's scheduler,
-    options_of_stock(config). What ended it before, if anything did, is returned: the
-    folder then has what was finished. Raises TestbedError where there is no run: vLLM did not start, or finished no
-    step."""
+    """Runs the trace and makes `folder`, to which no other process may write, a run folder. told: the options for
+    vLLM's scheduler, options_of_stock(config). Returns the failure that ended the run early, or None; the folder then
+    holds the finished steps. Raises TestbedError if there is no run: vLLM did not start, or finished no step."""
     assert isinstance(config.backend, VllmConfig)
     log = folder / LOG_FILE
     backend = _started(config, log, told)
@@ -69,7 +68,7 @@ def replay_stock(
 
 
 def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | None:
-    """Does it. What vLLM raises, in one line."""
+    """Calls `do`; returns what it raised, or None. Other exceptions of vLLM become a DeviceError of one line."""
     try:
         do()
     except (KeyboardInterrupt, TestbedError) as error:
@@ -82,13 +81,13 @@ def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | No
 
 
 def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
-    """vLLM, which writes over no log: an earlier one is kept under another name, and goes once vLLM has started if the
-    run may be overwritten. If it does not start all is as before."""
+    """Starts vLLM without overwriting a log: an earlier log is renamed, and deleted after the start if the run may be
+    overwritten. If vLLM does not start, the earlier log is restored."""
     earlier = set_aside(log, log) if log.exists() else None
     try:
         backend = build_vllm_backend(config, observe=log, told=told)
     except BaseException:
-        log.unlink(missing_ok=True)  # what vLLM began of one
+        log.unlink(missing_ok=True)  # the beginning of a log
         if earlier is not None:
             earlier.replace(log)
         raise
@@ -98,8 +97,8 @@ def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
 
 
 def options_of_stock(config: RunConfig) -> dict[str, Any]:
-    """What vLLM's own scheduler is told beside its bounds, as arguments of vllm.LLM. Raises ConfigError for settings
-    that it has not: a run must not bear the name of a policy that had no part in it."""
+    """Returns the options of vLLM's own scheduler, besides its limits, as arguments of vllm.LLM. Raises ConfigError for
+    settings that it does not have: a run must not be labeled with a policy that was not used."""
     scheduler, cache = config.scheduler, config.cache
     preset = "vllm_v1_async" if scheduler.async_scheduling else "vllm_v1"
     usual = compose_config([f"scheduler={preset}"])
@@ -129,7 +128,7 @@ def options_of_stock(config: RunConfig) -> dict[str, Any]:
 
 
 def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]) -> None:
-    """The loop of a server: what is due is added, then vLLM takes a step."""
+    """The serving loop: adds and aborts the requests that are due, then lets vLLM take a step."""
     live: dict[str, Request] = {}
     while True:
         for event in inbox.due(clock.now_ns()):

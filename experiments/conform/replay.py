@@ -145,7 +145,7 @@ def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
     comparison = _Comparison(case, Feed(case, scheduler), reader)
     try:
         return comparison.run()
-    except Exception as error:  # noqa: BLE001  a bug fails this case; the other cases still run
+    except Exception as error:  # noqa: BLE001  a bug is this case's result, not the end of the other cases
         return comparison.mismatch(_describe(error), comparison.recorded, None)
 
 

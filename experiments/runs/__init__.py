@@ -1,5 +1,5 @@
-"""One run, from its configuration to a complete folder.
+"""One run, from its configuration to a complete run folder.
 
-`run.execute` is the way through: `prepare` makes engines and inboxes ready, `run_folder` owns the files, `identity` and
-`origin` say what it was made from, `ending` what it says when it is over; `parity` replays the tape of one.
+`run.execute` makes a run. `prepare` builds engines and inboxes, `run_folder` owns the files, `identity` and `origin`
+record what the run is made from, `ending` makes its notes and messages. `parity` replays the tape of a run.
 """

@@ -1,4 +1,4 @@
-"""Python's cycle collector during a run: what lives as long as the run is not looked at again and again."""
+"""Python's cyclic garbage collector during a run: objects that live as long as the run are not scanned repeatedly."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLD = 50_000  # new objects before a collection; the default, 700 to 2,000, is a few steps of a batch
+THRESHOLD = 50_000  # new objects before a collection; a batch makes the default, 700 to 2,000, in a few steps
 
 
 @contextmanager
 def fewer_collections(*, is_simulation: bool = False) -> Iterator[None]:
-    """Within: what there is now is left out of collections, which come seldom. Afterwards all is as it was.
+    """Context with rare collections that skip all objects that exist at its start; restores the settings afterwards.
 
-    It begins with a collection, as the loading of a model or an earlier engine leaves cycles that hold much memory. Not
-    so is_simulation: it leaves none but its configuration, and each point of a sweep would look through all modules.
+    Collects first, because loading a model or an earlier engine leaves cycles that hold much memory. is_simulation: no
+    first collection; there is little to free, and each point of a sweep would scan all modules.
     """
     before = gc.get_threshold()
     if not is_simulation:

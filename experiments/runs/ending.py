@@ -1,4 +1,4 @@
-"""What a run says when it is over: notes on its numbers, and in one line why it ended early."""
+"""Messages at the end of a run: notes on its numbers, and one line about why it ended early."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
 from testbed.core.plan import BlockedBy
 
-_HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason of testbed.core.scheduler's
-_SETTINGS = {  # that keep the head of the queue out
+_HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason given by testbed.core.scheduler
+_SETTINGS = {  # settings that can keep the head of the queue from being admitted
     BlockedBy.KV_BLOCKS: "cache.num_gpu_blocks or scheduler.watermark",
     BlockedBy.TOKEN_BUDGET: "scheduler.max_num_batched_tokens",
     BlockedBy.MAX_NUM_SEQS: "scheduler.max_num_seqs",
@@ -27,7 +27,7 @@ _SETTINGS = {  # that keep the head of the queue out
 
 
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
-    """What whoever reads the run's numbers should know of them."""
+    """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
     from analysis.measures.replicas import routing_notes
     from analysis.measures.steadiness import outrun_note
@@ -49,7 +49,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         notes.append(
             f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
         )
-    if num := manifest.get("num_cut_outputs"):  # of vLLM's own scheduler it is not known
+    if num := manifest.get("num_cut_outputs"):  # not known for runs of vLLM's own scheduler
         limit = "the model's length" if config.scheduler.max_model_len is None else config.scheduler.max_model_len
         notes.append(
             f"{num:,} of {manifest['num_sent']:,} outputs were cut, by {manifest['num_cut_output_tokens']:,} tokens in "
@@ -62,8 +62,9 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
 
 
 def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]]) -> str:
-    """ignored: (request id, reason), at least one. What could never fit is told apart from what was held back."""
-    groups: dict[str, list[tuple[str, str]]] = {}  # by what blocked them; "": they were too large
+    """Returns the message about ignored requests. ignored: (request id, reason), at least one. Distinguishes requests
+    that can never fit from those that were held back."""
+    groups: dict[str, list[tuple[str, str]]] = {}  # by BlockedBy; "": too large
     for item in ignored:
         held = _HELD.match(item[1])
         groups.setdefault("" if held is None else held[1], []).append(item)
@@ -78,7 +79,7 @@ def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tupl
 
 
 def _hint(config: RunConfig, blocked_by: str) -> str:
-    """What to do about requests that ended as ignored."""
+    """Returns advice about requests that ended as ignored."""
     if not blocked_by:
         return "Cut them with trace.max_prompt_tokens, raise the limit"
     if blocked_by != BlockedBy.ADMISSION:
@@ -89,7 +90,7 @@ def _hint(config: RunConfig, blocked_by: str) -> str:
 
 
 def reason_of(failure: BaseException) -> str:
-    """As manifest.json has it."""
+    """Returns the reason for a failure, as in manifest.json."""
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
 
 

@@ -1,4 +1,4 @@
-"""What made a run: versions of code and packages, the machine."""
+"""The environment of a run: versions of code and packages, and the machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PACKAGES = (
     "hydra-core",
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
-_MAKE_RUNS = ("testbed", "sim", "real", "experiments")  # analysis reads what they made
+_MAKE_RUNS = ("testbed", "sim", "real", "experiments")  # not analysis, which only reads runs
 _GIT = ("git", "-C", str(ROOT), "describe", "--always", "--dirty")
 _GPU = "name,memory.total"
 
 
 def ask_early() -> None:
-    """Lets the programs that know of code and GPU work while the caller goes on; what is below waits for them."""
+    """Starts git and nvidia-smi in the background; the functions below wait for their output."""
     if (ROOT / ".git").exists():
         _started(*_GIT)
     _started(*_of_driver(_GPU))
@@ -31,7 +31,7 @@ def ask_early() -> None:
 
 @cache
 def describe_versions() -> dict[str, str]:
-    """{package: version}; ours with the commit where it runs from a checkout. Absent packages are left out."""
+    """Returns {package: version} of the installed packages; ours includes the commit if it runs from a checkout."""
     found = {"python": platform.python_version(), "llm-serving-testbed": _own_version()}
     for package in PACKAGES:
         try:
@@ -42,7 +42,8 @@ def describe_versions() -> dict[str, str]:
 
 
 def versions_in_vllm(version: str) -> dict[str, Any]:
-    """The same as manifest.json has it of a run in vLLM, whose distribution has several names."""
+    """Returns the manifest's entry for a run in vLLM. version: vLLM's, which is not looked up: its distribution has
+    several names."""
     return {"versions": {**describe_versions(), "vllm": version}}
 
 
@@ -57,7 +58,7 @@ def _own_version() -> str:
 
 @cache
 def source_hash() -> str:
-    """Of all source that makes a run: a version cannot tell two states of a checkout with changes apart."""
+    """Returns the hash of all source that makes a run: a version is the same for different local changes."""
     digest = xxh64()
     rooms = [ROOT / room for room in _MAKE_RUNS]
     for file in sorted(file for room in rooms for kind in ("*.py", "*.[ch]") for file in room.rglob(kind)):
@@ -67,7 +68,7 @@ def source_hash() -> str:
 
 @cache
 def describe_machine() -> dict[str, Any]:
-    """{platform, cpu, num_cores, gpu}. The GPU is asked of the driver, without torch."""
+    """Returns {platform, cpu, num_cores, gpu}. The GPU is read from the driver (nvidia-smi), without torch."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": num_cores, "gpu": _ask_driver(_GPU)}
 
@@ -82,7 +83,7 @@ def _cpu() -> str:
 
 
 def describe_driver() -> str:
-    """The version of the GPU's driver, or nothing where there is none."""
+    """Returns the version of the GPU's driver, or an empty text if there is none."""
     return _ask_driver("driver_version") or ""
 
 
@@ -97,7 +98,7 @@ def _ask_driver(query: str) -> str | None:
 
 @cache
 def _started(*command: str) -> subprocess.Popen[str] | None:
-    """The command at work; None where there is no such program."""
+    """Starts a command, once; None if there is no such program."""
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
@@ -106,7 +107,7 @@ def _started(*command: str) -> subprocess.Popen[str] | None:
 
 @cache
 def _answer(*command: str) -> str | None:
-    """What the command says; None where it is not there, fails, or takes longer than 10 s."""
+    """Returns the output of a command; None if it does not exist, fails, or takes longer than 10 s."""
     process = _started(*command)
     if process is None:
         return None

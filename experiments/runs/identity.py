@@ -1,7 +1,7 @@
-"""What a run is made from: configuration, files, the user's own classes, this package's code.
+"""The identity of a run: configuration, files, the user's own classes, the testbed's code.
 
-Two runs of one identity are the same run. What only judges a run (`slo`, `report`) and how a command behaves are no
-part of it. Owns hashes and the words for what differs; must not know where runs lie.
+Two runs with one identity are the same run. Groups that only judge a run (`slo`, `report`) and settings of the command
+are not part of it. Owns the hashes and the text about differences; does not know where runs are stored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
 from experiments.runs.environment import describe_versions, source_hash
 from experiments.wiring.foreign import is_foreign, named_classes
 
-_LARGE_BYTES = 2**28  # of a file in a folder (weights): above, size and time of change stand for its content
+_LARGE_BYTES = 2**28  # above this, size and modification time identify a file in a folder (weights), not its content
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Hashes, and the package's version in words. files: by path as configured; classes: by module; "": not there."""
+    """Hashes, and the package's version. files: by path as configured; classes: by module. "": does not exist."""
 
     config: str
     files: dict[str, str]
@@ -38,21 +38,21 @@ class Identity:
     version: str
 
     def describe(self) -> dict[str, Any]:
-        """As manifest.json has it."""
+        """Returns the identity as in manifest.json."""
         return asdict(self)
 
     @property
     def name(self) -> str:
-        """Of a folder: the same beginning for the same configuration, whatever else changed."""
+        """A folder name, `<configuration>-<the rest>`: equal configurations have the same first part."""
         return f"{self.config[:12]}-{_of_tree([self.files, self.classes, self.code])[:8]}"
 
     def is_of(self, manifest: dict[str, Any]) -> bool:
-        """Whether the run with this manifest has it. Version names do not count: they tell less than the code."""
+        """Whether the run with this manifest has this identity. Ignores versions, as the hash of the code is exact."""
         kept = manifest.get("identity")
         return isinstance(kept, dict) and {**self.describe(), "version": kept.get("version")} == kept
 
     def changes_since(self, manifest: dict[str, Any]) -> str:
-        """What a run of the same configuration was made from otherwise, in words."""
+        """Returns, in words, how a run of the same configuration differs from this identity."""
         kept = manifest.get("identity")
         if not isinstance(kept, dict):
             return "it does not say what it was made from"
@@ -66,7 +66,7 @@ class Identity:
 
 
 def identity_of(config: RunConfig) -> Identity:
-    """Reads what the configuration names; each file once for as long as it does not change."""
+    """Returns the identity of a configuration; reads the files that it names, each only once unless it changes."""
     decides = {key: value for key, value in config.raw.items() if key not in JUDGING}
     classes: dict[str, str] = {}
     for _, target in named_classes(decides):
@@ -88,7 +88,7 @@ def _of_tree(tree: Any) -> str:
 
 
 def _names_of_files(tree: Any, *, is_of_class: bool = False) -> Iterator[str]:
-    """Values that name something to read: of the keys that do, and whatever exists of what a user's class is given."""
+    """Yields values that name files: those of FILE_KEYS, and parameters of a user's class that are existing paths."""
     if isinstance(tree, list):
         for item in tree:
             yield from _names_of_files(item)
@@ -102,19 +102,19 @@ def _names_of_files(tree: Any, *, is_of_class: bool = False) -> Iterator[str]:
 def _exists(name: str) -> bool:
     try:
         return bool(name) and Path(name).exists()
-    except (OSError, ValueError):  # too long for a name, or not one
+    except (OSError, ValueError):  # too long, or not a valid path
         return False
 
 
 def _of_path(path: Path) -> str:
-    """The hash of a file's content, or of all files in a folder; "" where nothing can be read."""
+    """Returns the hash of a file's content, or of all files in a folder; "" if it cannot be read."""
     try:
         if not path.is_dir():
             return _of_file(path)
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         return _of_tree([[file.relative_to(path).as_posix(), _of_file(file, _LARGE_BYTES)] for file in inside])
     except (OSError, ValueError):
-        return ""  # whoever reads it will say why
+        return ""  # the error is reported where the file is used
 
 
 def _of_file(file: Path, most_bytes: float = math.inf) -> str:
@@ -134,8 +134,8 @@ def _of_content(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def _class_files(target: str) -> dict[str, str]:
-    """{module: hash} of the module that has the class, and of those beside it that it imports, directly or not: the
-    user's own, below its folder, and no installed package there."""
+    """Returns {module: hash} for the class's module and for the modules that it imports, directly or indirectly, from
+    its own folder: the user's own modules, no installed packages."""
     found = dict(_modules(target))
     if not found:
         return {target: ""}
@@ -153,7 +153,7 @@ def _class_files(target: str) -> dict[str, str]:
 
 
 def _modules(dotted: str) -> Iterator[tuple[str, Path]]:
-    """The modules that a dotted name leads through, with their source. Nothing is imported."""
+    """Yields each module on the path of a dotted name, with its source file. Imports nothing."""
     parts = dotted.split(".")
     places: Any = None
     for depth, _ in enumerate(parts, 1):
@@ -176,7 +176,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _imported(module: str, file: Path) -> list[str]:
-    """Dotted names that a source file imports; of one that cannot be read or parsed, none."""
+    """Returns the dotted names that a source file imports; none if it cannot be read or parsed."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):

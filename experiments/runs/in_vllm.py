@@ -1,6 +1,6 @@
-"""What vLLM says of itself (real.vllm.observer.describe), in the words of configurations and manifests.
+"""Converts vLLM's description of itself (real.vllm.observer.describe) to configurations and manifests.
 
-For logs that are imported and for folders that are served alike. Must not know how either comes to be.
+Used for imported logs and for folders of served runs. Does not know how either of them is made.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import DTYPE_BYTES
 
-USUAL: dict[str, Any] = {  # what the presets have not, and the value with which it changes nothing; logs may lack them
+USUAL: dict[str, Any] = {  # settings that presets do not have, each with the value that has no effect; optional in logs
     "enable_chunked_prefill": True, "scheduler_reserve_full_isl": True, "long_prefill_token_threshold_adaptive": False,
     "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
 }  # fmt: skip
 
 
 def device_of(said: dict[str, Any]) -> str:
-    """The entry of the device library that an observed engine's device is. Raises ConfigError where that cannot be
-    told."""
+    """Returns the entry of the device library for an observed engine's device. Raises ConfigError if there is none."""
     device = said["device"]
     found = "cpu" if device["type"] == "cpu" else device_named(device["name"])
     if found is None:
@@ -40,8 +39,8 @@ def device_of(said: dict[str, Any]) -> str:
 def with_model(
     said: dict[str, Any], folder: Path, make: Callable[[dict[str, Any]], RunConfig]
 ) -> tuple[RunConfig, str]:
-    """What `make` makes of the `model` group of an observed engine, and why its model has no price; empty: it has.
-    folder: is made, for its config.json."""
+    """Returns the configuration that `make` returns for the engine's `model` group, and why its steps cannot be priced
+    (empty if they can). folder: created for the model's config.json."""
     model, max_model_len = said["model"], said["config"]["max_model_len"]
     folder.mkdir(exist_ok=True)
     write_json(folder / "config.json", model["hf_config"])
@@ -55,7 +54,7 @@ def with_model(
 
 
 def why_unpriced(said: dict[str, Any], config: RunConfig) -> str:
-    """Why the model of an observed engine, of which this is the configuration, has no price; empty: it has."""
+    """Returns why steps of an observed engine's model cannot be priced; empty if they can. config: of that engine."""
     dtype, spec, max_model_len = said["model"]["dtype"], config.model, said["config"]["max_model_len"]
     if dtype not in DTYPE_BYTES:
         return _unpriced(said, f"the model computes in {dtype!r}, not in one of {', '.join(DTYPE_BYTES)}")
@@ -71,8 +70,8 @@ def _unpriced(said: dict[str, Any], why: str) -> str:
 
 
 def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> dict[str, Any]:
-    """What a manifest says of a run that vLLM made, before it is known how it went. said: of vLLM, as its observer
-    describes it."""
+    """Returns the entries of the manifest that are known before a run in vLLM ends. said: the observer's description
+    of vLLM."""
     return {
         "backend": "vllm", **versions_in_vllm(said["vllm"]),
         "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,

@@ -1,6 +1,6 @@
-"""Ctrl-C at a step's boundary: what is recorded ends with a whole step, and the manifest's digest is that step's.
+"""Handles Ctrl-C at step boundaries: records end with a complete step, whose digest is in the manifest.
 
-What a cluster sends (SIGTERM) and a terminal that is closed (SIGHUP; not under nohup) is taken as Ctrl-C is.
+SIGTERM (from a cluster) and SIGHUP (from a closed terminal, unless under nohup) are treated like Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
 
 _OTHERS = (signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 3.0  # from Ctrl-C until a step that goes on is told of
+PATIENCE_S = 3.0  # time after Ctrl-C until a message reports that the step is still running
 
 
 class _Presses:
-    """Whether Ctrl-C was pressed, and whether it may take effect at once: in a wait, and on the second press."""
+    """Whether Ctrl-C was pressed. It takes effect at once during a wait, and when pressed a second time."""
 
     def __init__(self) -> None:
         self.is_pressed = False
@@ -40,7 +40,7 @@ class _Presses:
 
 
 def _tell_where() -> None:
-    """A policy that loops, or a long step of a model: where it is, to whoever waits for its end."""
+    """Reports where the main thread is, in case a policy loops or a step of the model is long."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
     print(f"\nstops once this step ends{where}; Ctrl-C or SIGTERM again ends it here", file=sys.stderr, flush=True)
@@ -48,8 +48,8 @@ def _tell_where() -> None:
 
 @contextmanager
 def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
-    """The loops, raising KeyboardInterrupt between two steps, or out of a wait of the only one: where there are others,
-    one of them may be in a step. Outside the main thread: unchanged."""
+    """Yields the loops so that Ctrl-C raises KeyboardInterrupt between two steps. A single loop can also be interrupted
+    in a wait; with several loops another one may be in a step. Outside the main thread: yields them unchanged."""
     if threading.current_thread() is not threading.main_thread():
         yield loops
         return
@@ -62,7 +62,7 @@ def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
 
 
 class _Late:
-    """Whether Ctrl-C came while nothing was to be disturbed."""
+    """Whether Ctrl-C was pressed within `undisturbed`."""
 
     def __init__(self) -> None:
         self.is_pressed = False
@@ -76,21 +76,22 @@ _late = _Late()
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, Ctrl-C has no effect: records are being closed, and an impatient second press would lose them. Who goes
-    on afterwards asks `was_pressed`."""
+    """Context in which Ctrl-C has no effect: records are being closed, and a second press would lose them. Callers that
+    continue afterwards check `was_pressed`."""
     with _handled(_late.handle):
         yield
 
 
 def was_pressed() -> bool:
-    """Whether Ctrl-C came since the last time that this was asked, and nothing was done about it."""
+    """Whether Ctrl-C was pressed within `undisturbed` since the last call."""
     is_pressed, _late.is_pressed = _late.is_pressed, False
     return is_pressed
 
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """Within, the other signals do what Ctrl-C does, whatever that is; they end the process where it is ignored."""
+    """Context in which SIGTERM and SIGHUP act like Ctrl-C. If SIGINT has no handler or is ignored, they raise
+    KeyboardInterrupt."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not callable(signal.getsignal(signal.SIGINT)):
@@ -103,7 +104,7 @@ def ended_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Any, numbers: tuple[signal.Signals, ...] = (signal.SIGINT, *_OTHERS)) -> Iterator[None]:
-    """Within, these signals are `handler`'s, but for a SIGHUP that is ignored. Outside the main thread: as before."""
+    """Context in which `handler` gets these signals, except an ignored SIGHUP. Outside the main thread: no change."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

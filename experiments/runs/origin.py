@@ -1,6 +1,7 @@
-"""What a run's maker asked for, as manifest.json keeps it: reports tell by it what was chosen, and in which order.
+"""The command that made a run, as kept in manifest.json. Reports use it to find which settings were chosen, and in
+which order.
 
-Owns the words of a command line as data. Must not know what the keys mean, or what becomes of a run.
+Owns the key=value pairs of a command line as data. Does not know what the keys mean, or how a run ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from testbed.errors import RunFolderError
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """given: key -> value, as they were typed. sweep, swept, point: the sweep's command, the keys that it varies, and
-    the run's place there.
+    """The settings of a command. given: key -> value, as typed. sweep, swept, point: the sweep's command, the keys that
+    it varies with their values, and the run's place in it.
 
     None: not known, or no sweep.
     """
@@ -32,7 +33,7 @@ class Origin:
 
     @classmethod
     def of(cls, overrides: Iterable[str]) -> Origin:
-        """Of the overrides of a command (of another run: after that run's own, `kept_in`)."""
+        """Returns the origin for a command's overrides. For `from=`, those of the old run (`kept_in`) come first."""
         return cls(_by_key(overrides))
 
     @classmethod
@@ -43,15 +44,15 @@ class Origin:
         return replace(self, point=None if self.point is None else self.point + by)
 
     def state(self, folder: Path, command: str) -> None:
-        """Says so of a finished run, which an earlier command had made in another place of its sweep."""
+        """Writes this origin into the manifest of a finished run, which may be a point of an earlier command."""
         manifest = read_manifest(folder)
         if manifest != (now := manifest | asdict(self) | {"command": command}):
             write_json(folder / "manifest.json", now)
 
     def say_failed(self, folder: Path, config: RunConfig, why: str, command: str) -> None:
-        """Leaves word of a run that did not begin: reports then tell of it, and it is made as if nothing were there.
-        Where nothing can be written, or another run is, nothing is left."""
-        with suppress(OSError, RunFolderError), locked(folder):  # why it failed is what its caller says
+        """Records in the folder that a run failed before it began, for reports; a later command makes the run as if the
+        folder were empty. Writes nothing if the folder holds another run or cannot be written."""
+        with suppress(OSError, RunFolderError), locked(folder):  # the caller reports the failure itself
             if not has_run(folder):
                 claim(folder, config)
                 said = {"status": "failed", "failure": why, "command": command, "started_in": os.getcwd()}
@@ -62,14 +63,14 @@ UNKNOWN = Origin()
 
 
 def end_of_others(sweep: Path, mine: set[Path]) -> int:
-    """Where the places of finished points end there that are not among `mine`: what extends them comes after."""
+    """Returns the first place after all finished points of the sweep that are not in `mine`; new points begin there."""
     others = (file.parent for file in sweep.glob("*/done") if file.parent not in mine)
     places = [read_manifest(folder).get("point") for folder in others]
     return max((place + 1 for place in places if place is not None), default=0)
 
 
 def kept_in(folder: Path) -> list[str]:
-    """What the run there was given, as overrides; of a run that does not say, nothing."""
+    """Returns the settings given to the run in the folder, as overrides; empty if its manifest does not have them."""
     given = read_manifest(folder).get("given")
     return [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else []
 
@@ -80,10 +81,10 @@ def _by_key(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def restate(folder: Path, config: RunConfig, command: str, origin: Origin) -> bool:
-    """Gives anew what a finished run is judged by: `slo` and `report` decide nothing, so it need not be repeated.
+    """Updates the groups by which a finished run is judged: `slo` and `report` do not change a run.
 
-    Whether the run in the folder stated another SLO or question than `config` does; it now states this one, and that
-    the command made it, which gives all that decides the run as the run's own did."""
+    Returns whether they differ from those of `config`. If so, writes the new ones, the command and its settings into
+    the folder, and a new summary. The command must set everything else as the run's own command did."""
     file = folder / "config.yaml"
     if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
         return False

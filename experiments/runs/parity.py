@@ -1,4 +1,4 @@
-"""Decision parity: a real run's tape, replayed through the ordinary simulator, must decide the same at every step."""
+"""Decision parity: replays a real run's tape in the simulator; every step must make the recorded decisions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from testbed.traces.schema import Trace
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first step at which the replay decided otherwise: what was recorded, what was decided."""
+    """The first step at which the replay's decisions differ. recorded, replayed: both sides; None if one has ended."""
 
     step: int
     recorded: dict[str, Any] | None
@@ -42,11 +42,11 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    num_steps: int  # that agree
+    num_steps: int  # number of equal steps
     digest: int
     divergence: Divergence | None
-    is_cut: bool = False  # the real run was interrupted: the replay agrees up to the end of its tape
-    failure: TestbedError | None = None  # how the run ended where its tape does, if it did so by itself
+    is_cut: bool = False  # the real run ended early: the replay agrees up to the end of its tape
+    failure: TestbedError | None = None  # the failure that ended the real run, which the replay repeated
 
 
 def print_divergence(report: ParityReport) -> None:
@@ -75,11 +75,11 @@ class _DivergedError(TestbedError):
 
 
 class _TapeEndedError(TestbedError):
-    """The tape of an interrupted run has ended: what would have come after it is not known."""
+    """The tape of an interrupted run has ended; the rest of the run is not known."""
 
 
 class RecordedInputs(NamedTuple):
-    """What `cost=recorded` takes from a real run's folder. checker: drives the loop, and is a recorder of it."""
+    """The inputs that `cost=recorded` reads from a real run's folder. checker: drives the loop and records it."""
 
     checker: _Checker
     inbox: TapeInbox
@@ -87,18 +87,18 @@ class RecordedInputs(NamedTuple):
 
 
 def num_tapes(folder: Path) -> int:
-    """Replicas of a real run: each has its tape. Raises RunFolderError for what is no run's folder."""
+    """Returns the number of replicas of a real run; each has a tape. Raises RunFolderError if there is no run."""
     return int(_manifest(folder).get("num_replicas") or 1)
 
 
 def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int = 0) -> RecordedInputs:
-    """Reads a real run's folder for a replay of one replica; trace: the whole run's. Raises RunFolderError if that run
-    had another."""
+    """Reads a real run's folder for the replay of one replica. trace: that of the whole run. Raises RunFolderError if
+    the run had another trace, model, device or number of KV blocks."""
     manifest, num = _manifest(folder), num_tapes(folder)
     file = folder / tape_names(num)[replica]
     tape = read_tape(file)
     recorded, given = manifest["trace"]["fingerprint"], fingerprint(trace)
-    if recorded is not None and recorded != given:  # of a served run that was killed it is not known
+    if recorded is not None and recorded != given:  # None: a served run that was killed
         raise RunFolderError(
             f"{folder} ran another trace (fingerprint {recorded}, this one's is {given}); replay it as it was: "
             f"{_as_it_was(folder)}"
@@ -124,20 +124,20 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
                 f"{key} is {wanted}, and {folder} ran with {had}: leave it out ({_as_it_was(folder)}), or choose "
                 "another cost model"
             )
-    forced = own.forced  # by the real run: its tape has the rest
+    forced = own.forced  # as in the real run: its tape has all other tokens
     return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
 
 
 def _as_it_was(folder: Path) -> str:
-    """The command that replays a run."""
+    """Returns the command that replays a run."""
     return f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}"
 
 
 def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> ParityReport:
-    """Replays the tape of a real run's folder, or of one of its replicas, and compares every step. Raises
-    RunFolderError for another folder, TestbedError where a class of the run's own raises before its tape ends.
+    """Replays the tape of a real run, or of one of its replicas, and compares every step. Raises RunFolderError if the
+    folder has no such run, TestbedError if a user's class of the run raises before the end of the tape.
 
-    recorders: see the replay too."""
+    recorders: further recorders of the replay."""
     config = RunConfig.from_container(read_config(folder))
     if config.is_simulated:
         raise RunFolderError(
@@ -169,9 +169,10 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
 
 
 class _Checker(Recorder):
-    """A device and a recorder at once: compares a plan before it runs, and all it decided and the digest after it.
+    """Both the device and a recorder of the replay. Compares each plan before it runs, and after its commit the times,
+    the whole decision and the digest.
 
-    is_whole: whether the run that left the tape came to its end.
+    is_whole: whether the run that wrote the tape is complete.
     """
 
     def __init__(self, tape: Tape, device: RecordedDevice, *, is_whole: bool) -> None:
@@ -181,8 +182,8 @@ class _Checker(Recorder):
         self._is_whole = is_whole
 
     def drive(self, loop: Loop) -> None:
-        """Runs the loop in the simulator. Raises where it decides otherwise or ends before the tape does, and where the
-        tape of a run that was interrupted ends."""
+        """Runs the loop in the simulator. Raises _DivergedError if a decision differs or the loop ends before the tape,
+        _TapeEndedError at the end of an interrupted run's tape."""
         drive(loop, self)
         if self.num_steps != len(self._tape.steps):
             recorded = self._tape.steps[self.num_steps]
@@ -228,7 +229,7 @@ class _Checker(Recorder):
 
 
 def _plan_part(plan: BatchPlan) -> dict[str, Any]:
-    """The fields of a decision that a plan alone determines."""
+    """Returns the fields of a decision that are known from the plan, before the commit."""
     return {
         "step": plan.step,
         "scheduled": num_scheduled(plan),

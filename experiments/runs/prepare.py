@@ -1,5 +1,5 @@
-"""Before a run: engines made ready to be driven, simulated, real or vLLM's, with the inboxes that feed them; and what a
-manifest says of a real run's clock and host."""
+"""Prepares a run: builds engines (simulated, real, vLLM's) and the inboxes that feed them, and measures the clock and
+host of a real run for its manifest."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from testbed.traces.schema import Trace
 from testbed.traces.stream import CountedTrace, whole
 from testbed.traces.transforms import speed_up
 
-NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # what the manifest of a simulated run has of it
-TraceLike = Trace | CountedTrace  # whole, or gone through once as the run goes on
+NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # these entries in the manifest of a simulated run
+TraceLike = Trace | CountedTrace  # whole in memory, or read once during the run
 NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 def at_speed(trace: Trace, speed: float) -> Trace:
-    """The trace as it is replayed; what a run folder keeps is the trace itself. Raises ConfigError."""
+    """Returns the trace at the replay's speed; a run folder keeps the original. Raises ConfigError."""
     if speed == 1:
         return trace
     try:
@@ -49,7 +49,7 @@ def at_speed(trace: Trace, speed: float) -> Trace:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Raises ConfigError where steps are to be traced that no engine of ours makes."""
+    """Raises ConfigError if record.profile is set without a single engine of this testbed to profile."""
     if config.record.profile is None:
         return
     if not isinstance(config.backend, RealConfig):
@@ -64,7 +64,7 @@ def check_profile(config: RunConfig) -> None:
 
 
 def traced(config: RunConfig, backend: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
-    """The backend as it is driven, under the profiler in the steps that record.profile names; and what ends both."""
+    """Returns the backend, wrapped by the profiler if record.profile names steps, and a function that closes both."""
     steps = config.record.profiled_steps
     if steps is None:
         return backend, backend.close
@@ -80,7 +80,7 @@ def traced(config: RunConfig, backend: Any, folder: Path) -> tuple[Any, Callable
 
 
 class ReplayLog:
-    """What is measured beside the records. lags: a `Recorder` of each engine; host: the driver's."""
+    """Measurements of a real run besides its records. lags: a `Recorder` for each engine; host: the driver's log."""
 
     def __init__(self, options: RealConfig | VllmConfig, num_engines: int = 1, *, clock: RealTimeClock) -> None:
         self._options, self._clock = options, clock
@@ -89,7 +89,7 @@ class ReplayLog:
         self._core_wait = CoreWait()
 
     def describe(self) -> dict[str, Any]:
-        """Two sections of the manifest."""
+        """Returns the entries `replay` and `host` of the manifest."""
         pace = {"pace": self._options.pace, "speed": self._options.speed, "probe": self._clock.describe()}
         lag, waited = ReplayLag.of_all(self.lags), self._core_wait.share()
         return {
@@ -99,7 +99,7 @@ class ReplayLog:
 
 
 def warnings_of(manifest: dict[str, Any]) -> list[str]:
-    """What makes a run's numbers doubtful: prices outside their range, a machine that did not keep pace or was busy."""
+    """Returns notes on doubtful numbers: step times outside the measured range, a machine that was slow or busy."""
     return [*manifest["cost_notes"], *(manifest["replay"] or {}).get("notes", [])]
 
 
@@ -108,18 +108,18 @@ def warnings_of(manifest: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Engines that are ready to be driven: their loops, in order, and the schedulers of these."""
+    """Engines that are ready to run. drive: runs the loops of all engines, given in order with their schedulers."""
 
     pools: build.Pools  # of each engine
     drive: Callable[[list[Loop], list[Scheduler]], object]
     inboxes: Sequence[Inbox]  # one for each engine
-    description: dict[str, Any]  # of the manifest
-    checker: Recorder | None = None  # of a replay: raises at the first step that decides otherwise
-    cost: CostModel | None = None  # what prices the steps
-    sender: Sender | None = None  # of a simulated front end that takes time for each token
-    replay: ReplayLog | None = None  # of a real run
-    late: Sequence[LateRecords] = ()  # for each engine, if steps run elsewhere than here: what is recorded meanwhile
-    close: Callable[[], None] = lambda: None  # ends what the engines have started
+    description: dict[str, Any]  # entries of the manifest
+    checker: Recorder | None = None  # in a replay of a tape: raises at the first step that differs
+    cost: CostModel | None = None  # the cost model of a simulation
+    sender: Sender | None = None  # token delivery of a simulated front end, if it takes time per token
+    replay: ReplayLog | None = None  # in a real run
+    late: Sequence[LateRecords] = ()  # for each engine, if records are written while a device computes
+    close: Callable[[], None] = lambda: None  # closes the engines
 
 
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
@@ -160,7 +160,7 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
 
 
 def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
-    """This testbed's engine, or several of them, or vLLM's."""
+    """Prepares this testbed's engine, several replicas of it, or vLLM."""
     build_engine.check_token_ids(config, trace)
     if engines.num_engines(config) > 1:
         return _prepare_replicas(config, trace)

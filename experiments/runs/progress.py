@@ -1,4 +1,4 @@
-"""How far a run is. Compiled: it is told of each step."""
+"""Progress of a run. This module is compiled, as it is called at each step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from testbed.core.outcome import Finished
 
 
 class Progress(Recorder):
-    """Finished requests, with rate and time left: a bar on a terminal, elsewhere a line every LINE_S seconds on
-    standard error."""
+    """Shows finished requests, rate and time left on standard error: a bar on a terminal, else a line every LINE_S
+    seconds."""
 
     LINE_S: ClassVar[float] = 30.0
 
@@ -22,7 +22,7 @@ class Progress(Recorder):
         self._next = self._began + self.LINE_S
         self._bar: Any = None
         if sys.stderr.isatty():
-            from tqdm import tqdm  # not at the top: nobody may look
+            from tqdm import tqdm  # not at the top: only needed on a terminal
 
             self._bar = tqdm(total=total, desc=label, unit="req", leave=False, delay=0.5)
 

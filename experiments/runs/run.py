@@ -1,4 +1,4 @@
-"""One run: from a RunConfig to a complete run folder, on either backend. Owns folders, manifest, progress, endings."""
+"""One run: from a RunConfig to a complete run folder, on any backend. Owns folders, manifest, progress, endings."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace, whole
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
 class FailedError(TestbedError):
-    """What was asked for did not end well: a run is partial or has requests that could never fit, points of a sweep
-    failed or are left, a policy has no capacity. What there is of it is kept."""
+    """A command that did not complete: a run is partial or has requests that can never fit, points of a sweep failed or
+    are left, or a policy has no capacity. Its results so far are kept."""
 
     def __init__(self, message: str, exit_status: int = 1) -> None:
         super().__init__(message)
@@ -72,16 +72,16 @@ class FailedError(TestbedError):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended. status: complete or partial. message: what the user should know, one line, or empty."""
+    """The result of a run. status: complete or partial. message: one line for the user, or empty."""
 
     folder: Path
     status: str
     exit_status: int
     message: str
     summary: dict[str, Any]
-    config: dict[str, Any]  # as config.yaml has it
+    config: dict[str, Any]  # as in config.yaml
     manifest: dict[str, Any]
-    notes: tuple[str, ...] = ()  # checks that failed, what was done to the trace, settings without effect, turns unsent
+    notes: tuple[str, ...] = ()  # failed checks, changes made to the trace, settings without effect, unsent turns
 
 
 def execute(
@@ -93,11 +93,11 @@ def execute(
     trace: Trace | None = None,
     watch: Recorder | None = None,
 ) -> RunResult:
-    """Runs `config` into `folder`. trace: instead of the configuration's own (from Python). watch: sees every step, and
-    may end the run by raising a TestbedError (of vLLM's own scheduler it sees none).
+    """Runs `config` and writes `folder`. trace: used instead of the configuration's own (from Python). watch: a
+    recorder that may end the run by raising a TestbedError; it is not called for vLLM's own scheduler.
 
-    Raises TestbedError before anything runs; once it runs, an interrupt or a failure keeps what there is and marks the
-    folder partial.
+    Raises TestbedError for errors before the run starts. An interrupt or a failure during the run keeps the results so
+    far and marks the folder partial.
     """
     folder = folder.absolute()
     refuse_overwrite(folder, config.overwrite)
@@ -118,7 +118,7 @@ def execute(
 
 
 def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
-    """vLLM's own scheduler decides; its log becomes the folder."""
+    """Makes a run with vLLM's own scheduler; the run folder is made from its log."""
     from analysis.load import load_run  # not at the top: Arrow is slow to import
     from experiments.observe.stock import options_of_stock, replay_stock
 
@@ -144,15 +144,16 @@ def _exit_status(failure: BaseException) -> int:
 
 
 def _own_trace(config: RunConfig) -> TraceLike:
-    """The configuration's trace: whole, or read row by row in a simulation where that is wanted and possible."""
+    """Returns the configuration's trace: whole, or streamed (trace.stream) if a simulation can read it row by row."""
     if not config.is_simulated or config.recorded_run is not None:
-        return build.build_trace(config)  # a tape names any request
+        return build.build_trace(config)  # whole: a tape refers to requests in any order
     source = build.build_source(config)
     return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)
 
 
 def _reading(config: RunConfig, file: Path) -> RunConfig:
-    """The configuration that says of a trace handed over in Python where the run folder keeps it: `from=` finds it."""
+    """Returns the configuration for a trace given in Python, with the path of its copy in the run folder, so that
+    `from=` finds it."""
     kept = config.trace
     settings = TraceConfig(name="jsonl", path=str(file), vocab_size=kept.vocab_size, forced=kept.forced)
     return replace(config, trace=settings, raw={**config.raw, "trace": {**asdict(settings), "transforms": []}})
@@ -160,7 +161,7 @@ def _reading(config: RunConfig, file: Path) -> RunConfig:
 
 def _log_trace(described: dict[str, Any]) -> None:
     log = logging.getLogger("testbed")
-    later = "known at the end"  # of a stream
+    later = "known at the end"  # for a streamed trace
     num, digest = described["num_requests"], described["fingerprint"]
     log.info("%s: requests: %s, fingerprint: %s", described["name"], later if num is None else num, digest or later)
     for note in described["notes"]:
@@ -176,16 +177,16 @@ def _run(
     manifest: dict[str, Any],
     watcher: Recorder | None,
 ) -> RunResult:
-    """Drives the loops and closes the folder, whatever happens."""
+    """Runs the loops; closes the records and completes the folder even after a failure."""
     _log_trace(manifest["trace"])
     records = engines.RunRecords(config.record, folder, len(schedulers), prepared.sender)
-    is_fleet = len(schedulers) > 1  # the loop of a replica is asked from outside, by the router's driver
+    is_fleet = len(schedulers) > 1  # then the router's driver runs the loops of the replicas
     files = [] if config.is_simulated else tape_names(len(schedulers))
     tapes = [TapeWriter(folder / file, decision, is_live=is_fleet) for file in files]
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])
-    write_json(folder / "manifest.json", manifest)  # a run that is killed leaves it: its tape can be replayed
+    write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
     more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
@@ -211,7 +212,7 @@ def _run(
             unwritten = _close_all(*prepared.late, progress, records, *tapes, *([] if ledger is None else [ledger]))
     failure = failure or unwritten
     if not isinstance(trace, Trace):
-        manifest["trace"] = describe_trace(trace)  # it was read meanwhile
+        manifest["trace"] = describe_trace(trace)  # again: it was read during the run
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "failure": None if failure is None else reason_of(failure),
@@ -235,7 +236,8 @@ def _recorders(
     more: list[Recorder],
     status: Sequence[Sequence[Recorder]],
 ) -> list[Recorder]:
-    """What is told of each engine's steps: its own records, tape and lag, and what watches them all."""
+    """Returns one combined recorder for each engine: its own records, tape, lag and status lines, and the recorders
+    that all engines share."""
     own: Iterable[Sequence[Recorder]] = [()] * len(records.recorders)
     if prepared.replay is not None:
         own = zip(tapes, prepared.replay.lags, strict=True)
@@ -251,7 +253,7 @@ class _Closable(Protocol):
 
 
 def _close_all(*files: _Closable) -> OSError | TestbedError | None:
-    """Closes each, also after one that could not write its last lines; the first such failure."""
+    """Closes all files, even if one cannot write its last lines; returns the first such failure, or None."""
     failure: OSError | TestbedError | None = None
     for file in files:
         try:
@@ -268,9 +270,9 @@ def _close(
     records: engines.RunRecords,
     failure: BaseException | None,
 ) -> RunResult:
-    """Writes manifest and summary; the `done` marker only for a complete run.
+    """Writes manifest and summary, and for a complete run the `done` marker.
 
-    Raises RunFolderError if they cannot be written; the run's own failure, if there was one, is what it says.
+    Raises RunFolderError if they cannot be written; its message is the run's own failure, if there was one.
     """
     from analysis.load import Run  # not at the top: Arrow is slow to import
     from analysis.measures.checks import failures

@@ -1,6 +1,6 @@
-"""A run's folder as files: who may write into it, its log, what is written whole or not at all.
+"""The files of a run folder: locks, the log, atomic writes, overwriting.
 
-Whoever writes holds a lock on the log, and the system takes it back when the process dies.
+A process that writes holds a lock on the log; the operating system releases it when the process dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.errors import ConfigError, RunFolderError
 from testbed.records.operators import OPERATORS_FILE
 from testbed.records.schema import STEP_TRACE_FILE
 
-_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML's own, where it was built with libyaml
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, if PyYAML was built with libyaml
 
 LOG_FILE = "run.log"
 _OF_RUNS = ("done", "manifest.json", "requests.parquet")
@@ -34,16 +34,16 @@ _WRITTEN = (
     *_OF_RUNS, "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE,
     "config.yaml", "timeline.json",
 )  # fmt: skip
-SET_ASIDE = ".stale"  # of a sweep's folder: finished points that were made from something else
+SET_ASIDE = ".stale"  # folder in a sweep's folder for finished points with another identity
 
 
 def has_run(folder: Path) -> bool:
-    """Whether a run, whole or partial, is in the folder; one that did not begin is none."""
+    """Whether the folder holds a run, complete or partial. A run that did not begin does not count."""
     return any((folder / name).exists() for name in _OF_RUNS) and not did_not_begin(folder)
 
 
 def did_not_begin(folder: Path) -> bool:
-    """Whether all that the folder has of a run is why it failed before it began."""
+    """Whether the folder only records why a run failed before it began."""
     is_alone = not any((folder / name).exists() for name in _OF_RUNS if name != "manifest.json")
     return is_alone and read_manifest(folder).get("status") == "failed"
 
@@ -51,8 +51,8 @@ def did_not_begin(folder: Path) -> bool:
 def refuse_overwrite(
     folder: Path, overwrite: bool, key: str = "hydra.run.dir", allow: str | None = "overwrite=true"
 ) -> None:
-    """Raises RunFolderError for a folder that is in use or holds runs. key: what names it; allow: what, if anything,
-    lets a run there be replaced."""
+    """Raises RunFolderError if a folder is in use, holds runs, or has files that a run would overwrite. key: the option
+    that names the folder; allow: the option that permits replacing a run; None: there is none."""
     if is_locked(folder):
         raise _in_use(folder)
     if not has_run(folder) and (point := next(folder.glob("*/manifest.json"), None)) is not None:
@@ -66,20 +66,20 @@ def refuse_overwrite(
     if has_run(folder):
         raise RunFolderError(f"{folder} already holds a run, and runs are not overwritten; {other}")
     found = [name for name in (*_WRITTEN, LOG_FILE) if (folder / name).exists()]
-    was_begun = {LOG_FILE, "config.yaml"}.issubset(found)  # which a run has from its first moment, the log before
+    was_begun = {LOG_FILE, "config.yaml"}.issubset(found)  # the first files of any run: left by one that was killed
     if found and not was_begun and (found != [LOG_FILE] or (folder / LOG_FILE).stat().st_size):
         raise RunFolderError(f"{folder / found[0]} is no run's, and a run there would write over it; {other}")
 
 
 def refuse_run(folder: Path, key: str) -> None:
-    """Raises RunFolderError for a folder that holds a run, where others are to be put: who reads it sees that one."""
+    """Raises RunFolderError if a folder for several runs itself holds a run: readers would see only that run."""
     if has_run(folder):
         raise RunFolderError(f"{folder} holds a run, and other runs need a folder of their own; choose another {key}")
 
 
 def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a simulation, at the prices of another model, of one that vLLM served and that has none
-    here. overrides: what the user says of the run in the folder."""
+    """Raises ConfigError if a run of a served model whose steps cannot be priced is simulated with the roofline model,
+    unless the user chose another model. overrides: the user's changes to the run in the folder."""
     why = read_manifest(folder).get("unpriced")
     is_chosen = any(item.partition("=")[0] in ("model", "model.path") for item in overrides)
     if why and config.is_simulated and isinstance(config.cost, RooflineConfig) and not is_chosen:
@@ -87,8 +87,8 @@ def check_priced(folder: Path, config: RunConfig, overrides: Sequence[str]) -> N
 
 
 def named_folder(key: str, value: object) -> Path:
-    """The folder that a key names. Raises ConfigError for none: it would be the working directory."""
-    is_name = isinstance(value, str | int | float) and value != "???"  # which has no value yet, to OmegaConf
+    """Returns the folder that a key names. Raises ConfigError if it is empty: that means the working directory."""
+    is_name = isinstance(value, str | int | float) and value != "???"  # OmegaConf's marker of a missing value
     if not is_name or not str(value).strip():
         said = "empty" if is_name else "null" if value is None else "no text"
         raise ConfigError(f"{key} is {said}; name a folder, as {key}=runs/one, or leave it out")
@@ -96,31 +96,31 @@ def named_folder(key: str, value: object) -> Path:
 
 
 def require_writable(folder: Path) -> None:
-    """Raises OSError if nothing can be written there: before hours are spent on what would be."""
+    """Raises OSError if nothing can be written to a folder; called before a long run starts."""
     folder.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=folder).close()
     with suppress(OSError):
-        folder.rmdir()  # whoever writes makes it again
+        folder.rmdir()  # it is made again when something is written
 
 
 def claim(folder: Path, config: RunConfig) -> None:
-    """Makes the folder, removes what an overwritten run left, writes the resolved configuration."""
+    """Makes the folder, removes the files of an earlier run, and writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in [*(folder / name for name in _WRITTEN), *folder.glob("tape*.jsonl")]:
         file.unlink(missing_ok=True)
     if (folder / LOG_FILE).exists():
-        os.truncate(folder / LOG_FILE, 0)  # the lock is on this very file
+        os.truncate(folder / LOG_FILE, 0)  # not deleted: this file holds the lock
     (folder / "config.yaml").write_text(as_yaml(config.raw))
 
 
 def as_yaml(tree: dict[str, Any]) -> str:
-    """As config.yaml has it."""
+    """Formats a configuration as in config.yaml."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
 
 
 @contextmanager
 def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
-    """Within, the folder is claimed and its log open, and no other process can claim it. Raises RunFolderError."""
+    """Context that locks and claims the folder and opens its log. Raises RunFolderError if another process has it."""
     with locked(folder):
         claim(folder, config)
         with _log_to(folder / LOG_FILE):
@@ -129,8 +129,8 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within, the folder is there and no other process can claim it; where nothing is written to it, it goes again.
-    Raises RunFolderError."""
+    """Context that makes the folder and locks it against other processes; removes it if nothing was written to it.
+    Raises RunFolderError if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG_FILE).open("ab") as log:
         if not _lock(log):
@@ -145,7 +145,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a live process writes there."""
+    """Whether a live process is writing to the folder."""
     try:
         with (folder / LOG_FILE).open("rb") as log:
             return not _lock(log, fcntl.LOCK_SH)
@@ -170,7 +170,7 @@ def _in_use(folder: Path) -> RunFolderError:
 
 
 def set_aside(folder: Path, target: Path) -> Path:
-    """Moves a run out of the way, to `target-1` or the next that is free; nothing is lost."""
+    """Moves a run to `target-1`, or the next free number, and returns the new path."""
     number = 1
     while (free := target.with_name(f"{target.name}-{number}")).exists():
         number += 1
@@ -180,7 +180,7 @@ def set_aside(folder: Path, target: Path) -> Path:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes whole or not at all."""
+    """Writes a JSON file atomically."""
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
@@ -195,7 +195,7 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written ends the run as any other file of its folder does, instead of printing a trace."""
+    """A log file whose write errors end the run, like those of its other files, instead of printing a stack trace."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         raise
@@ -225,7 +225,7 @@ _NO_ROOM = {
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Within, an OSError that names no file, as libraries raise it, names this one."""
+    """Context that adds the name of `target` to an OSError without a file name, as some libraries raise it."""
     try:
         yield
     except OSError as error:
@@ -235,7 +235,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """One line for whatever ended a run."""
+    """Describes the exception that ended a run in one line."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         what, fix = _NO_ROOM[error.errno]
         return f"{what} ({error.filename or 'while writing'}); {fix} and run again"
@@ -248,7 +248,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def describe_kept(folder: Path) -> str:
-    """What of a run that did not get to its end can be read: nothing, where its records could not be closed."""
+    """Returns what can be read of a run that ended early; its records cannot be read if they were not closed."""
     from analysis.load import load_run  # not at the top: Arrow is slow to import
 
     try:

@@ -1,1 +1,1 @@
-"""This testbed's scheduler inside a vLLM of one's own, and the run folder that it leaves."""
+"""This testbed's scheduler inside a user's vLLM server, and the run folder that it writes."""

@@ -1,7 +1,7 @@
-"""This testbed's scheduler for a vLLM of one's own: what `scheduler_cls=real.vllm.TestbedScheduler` means.
+"""This testbed's scheduler for a user's vLLM server: the class behind `scheduler_cls=real.vllm.TestbedScheduler`.
 
-`additional_config={"testbed": {...}}` has the keys of `testbed run` (scheduler, cache, seed), and `out`: a run folder
-to write, with tape. What vLLM has decided already (pool, lengths, budgets) is taken from vLLM.
+`additional_config={"testbed": {...}}` takes groups of `testbed run` (scheduler, cache, seed), `device`, and `out`: the
+run folder to write, with a tape. Sizes that vLLM has already fixed (KV pool, lengths, budgets) are taken from vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from testbed.traces.schema import MAX_NUM_TOKENS
 KEYS: dict[str, tuple[type, ...]] = {
     "scheduler": (str, dict), "cache": (dict,), "seed": (int,), "out": (str,), "device": (str,)
 }  # fmt: skip
-_OWN_FLAGS = (  # of vLLM's own scheduler, with the keys that say it to ours, and what says nothing
+_OWN_FLAGS = (  # a flag of vLLM's own scheduler, group and key of the same setting here, and the default
     ("policy", "scheduler", "queue_order", "fcfs"),
     ("long_prefill_token_threshold", "scheduler", "long_prefill_token_threshold", 0),
     ("watermark", "cache", "watermark", 0.0),
@@ -46,10 +46,10 @@ _logger = init_logger("vllm.testbed")
 
 
 class TestbedScheduler(CoreInVllm):
-    """Made by vLLM. Raises ConfigError, before vLLM serves anything, for settings that cannot be."""
+    """The scheduler class that vLLM makes. Raises ConfigError for invalid settings, before vLLM serves a request."""
 
     def name_of(self, request: Any) -> str:
-        """vLLM's id; numbered, where one of before had it: `id~2`."""
+        """Returns vLLM's request id; if an earlier request had the same id, with a number: `id~2`."""
         name = super().name_of(request)
         self._num_named[name] += 1
         return name if self._num_named[name] == 1 else f"{name}~{self._num_named[name]}"
@@ -98,7 +98,7 @@ class TestbedScheduler(CoreInVllm):
 
 
 def _check(settings: Any) -> None:
-    """Raises ConfigError for settings that are none."""
+    """Raises ConfigError for unknown keys and values of the wrong type."""
     place = 'additional_config["testbed"]'
     if not isinstance(settings, dict):
         raise ConfigError(f"{place} is {settings!r}; it must have keys, as {{'scheduler': 'sarathi'}}")
@@ -122,7 +122,8 @@ def _device_of(said: dict[str, Any]) -> str:
 
 
 def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str, Any], device: str) -> RunConfig:
-    """The run's configuration: what was asked for, within what vLLM's workers were sized for. model: of that group."""
+    """Returns the run's configuration: the user's settings, limited to the sizes of vLLM's workers. model: the group
+    `model`. Raises ConfigError for a setting that contradicts vLLM's."""
     said, cache = engine.vllm_config.scheduler_config, dict(settings.get("cache") or {})
     chosen = settings.get("scheduler", "vllm_v1")
     scheduler = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
@@ -163,7 +164,7 @@ def config_in_vllm(settings: dict[str, Any], engine: CoreInVllm, model: dict[str
 
 
 def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) -> None:
-    """Refuses what vLLM's own scheduler was told and this one was not. Raises ConfigError."""
+    """Raises ConfigError for a flag that was set for vLLM's own scheduler but not for this one."""
     for flag, group, key, usual in _OWN_FLAGS:
         value = getattr(said, flag, usual)
         if value != usual and key not in (scheduler if group == "scheduler" else cache):
@@ -181,9 +182,9 @@ def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) ->
 
 
 def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
-    """Ours of one of vLLM's. vLLM judges who stops; the length it may have at most is known."""
+    """Converts a request of vLLM's. vLLM itself checks stop conditions; only the maximum length is known here."""
     salt, most = request.cache_salt or "", 2**31 - 1
-    if request.skip_reading_prefix_cache:  # it reads no prefix of another
+    if request.skip_reading_prefix_cache:  # a unique salt: it shares no prefix with other requests
         salt = f"{salt} read by {name} alone"
     return Request(
         name, array("i", request.prompt_token_ids), arrival_ns=arrival_ns,

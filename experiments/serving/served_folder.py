@@ -1,4 +1,4 @@
-"""The run folder that a vLLM of one's own leaves as it serves under this testbed's scheduler: records, tape, trace."""
+"""The run folder that a user's vLLM server writes while this testbed's scheduler runs in it: records, tape, trace."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _BOUNDS = "of requests that had not ended, outputs are as long as they had leave
 
 
 class _Trace(Recorder):
-    """trace.jsonl, a row for each request as it comes, with as many tokens of output as it has leave for; in the end
-    with those that came, which lie in a file without a name until then: an engine may serve for days."""
+    """Writes trace.jsonl: a row for each request as it arrives, with an output of its maximum length. At the end each
+    row gets the actual output. Until then outputs are in an unnamed temporary file, as an engine may serve for days."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("w", encoding="ascii")
-        self._num = self._num_bytes = 0  # of whole rows
+        self._num = self._num_bytes = 0  # completely written rows, and their bytes
         self._ended = TemporaryFile(dir=path.parent)  # noqa: SIM115  as long as the engine lives
-        self._outputs: dict[str, tuple[int, int]] = {}  # where each begins there, and how many bytes it has
-        self._cancelled_ns: dict[str, int] = {}  # after their arrivals
+        self._outputs: dict[str, tuple[int, int]] = {}  # request id -> offset and bytes of its output in that file
+        self._cancelled_ns: dict[str, int] = {}  # request id -> time from arrival to abort
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
         self._num += 1
@@ -71,14 +71,14 @@ class _Trace(Recorder):
                 self._cancelled_ns[name] = max(1, now_ns - one.request.arrival_ns)
 
     def close(self) -> None:
-        """Of a row that a full disk cut nothing is left: the tape is replayed with the whole ones."""
+        """Closes the file and removes a row that a full disk truncated: the tape is replayed with complete rows."""
         if not self._file.closed:
             with suppress(OSError):
                 self._file.close()
             os.truncate(self._path, self._num_bytes)
 
     def finish(self) -> Trace | None:
-        """Writes what came of the requests; the whole trace, or None of none."""
+        """Writes the trace with the actual outputs and returns it; None if there were no requests."""
         self.close()
         if not self._num:
             return None
@@ -100,9 +100,9 @@ class _Trace(Recorder):
 
 
 class ServedFolder(Recorder):
-    """A run folder that is written as vLLM serves. A killed engine leaves one whose tape can be replayed.
+    """A run folder that is written while vLLM serves. If the engine is killed, the tape in it can still be replayed.
 
-    Serving goes on where the folder cannot be written any more; `say` is told so.
+    If the folder can no longer be written, serving continues and `say` gets a message.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class ServedFolder(Recorder):
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._folder, self._config, self._scheduler, self._say = folder.absolute(), config, scheduler, say
-        self._lost: OSError | None = None  # why nothing is written any more
+        self._lost: OSError | None = None  # the error after which nothing more is written
         refuse_overwrite(self._folder, overwrite=False, key="out", allow=None)
         raw = config.raw
         raw["trace"]["path"] = str(self._folder / TRACE_FILE)
-        if raw["model"].get("path"):  # else it has no price here
+        if raw["model"].get("path"):  # else its steps cannot be priced
             raw["model"]["path"] = str(self._folder / MODEL_FOLDER)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / MODEL_FOLDER).mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ class ServedFolder(Recorder):
         self._recorder = RunRecorder(self._folder)
         self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
         self._trace = _Trace(self._folder / TRACE_FILE)
-        self._records = together([self._recorder, self._trace, self._tape])  # who is on the tape has a row in the trace
+        self._records = together([self._recorder, self._trace, self._tape])  # a tape's requests need rows in the trace
         self._manifest = self._describe(said) | {"unpriced": unpriced or None}
         write_json(self._folder / "manifest.json", self._manifest)
 
@@ -143,7 +143,7 @@ class ServedFolder(Recorder):
         self._tell(self._records.ended, finished, now_ns)
 
     def _tell(self, method: Callable[..., None], *given: Any) -> None:
-        """Tells the records, while they can be written."""
+        """Calls a method of the records unless an earlier write failed."""
         if self._lost is None:
             try:
                 method(*given)
@@ -151,7 +151,7 @@ class ServedFolder(Recorder):
                 self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """What was written until now is kept, as far as the files can be closed."""
+        """Stops recording after a write error; keeps the records so far, if the files can be closed."""
         self._lost = error
         self._say(f"nothing more is recorded in {self._folder}: {describe_failure(error)}; serving goes on")
         for close in (self._recorder.close, self._tape.close, self._trace.close):
@@ -160,7 +160,7 @@ class ServedFolder(Recorder):
         self.failed(error)
 
     def failed(self, error: BaseException) -> None:
-        """The loop ends with this, or its records do: the manifest says so, if it can be written."""
+        """Writes the error that ended the loop or the recording into the manifest, if possible."""
         self._manifest |= {
             "failure": describe_failure(error), "num_steps": self._scheduler.num_steps,
             "num_sent": self._recorder.num_sent,
@@ -169,7 +169,7 @@ class ServedFolder(Recorder):
             write_json(self._folder / "manifest.json", self._manifest)
 
     def finish(self) -> None:
-        """vLLM shuts down: the folder is closed."""
+        """Completes the folder when vLLM shuts down."""
         self._tell(self._finish)
 
     def _finish(self) -> None:

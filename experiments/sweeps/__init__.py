@@ -1,1 +1,1 @@
-"""Many runs by one command: which points there are (`sweep`), which are finished already (`points`), how far it is."""
+"""Many runs from one command: the points of a sweep (`sweep`), their folders and jobs (`points`), and `progress`."""

@@ -1,7 +1,8 @@
-"""The points of a sweep: where each belongs, whether it was run before, and what one job of a launcher does of them.
+"""The points of a sweep: their folders, whether they are finished, and the jobs of a launcher that run them.
 
-A job takes points one after another that no other job has taken, so the launcher's own cost is paid once a job and a
-dead job costs the point that it was at. Jobs and sweep speak through a folder, the board: any launcher will do.
+A job takes one point after another that no other job has taken. The launcher's overhead is therefore paid once per job,
+and a job that dies loses only its current point. Jobs and sweep communicate only through a folder, the board, so that
+any launcher can be used.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from testbed.errors import RunFolderError, TestbedError
 from testbed.records.schema import RUN_FILES
 
 _BOARD, _OWNER = ".points-", "owner"
-_NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # of a point's folder: Identity.name
+_NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # the name of a point's folder: Identity.name
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """label: its swept overrides. root: the sweep's folder. folder: in it, if the user names it; None: by identity."""
+    """A point. label: its swept overrides. root: the sweep's folder. folder: its name in root; None: Identity.name."""
 
     label: str
     command: str
@@ -53,8 +54,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a point. status: complete, failed (also one whose requests could never fit), interrupted, elsewhere
-    (another process is running it)."""
+    """The result of a point. status: complete, failed (also if requests can never fit), interrupted, elsewhere (another
+    process is running it)."""
 
     label: str
     status: str
@@ -68,7 +69,7 @@ class Outcome:
 
 
 class Known:
-    """The points that a sweep's folder has, by the configuration that their names begin with."""
+    """The point folders in a sweep's folder, by the configuration hash at the start of their names."""
 
     def __init__(self, root: Path) -> None:
         self._by_config: dict[str, list[Path]] = {}
@@ -77,8 +78,8 @@ class Known:
                 self._by_config.setdefault(match[1], []).append(folder)
 
     def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
-        """Sets aside what is in a point's way: (why, where it is now). What another process is writing stays; of what
-        did not begin nothing does."""
+        """Moves aside runs that are in the place of a point; yields (reason, new path). Runs that another process is
+        writing are left; folders of runs that did not begin are deleted."""
         others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
         for path in (*others, folder):
             if did_not_begin(path) and not is_locked(path):
@@ -98,7 +99,7 @@ def is_done(folder: Path, identity: Identity) -> bool:
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether a finished run there has lost files since, or the ends of its tables."""
+    """Whether a finished run has lost files, or the ends of its tables."""
     return (folder / "done").exists() and not all(_has_its_end(folder / name) for name in RUN_FILES)
 
 
@@ -116,7 +117,7 @@ def holds_another(folder: Path, config: RunConfig) -> bool:
         return False
     asked = identity_of(config).config
     kept = read_manifest(folder).get("identity")
-    if isinstance(kept, dict) and kept.get("config") == asked:  # of vLLM's own scheduler another may be saved
+    if isinstance(kept, dict) and kept.get("config") == asked:  # config.yaml may differ after vLLM's own scheduler
         return False
     try:
         return identity_of(RunConfig.from_container(saved_config(folder))).config != asked
@@ -125,7 +126,7 @@ def holds_another(folder: Path, config: RunConfig) -> bool:
 
 
 def refuse_others(folders: list[Path]) -> None:
-    """Raises RunFolderError if there are any."""
+    """Raises RunFolderError if there are folders with runs of another configuration."""
     if folders:
         raise RunFolderError(
             f"{', '.join(map(str, folders))} {'holds a finished run' if len(folders) == 1 else 'hold finished runs'} "
@@ -138,25 +139,25 @@ def refuse_others(folders: list[Path]) -> None:
 
 @contextmanager
 def board_in(root: Path) -> Iterator[Board]:
-    """Within, a sweep's folder has a board at which this process waits."""
+    """Context in which the sweep's folder has a board that this process owns and reads."""
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=_BOARD, dir=root))
     try:
         with (folder / "new").open("wb") as owner:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(owner, fcntl.LOCK_EX)
-            (folder / "new").rename(folder / _OWNER)  # whoever finds it finds it held
+            (folder / "new").rename(folder / _OWNER)  # renamed after locking: never visible without its lock
             yield Board(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def say_killed(root: Path) -> list[Path]:
-    """Leaves word of the points that nobody came to before their sweep was killed. Returns its boards: jobs on other
-    machines may outlive it, and still take from them."""
+    """Records a failure for each point that no job had taken when its sweep was killed. Returns the boards of killed
+    sweeps, from which jobs on other machines may still take points."""
     boards = [folder for folder in root.glob(f"{_BOARD}*") if _is_left(folder)]
     for board in boards:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # cut in the middle: then it names no points
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a truncated list of points is ignored
             for index, point in enumerate(Board(board).points()):
                 if not (board / f"{index}.taken").exists():
                     say_not_begun(point, "its sweep was killed before it began")
@@ -164,7 +165,7 @@ def say_killed(root: Path) -> list[Path]:
 
 
 def _is_left(board: Path) -> bool:
-    """Whether nobody waits there any more; where the file system has no locks, nobody can tell."""
+    """Whether the sweep that owned a board has ended; False on a file system without locks, where this is unknown."""
     try:
         with (board / _OWNER).open("rb") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,12 +175,12 @@ def _is_left(board: Path) -> bool:
 
 
 class Board:
-    """A folder in which jobs say what they have taken and what came of it. It is gone once nobody waits for them."""
+    """A folder in which jobs record which points they took, and the results. It is deleted when the sweep ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._read: set[str] = set()
-        self.num_taken = 0  # at the last look
+        self.num_taken = 0  # at the last call of `news`
 
     def write(self, points: list[Point]) -> None:
         (self.folder / "points").write_text(json.dumps([asdict(point) for point in points]))
@@ -192,7 +193,7 @@ class Board:
             return []
 
     def take(self, index: int) -> bool:
-        """Whether the point is now the caller's alone."""
+        """Takes a point; returns False if another job has taken it, or the board is gone."""
         try:
             (self.folder / f"{index}.taken").open("x").close()
         except (FileExistsError, FileNotFoundError):
@@ -205,10 +206,10 @@ class Board:
             file.with_suffix(".new").write_text(json.dumps(asdict(outcome)))
             os.replace(file.with_suffix(".new"), file)
         except FileNotFoundError:
-            return  # nobody waits for it any more
+            return  # the sweep has ended
 
     def news(self) -> list[Outcome]:
-        """What was said since the last look."""
+        """Returns the outcomes since the last call."""
         names = os.listdir(self.folder)
         self.num_taken = sum(name.endswith(".taken") for name in names)
         new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
@@ -219,7 +220,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a job of a launcher does: Hydra's task function. limit: points that it may take; None: all that are left."""
+    """The task function of a launcher's job: runs points. limit: points that it may take; None: all that are left."""
 
     board: str
     limit: int | None
@@ -232,7 +233,7 @@ class Share:
             sys.path.append(self.working_folder)  # as cli.main does
         board, num_taken = Board(Path(self.board)), 0
         points = board.points()
-        own = HydraConfig.get().job.num * (self.limit or 0)  # where nobody else begins
+        own = HydraConfig.get().job.num * (self.limit or 0)  # each job begins at another point
         for index in (*range(own, len(points)), *range(own)):
             if num_taken == self.limit:
                 return
@@ -246,7 +247,7 @@ class Share:
 
 
 def _run(point: Point) -> Outcome:
-    """Runs a point, silently: whoever reads the board speaks of all of them."""
+    """Runs a point without printing: the process that reads the board prints the outcomes."""
     folder = ""
     try:
         config = RunConfig.from_container(point.raw)
@@ -257,7 +258,7 @@ def _run(point: Point) -> Outcome:
         with redirect_stderr(_NoTerminal(sys.stderr)):
             try:
                 result = execute(config, Path(folder), command=point.command, origin=point.origin)
-            except RunFolderError:  # of another sweep, perhaps, into the same folder
+            except RunFolderError:  # perhaps another sweep is using the same folder
                 if is_locked(Path(folder)):
                     return Outcome(point.label, "elsewhere", folder)
                 if is_done(Path(folder), identity):
@@ -270,7 +271,7 @@ def _run(point: Point) -> Outcome:
         if folder:
             point.origin.say_failed(Path(folder), config, message, point.command)
         return Outcome(point.label, "failed", folder, message, status)
-    if was_pressed() or result.exit_status == INTERRUPTED:  # of one that is whole too: the next is not to be begun
+    if was_pressed() or result.exit_status == INTERRUPTED:  # even if this run is complete: do not begin another
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:
         return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
@@ -279,7 +280,7 @@ def _run(point: Point) -> Outcome:
 
 
 def say_not_begun(point: Point, why: str) -> None:
-    """Leaves word of a point that nobody came to, where nothing of it is and its classes can still be had."""
+    """Records a failure for a point that was not begun, if its folder holds no run and its configuration is valid."""
     with suppress(TestbedError):
         config = RunConfig.from_container(point.raw)
         point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)

@@ -1,4 +1,4 @@
-"""What a sweep says while its points are run, wherever they are: a line for each, and on a terminal one bar."""
+"""Output of a sweep while its points run, on any machine: a line for each point, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_S = 0.2
 
 
 class Followed:
-    """Reads the board in a thread, until it is stopped or left. outcomes: all that were read."""
+    """Reads the board in a thread until `stop` or the end of the context. outcomes: all outcomes read so far."""
 
     def __init__(self, board: Board, num_points: int) -> None:
         self._board, self._num_points = board, num_points
@@ -30,9 +30,9 @@ class Followed:
 
     def __enter__(self) -> Followed:
         if sys.stderr.isatty():
-            from tqdm import tqdm  # not at the top: nobody may look
+            from tqdm import tqdm  # not at the top: only needed on a terminal
 
-            # smoothing=0: by the mean of all points, since they end in bursts
+            # smoothing=0: the rate is the mean over all points, since they end in bursts
             self._bar = tqdm(total=self._num_points, desc="sweep", unit="point", leave=False, smoothing=0)
         self._thread.start()
         return self
@@ -41,7 +41,7 @@ class Followed:
         self.stop()
 
     def stop(self) -> None:
-        """Reads what was said last, and ends the bar. A second call does nothing."""
+        """Reads the last outcomes and closes the bar. A second call does nothing."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -55,7 +55,7 @@ class Followed:
         while not self._stopped.wait(pause_s):
             began = time.monotonic()
             self._look()
-            pause_s = max(_EVERY_S, 50 * (time.monotonic() - began))  # a point may run in this very process
+            pause_s = max(_EVERY_S, 50 * (time.monotonic() - began))  # at most 2 %: a point may run in this process
 
     def _look(self) -> None:
         news = self._board.news()
@@ -76,5 +76,5 @@ class Followed:
             self._bar.clear()
         try:
             print(line, flush=self._bar is not None)
-        except BrokenPipeError:  # `| head`: the points are run all the same
+        except BrokenPipeError:  # `| head`: the points still run
             go_on_unheard()

@@ -1,7 +1,7 @@
-"""`testbed run -m`: the points of a sweep, those that are finished left out, the others through Hydra's launcher.
+"""`testbed run -m`: finds the points of a sweep, skips finished ones, and runs the others through Hydra's launcher.
 
-Hydra composes, parses and launches; but it is given jobs that run many points (experiments/sweeps/points.py), since it
-takes longer to compose a small point than to simulate it.
+Hydra composes, parses and launches. Each of its jobs runs many points (experiments/sweeps/points.py), because Hydra
+takes longer to compose a small point than it takes to simulate it.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from experiments.wiring.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
 
-_EVERY_S = 0.2  # another process's point is looked after
-_FEW = 3  # points that are named one by one
+_EVERY_S = 0.2  # interval of checks whether another process has finished a point
+_FEW = 3  # up to this many points are listed by name
 
 
 def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -> None:
-    """Runs the points that the arguments make (overrides of the run's own keys), under Hydra's configuration of them.
+    """Runs the points of a sweep. arguments: overrides of the run's keys. config: Hydra's configuration of the sweep.
 
-    Raises TestbedError in one line, and KeyboardInterrupt.
+    Raises TestbedError with a one-line message, and KeyboardInterrupt.
     """
     if config.hydra.callbacks or config.hydra.job.chdir:
         raise ConfigError("hydra.callbacks and hydra.job.chdir act on each point by itself: add hydra/sweeper=basic")
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     if any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
-    check([*of_hydra, *arguments], is_sweep=True)  # what an overlay sweeps is among them
+    check([*of_hydra, *arguments], is_sweep=True)  # `arguments` includes the sweep of an overlay
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))
     command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
@@ -80,8 +80,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """combinations: the overrides of each point, the swept ones among them as its label. of_hydra: Hydra's own.
-    command: makes it again."""
+    """A sweep. combinations: (label, overrides) of each point; the label is the swept overrides. of_hydra: overrides
+    of Hydra's own keys. command: repeats the sweep."""
 
     master: DictConfig
     context: HydraContext
@@ -92,12 +92,12 @@ class _Sweep:
 
     @property
     def names_folders(self) -> bool:
-        """Whether the user does, with hydra.sweep.subdir."""
+        """Whether the user names the points' folders with hydra.sweep.subdir."""
         sweep: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
         return str(sweep["subdir"]) != "."
 
     def subfolder(self, overrides: list[str], number: int) -> str:
-        """What hydra.sweep.subdir says of a point."""
+        """Returns the value of hydra.sweep.subdir for a point."""
         point = self.context.config_loader.load_sweep_config(self.master, overrides)
         with open_dict(point):
             point.hydra.job.num = number
@@ -109,7 +109,7 @@ class _Sweep:
 
 
 def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
-    """The overrides of each key, one for each of its values."""
+    """Returns, by key, one override for each of its values."""
     choices: dict[str, list[str]] = {}
     for item in parsed:
         key = item.get_key_element()
@@ -125,7 +125,7 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
 
 
 def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> str:
-    """The sweep's own, which makes it again in the same folder."""
+    """Returns the command that repeats the sweep in the same folder."""
     of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
     named = [item for item in of_hydra if item.startswith("hydra.sweep.subdir=")]
     return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}", *named])
@@ -136,7 +136,8 @@ def _searched(of_hydra: list[str]) -> list[str]:
 
 
 def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple[str, list[str]]]:
-    """Each point's swept overrides as a label, and all its overrides; the last key varies fastest, as Hydra has it."""
+    """Returns (label, overrides) of each point; the label is its swept overrides. As in Hydra, the last key varies
+    fastest."""
     swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
     points: dict[str, list[str]] = {}
     for combination in itertools.product(*choices.values()):
@@ -146,11 +147,11 @@ def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple
 
 
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
-    """Every point with its configuration. Raises FailedError, before any runs, if one's is refused."""
+    """Returns every point with its configuration. Raises FailedError, before any point runs, if one is invalid."""
     points: list[tuple[Point, RunConfig]] = []
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
-    makeable: set[str] = set()  # each choice of policies is made once
+    makeable: set[str] = set()  # choices of policies already constructed: each is tried once
     for item in (item for _, overrides in sweep.combinations for item in overrides):
         values.setdefault(item.partition("=")[0], set()).add(item)
     searched = _searched(sweep.of_hydra)
@@ -177,7 +178,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
 
 
 def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
-    """A note if no arm of the points has the name; it may be one of those that the folder has from before."""
+    """Prints a note if no arm of these points matches report.baseline; earlier points in the folder may match."""
     baseline = configs[0].report.baseline
     if baseline is None:
         return
@@ -191,7 +192,7 @@ def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
 
 
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
-    """The points that were not finished before, what is in their way set aside. Says what it found."""
+    """Returns the points that are not finished, after moving aside runs in their places. Prints what it found."""
     refuse_run(sweep.root, "hydra.sweep.dir")
     for board in say_killed(sweep.root):
         shutil.rmtree(board, ignore_errors=True)
@@ -221,7 +222,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
 
 
 def _refuse_shared(places: list[tuple[Path, str]]) -> None:
-    """Raises ConfigError where hydra.sweep.subdir gives two points one folder: the second would replace the first."""
+    """Raises ConfigError if hydra.sweep.subdir gives two points one folder: the second would replace the first."""
     taken: dict[Path, str] = {}
     for place, label in places:
         if place in taken:
@@ -244,13 +245,13 @@ def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]],
         print(f"restated     {num_restated} of them: {' and '.join(JUDGING)} as they are given now")
 
 
-# --- running it ---
+# --- running ---
 
 
 def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
-    """What came of the points, as far as anything did. Raises FailedError when the launcher fails."""
+    """Runs the points through Hydra's launcher; returns their outcomes. Raises FailedError if the launcher fails."""
     num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
-    # the jobs' configuration is Hydra's alone: what the points are stands on the board
+    # the jobs' overrides are only for Hydra: the points are on the board
     overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
     failure: Exception | None = None
     returns: Iterable[JobReturn] = ()
@@ -268,7 +269,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         except Exception as error:  # noqa: BLE001  a launcher may raise anything when a worker dies
             failure = error
     for item in returns:
-        _ = item.return_value  # raises what a job did: a bug, since all else is on the board
+        _ = item.return_value  # raises a job's exception: a bug, as all other failures are outcomes on the board
     if any(outcome.status == "interrupted" for outcome in followed.outcomes):
         raise _interrupted(todo, followed)
     if failure is not None:
@@ -281,7 +282,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
 
 
 def _settled(outcomes: list[Outcome]) -> Iterator[Outcome]:
-    """Of a point that another process has begun, what came of it there; waits for that."""
+    """Yields the outcomes; for a point that another process is running, waits for its result there."""
     for outcome in outcomes:
         folder = Path(outcome.folder)
         if outcome.status != "elsewhere":
@@ -297,7 +298,7 @@ def _settled(outcomes: list[Outcome]) -> Iterator[Outcome]:
 
 
 def _say_not_begun(todo: list[Point], followed: Followed, why: str) -> None:
-    """Leaves word in the folders of points of which nobody has spoken: a report would not miss them."""
+    """Records a failure in the folders of points without an outcome, so that reports list them as missing."""
     heard = {outcome.label for outcome in followed.outcomes}
     for point in todo:
         if point.label not in heard:
@@ -312,7 +313,7 @@ def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
 
 
 def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int, int | None]:
-    """How many jobs the launcher gets, and how many points each may take."""
+    """Returns the number of jobs for the launcher, and the limit of points for each (None: no limit)."""
     if per_job is not None:
         require_whole_or_null("points_per_job", per_job, 1)
         return -(-num_points // per_job), per_job
@@ -329,11 +330,11 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
                 f"hydra.launcher.n_jobs is {master.hydra.launcher.n_jobs}; it must be a number of processes, or -1 for "
                 "as many as there are cores"
             ) from None
-    return num_points, 1  # time and memory that a cluster grants a job are meant for a point
+    return num_points, 1  # on a cluster, a job's time and memory limits are meant for one point
 
 
 def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
-    """Says what is true of all points at once. Raises FailedError if any failed, or was never taken."""
+    """Prints the notes and the result of the sweep. Raises FailedError if a point failed or was never taken."""
     notes = Counter(note for outcome in outcomes for note in outcome.notes)
     for note, count in notes.items():
         print(f"note         {count} point{'s' * (count > 1)}: {note}")
@@ -347,6 +348,6 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
 
 
 def _failure(bad: list[Outcome], how_many: str) -> FailedError:
-    """The first of them in one line."""
+    """Returns an error with the first failed point's message in one line."""
     label = f"{bad[0].label}: " * bool(bad[0].label)
     return FailedError(f"{label}{bad[0].message} {how_many}".rstrip(), bad[0].exit_status or 1)

@@ -1,6 +1,6 @@
-"""Hydra's door to experiments/sweeps/sweep.py: the sweeper that experiments/conf/config.yaml chooses.
+"""The Hydra plugin for experiments/sweeps/sweep.py: the sweeper that experiments/conf/config.yaml chooses.
 
-It lies here because Hydra takes plugins of this namespace alone. `hydra/sweeper=…` chooses another.
+It is in this package because Hydra finds plugins only in this namespace. `hydra/sweeper=…` chooses another sweeper.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from omegaconf import DictConfig
 
 
 class PointsSweeper(Sweeper):
-    """Leaves out points that were run before, and gives the others to the launcher, several a job.
+    """Skips finished points and gives the others to the launcher, several per job.
 
-    params: what an overlay sweeps: {key: values with commas between them}.
+    params: the sweep of an overlay: {key: comma-separated values}.
     """
 
     def __init__(self, params: dict[str, str] | None = None) -> None:
         self._params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keeps what Hydra hands over; the task function is for sweepers that run a point by Hydra's own job."""
+        """Keeps Hydra's context and configuration. The task function is not used: points are not jobs of Hydra."""
         self._context, self._config = hydra_context, config
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Runs the points of these overrides. Raises TestbedError in one line, and KeyboardInterrupt."""
-        from experiments.configuration.overrides import not_emptied  # not at the top: a single run needs none of it
+        """Runs the points of these overrides. Raises TestbedError with a one-line message, and KeyboardInterrupt."""
+        from experiments.configuration.overrides import not_emptied  # not at the top: not needed for a single run
         from experiments.sweeps.sweep import run_sweep
 
         swept = [f"{key}={value}" for key, value in self._params.items()]

@@ -1,5 +1,5 @@
-"""From a configuration to the parts of a run. The only place that knows both backends.
+"""Builds the parts of a run from its configuration. The only package that knows both backends.
 
-`build` makes trace, scheduler and simulator, `build_engine` the engines; `costs` and `traces` are its parts, `engines`
-what drives one or a fleet. `foreign` puts into one line what a user's own class did wrong.
+`build` makes trace, scheduler and simulator with the help of `costs` and `traces`; `build_engine` makes real engines.
+`engines` handles one engine or a fleet of replicas. `foreign` reports failures of a user's own class in one line.
 """

@@ -1,4 +1,4 @@
-"""The wiring: from a RunConfig to a trace, a scheduler and the simulator. Engines are build_engine.py's."""
+"""Builds trace, scheduler and simulator from a RunConfig. Real engines are built in build_engine.py."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ class Pools:
 
 
 def num_cpu_blocks(config: RunConfig) -> int:
-    """cache.swap_space_gib is each rank's, as vLLM has it."""
+    """Returns the number of CPU blocks on each rank. As in vLLM, cache.swap_space_gib is the memory of each rank."""
     if config.cache.num_cpu_blocks is not None:
         return config.cache.num_cpu_blocks
     return int(config.cache.swap_space_gib * 2**30) // block_bytes(config)
 
 
 def can_swap(config: RunConfig) -> bool:
-    """Whether a plan of this scheduler may ever swap: not where it always computes again."""
+    """Whether a plan of this scheduler may swap: False if it always preempts by recompute."""
     return not isinstance(make_policy("scheduler.preemption", config.scheduler.preemption), Recompute)
 
 
 def simulated_pools(config: RunConfig) -> Pools:
-    """As many blocks as the device's memory holds, by the formula that the real engine uses."""
+    """Returns the KV pools of a simulated engine; by default the blocks that fit into the device's memory, by the
+    formula of the real engine."""
     num_gpu = config.cache.num_gpu_blocks
     if num_gpu is None:
         bounds = config.limits
@@ -77,8 +78,8 @@ def simulated_pools(config: RunConfig) -> Pools:
 
 
 def _largest_captured(config: RunConfig) -> int:
-    """Tokens of the largest step that an engine captures: what the cost model says of graphs, else what it does when
-    nothing is said. 0: none."""
+    """Returns the tokens of the largest step that an engine captures as a CUDA graph: by the cost model's settings, or
+    the real engine's defaults for cost models without them. 0: no graphs."""
     said, bounds = config.cost if isinstance(config.cost, RooflineConfig) else RealConfig(), config.limits
     if config.device.kind != "cuda" or not said.cuda_graphs:
         return 0
@@ -87,7 +88,7 @@ def _largest_captured(config: RunConfig) -> int:
 
 
 class Policies(NamedTuple):
-    """Those of one scheduler, as they were chosen; nothing is bound yet."""
+    """The policies of one scheduler, not bound yet."""
 
     composition: Any
     queue: Any
@@ -99,7 +100,7 @@ class Policies(NamedTuple):
 
 
 def make_policies(config: RunConfig) -> Policies:
-    """Raises ConfigError for one that there is not, or that cannot be made."""
+    """Makes the chosen policies. Raises ConfigError for one that does not exist or cannot be constructed."""
     chosen = config.scheduler
     queue = make_policy("scheduler.queue_order", chosen.queue_order)
     return Policies(
@@ -114,7 +115,7 @@ def make_policies(config: RunConfig) -> Policies:
 
 
 def check_makeable(config: RunConfig) -> None:
-    """Raises ConfigError for policies that there are not, or that cannot be made, before anything else is."""
+    """Raises ConfigError for policies that do not exist or cannot be constructed; called before a sweep runs."""
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return
     make_policies(config)
@@ -171,14 +172,15 @@ def _eviction(config: RunConfig) -> EvictionPolicy:
 
 
 def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
-    """`auto`: the lowest priority where the queue goes by priority, otherwise the most recently admitted (vLLM V1)."""
+    """Returns the victim choice. `auto`: lowest priority if the queue is ordered by priority, otherwise most recently
+    admitted (vLLM V1)."""
     if scheduler.victim != "auto":
         return scheduler.victim
     return "lowest_priority" if getattr(queue, "goes_by_priority", False) else "most_recently_admitted"
 
 
 def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: Any) -> None:
-    """Refuses policies that contradict the settings, however they were named. Raises ConfigError."""
+    """Raises ConfigError if the made policies contradict the settings, however the policies were named."""
     if isinstance(preemption, Swap) and pools.num_cpu_blocks == 0:
         raise ConfigError(
             "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
@@ -201,7 +203,7 @@ def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: A
 
 
 def check_policies(config: RunConfig, pools: Pools) -> None:
-    """Refuses settings that contradict each other. Raises ConfigError with the reason."""
+    """Raises ConfigError, with the reason, for settings that contradict each other."""
     cache, scheduler = config.cache, config.scheduler
     watermark = scheduler.kv_rules.watermark_blocks(config.watermark, pools.num_gpu_blocks)
     if watermark >= pools.num_gpu_blocks:
@@ -223,18 +225,18 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:
-    """Prices for policies."""
+    """Returns the estimator of step times that policies use."""
     return CostEstimator(estimator_name(config), build_cost(_priced_as(config)))
 
 
 def estimator_name(config: RunConfig) -> str:
-    """What the manifest says of the prices that policies are given, in both modes: cost model and device."""
+    """Returns the estimator's cost model and device, for the manifest of simulated and real runs."""
     priced = _priced_as(config)
     return f"{priced.cost_name} on {priced.device.name}"
 
 
 def _priced_as(config: RunConfig) -> RunConfig:
-    """The run's own configuration; of a replay that of the run that it replays."""
+    """Returns the configuration that step times follow: the run's own, or for a replay that of the replayed run."""
     if config.recorded_run is None:
         return config
     return _priced_as(RunConfig.from_container(read_config(Path(config.recorded_run))))
@@ -247,7 +249,7 @@ def asks_step_times(config: RunConfig) -> bool:
 
 
 def unused_settings(config: RunConfig) -> list[str]:
-    """Settings that were changed and that nothing reads: two arms that differ in one are the same."""
+    """Returns notes about changed settings that have no effect: arms that differ only in one of them are the same."""
     backend, alone = config.backend, SimConfig()
     composition = make_policy("scheduler.composition", config.scheduler.composition)
     defaults = {item.name: item.default for item in fields(SchedulerConfig)}
@@ -285,12 +287,13 @@ def unused_settings(config: RunConfig) -> list[str]:
 
 
 def check_simulated(row: TraceRequest) -> None:
-    """Refuses a row that the simulator cannot serve. Raises ConfigError."""
+    """Raises ConfigError for a row that the simulator cannot serve."""
     refuse_unforced(row.request_id, row.num_output_tokens)
 
 
 def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
-    """Refuses a whole trace that it cannot serve; of a streamed one, whoever reads it checks the rows."""
+    """Builds the simulated backend. Raises ConfigError if it cannot serve the trace; rows of a streamed trace are
+    checked where they are read."""
     for row in trace if isinstance(trace, Trace) else ():
         if row.output is None:
             check_simulated(row)

@@ -1,4 +1,4 @@
-"""Engines from a RunConfig: ours, one or several of them, and vLLM's. Imports torch and vLLM when one is asked for."""
+"""Builds real engines from a RunConfig: ours, its replicas, or vLLM. Imports torch and vLLM only when needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testbed.traces.schema import TokenIds, Trace
 
 
 def check_token_ids(config: RunConfig, trace: Trace) -> None:
-    """Refuses explicit token ids that the model does not have. Raises TraceError with the place."""
+    """Raises TraceError, with the place, for explicit token ids outside the model's vocabulary."""
     for row in trace.rows:
         for part in (*row.prompt, *(() if row.output is None else (row.output,))):
             if not isinstance(part, TokenIds):
@@ -35,9 +35,9 @@ def check_token_ids(config: RunConfig, trace: Trace) -> None:
 
 
 def check_prompts(config: RunConfig, trace: Trace) -> None:
-    """Refuses prompts that vLLM does not take, and that no other column of an ablation treats as it: of a whole model's
-    length, which our core admits for one token; under its own scheduler also longer ones, which our core ends as
-    ignored. Raises TraceError before vLLM starts."""
+    """Raises TraceError, before vLLM starts, for prompts that vLLM rejects but other backends handle in another way:
+    prompts of exactly max_model_len, for which our core generates one token; under vLLM's own scheduler also longer
+    ones, which our core ends as ignored."""
     assert isinstance(config.backend, VllmConfig)
     most, is_ours = config.limits.max_model_len, config.backend.decides == "testbed"
     for row in trace.rows:
@@ -51,8 +51,8 @@ def check_prompts(config: RunConfig, trace: Trace) -> None:
 
 
 def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dict[str, Any] | None = None) -> Any:
-    """Starts vLLM in this process. Whoever gets it closes it. observe: vLLM's own scheduler decides, told this, and
-    leaves a log there. Raises ConfigError for what it, or this testbed in it, cannot do."""
+    """Starts vLLM in this process. The caller closes it. observe: run vLLM's own scheduler, with the options `told`,
+    and write its log to this file. Raises ConfigError for settings that vLLM, or this testbed in vLLM, cannot do."""
     assert isinstance(config.backend, VllmConfig)
     check_pace(config)
     composition = make_policy("scheduler.composition", config.scheduler.composition)
@@ -65,10 +65,10 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
     from real.vllm.backend import VllmBackend
 
     bounds = _bounds_of_engine(config)
-    if not getattr(composition, "splits_prompts", True):  # one that has outgrown the budget is computed alone
+    if not getattr(composition, "splits_prompts", True):  # a prompt longer than the budget is a step of its own
         bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
     backend = config.backend
-    if backend.dtype is None and config.model.dtype == "float32":  # of which vLLM by itself makes bfloat16
+    if backend.dtype is None and config.model.dtype == "float32":  # by default vLLM converts it to bfloat16
         backend = replace(backend, dtype=config.model.dtype)
     return VllmBackend(
         str(config.model.path),
@@ -84,10 +84,11 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
 
 
 def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
-    """Loads the model, on as many ranks as the device is said to have. Whoever gets it closes it. swaps: whether it is
-    given plans that swap; None: as the configured preemption has it.
+    """Loads the model, on `device.tensor_parallel_size` ranks. The caller closes the backend. swaps: whether it gets
+    plans that swap; None: according to the configured preemption.
 
-    Raises ConfigError if the packages of the real engine are not installed, and for what a device cannot do right.
+    Raises ConfigError if the packages of the real engine are not installed, or for settings that only a simulator can
+    run.
     """
     with real_packages("backend=real"):
         from real.backend import RealBackend
@@ -98,9 +99,9 @@ def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
 
 
 def computes_beside(config: RunConfig) -> bool:
-    """Whether a device computes steps while this process does something else."""
+    """Whether a device computes steps while this process does other work."""
     if isinstance(config.backend, VllmConfig):
-        return config.scheduler.async_scheduling  # else a plan is launched on the way to waiting for it
+        return config.scheduler.async_scheduling  # otherwise a plan is launched and waited for in one call
     if not isinstance(config.backend, RealConfig):
         return False
     from real.device import resolve_device
@@ -109,7 +110,7 @@ def computes_beside(config: RunConfig) -> bool:
 
 
 def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
-    """The same in processes of their own, `backend.num_replicas` of them, and what they say of themselves."""
+    """Starts `backend.num_replicas` real engines in processes of their own; returns them and their description."""
     assert isinstance(config.backend, RealConfig)
     with real_packages("backend=real"):
         from real.parallel.replica import ReplicaSetup, start_replicas
@@ -119,7 +120,7 @@ def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
 
 @contextmanager
 def real_packages(who: str) -> Iterator[None]:
-    """Within, `who` imports packages of the real engine. Raises ConfigError for one that is not here."""
+    """Context in which `who` imports packages of the real engine. Raises ConfigError if one is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -129,7 +130,7 @@ def real_packages(who: str) -> Iterator[None]:
 
 
 def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str, Any]:
-    """What our own engine is made with. Raises ConfigError for what a device cannot do right."""
+    """Returns the arguments of our own engine. Raises ConfigError for settings that only a simulator can run."""
     assert isinstance(config.backend, RealConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
     check_plans_ahead(config)
@@ -144,7 +145,7 @@ def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str
 
 
 def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
-    """What any engine of this machine is made with: the bounds of its steps, its memory for KV, and the seed."""
+    """Returns the arguments that our engine and vLLM share: the limits of steps, the memory for KV, and the seed."""
     bounds = config.limits
     return {
         "block_size": config.cache.block_size,
@@ -158,7 +159,7 @@ def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
 
 
 def _kv_dtype(config: RunConfig, backend: RealConfig) -> str | None:
-    """The format of K and V if it is not the weights'. Raises ConfigError for one that the engine does not keep."""
+    """Returns the dtype of the KV cache; None if it is the model's. Raises ConfigError if the engine lacks it."""
     kv_dtype, own = config.cache.kv_dtype, backend.dtype or config.model.dtype
     if kv_dtype in (None, own):
         return None

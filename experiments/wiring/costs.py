@@ -1,4 +1,4 @@
-"""The wiring of prices: from a RunConfig to a cost model, and what cache and cost model must agree on."""
+"""Builds cost models from a RunConfig, and computes the sizes that cache and cost model share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
 from testbed.specs.profiles import Profile, read_profile
 
-MEASURED_FIELDS = (  # of a device, that measured operators do not follow
+MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
     "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "memory_efficiency",
     "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "attention_packs_heads",
@@ -43,7 +43,7 @@ _Cost = TypeVar("_Cost", bound=RooflineCost)
 
 
 def block_bytes(config: RunConfig) -> int:
-    """Bytes of one KV block on each rank."""
+    """Returns the bytes of one KV block on each rank."""
     cache = config.cache
     return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
 
@@ -69,11 +69,12 @@ def build_cost(config: RunConfig) -> CostModel:
 
 
 def itemise(cost: CostModel | None) -> Itemise | None:
-    """From a step's shape and spans to the ns of its operators, exactly the sum of the spans; None if the cost model
-    does not tell them apart.
+    """Returns a function from a step's shape and spans to the ns of its operators, whose sum is exactly that of the
+    spans; None if the cost model has no breakdown.
 
-    `scheduler` is what the simulated scheduler's own time adds (`backend.schedule_ns`). A swap that went over the link
-    beside the computation took longer than its price, or hid behind the device: the difference is `link`.
+    `scheduler` includes the simulated scheduler's own time (`backend.schedule_ns`). `link` is the difference between
+    the time of a swap that overlapped with computation and its price: positive if it took longer, negative if it was
+    hidden.
     """
     if cost is None or not hasattr(cost, "breakdown"):
         return None
@@ -101,7 +102,7 @@ def _class(cost: CostModel) -> str:
 
 
 def unread_settings(config: RunConfig) -> list[str]:
-    """Settings of prices that were changed and that nothing reads, each with the reason."""
+    """Returns notes about changed settings of the cost model that have no effect, each with the reason."""
     cost = config.cost
     if isinstance(cost, LinearConfig) and cost.path is not None:
         return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
@@ -132,7 +133,7 @@ def unread_settings(config: RunConfig) -> list[str]:
 
 
 def _unlike_the_library(device: DeviceSpec) -> list[str]:
-    """The fields in which a device of the library's name differs from it, of those that price measured operators."""
+    """Returns the MEASURED_FIELDS in which a device differs from the library's device of the same name."""
     file = files("experiments.conf") / "device" / f"{device.name}.yaml"
     if not file.is_file():
         return []
@@ -147,7 +148,7 @@ def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: s
 
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
-    """Of graphs that end at the scheduler's limits, as the engine's do."""
+    """Makes a roofline model. Its CUDA graphs end at the scheduler's limits, like those of the engine."""
     bounds = config.limits
     num_tokens = bounds.max_num_batched_tokens
     options = replace(
@@ -166,18 +167,18 @@ def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineCo
 
 
 def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
-    """Prices looked up in operator tables of the device. Raises TestbedError where there are none, or of another."""
+    """Makes a cost model from operator tables of the device. Raises TestbedError if there are none for it."""
     file = options.path
     modified_ns = Path(file).stat().st_mtime_ns if file is not None and Path(file).is_file() else 0
     source = _Source(file, modified_ns, options.engine, options.version)
     shape = config.tensor_parallel_size, config.cache.kv_dtype, config.sliding_window
-    device = replace(config.device, kernel_factor=1.0)  # acts on the prices, not on what was measured
+    device = replace(config.device, kernel_factor=1.0)  # the factor is applied to step times, not to measurements
     measured = _measured(source, config.model, device, *shape)
     return _roofline(partial(TablesCost, measured=measured), config, options)
 
 
 class _Source(NamedTuple):
-    """Where tables come from: a file as it was written last, or the installed package's of an engine."""
+    """Where tables come from: a file (with its modification time), or the installed package (tables of an engine)."""
 
     file: str | None
     modified_ns: int
@@ -189,7 +190,7 @@ class _Source(NamedTuple):
 def _measured(
     source: _Source, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
 ) -> Measured:
-    """Looked up once for all points of a sweep: policies change no operator."""
+    """Looks up measured operators, once for all points of a sweep, as policies do not change operators."""
     from sim.cost.measured import measure
 
     if source.file is not None:
@@ -210,13 +211,13 @@ def _measured(
         return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
 
     measured = measure(tables, model, size, kv_dtype, window, make)
-    if "interconnect" in _unlike_the_library(device):  # not what was measured
+    if "interconnect" in _unlike_the_library(device):  # another interconnect than the measured one
         return measured.replace(all_reduce=None, all_gather=None)
     return measured
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
-    """Prices fitted to a profile. Raises ConfigError if it is one of another model, device or cache."""
+    """Makes a cost model fitted to a profile. Raises ConfigError if that is of another model, device or KV cache."""
     file = options.path or options.profile
     assert file is not None
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
@@ -235,7 +236,7 @@ def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
 
 @lru_cache(maxsize=8)
 def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
-    """Read, and fitted if it is a profile; a run asks twice, for its prices and for its policies'."""
+    """Reads a calibration, or fits a profile. Cached, as a run needs it twice: for its step times and its policies."""
     if not is_profile:
         return load_calibration(file)
     from sim.cost.calibration import calibrate  # scipy
@@ -244,7 +245,7 @@ def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
 
 
 def profile_at(file: Path) -> Profile:
-    """Raises ProfileError where there is none, with the reason why a run in vLLM left none."""
+    """Reads a profile. Raises ProfileError if there is none, with the reason if a run in vLLM could not write one."""
     why = None if file.exists() else read_manifest(file.parent).get("no_profile")
     if why:
         raise ProfileError(f"no profile at {file}: the run there left none ({why})")
@@ -252,7 +253,7 @@ def profile_at(file: Path) -> Profile:
 
 
 class CostEstimator:
-    """`testbed.core.interfaces.Estimator` over a cost model, each question priced as a step of its own."""
+    """`testbed.core.interfaces.Estimator` over a cost model: every estimate is the time of a separate step."""
 
     def __init__(self, name: str, cost: CostModel) -> None:
         self.name = name
@@ -264,5 +265,5 @@ class CostEstimator:
         return self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)).total_ns
 
     def swap_ns(self, num_blocks: int) -> int:
-        """One way, out of the GPU: the part of the price that the link takes."""
+        """Returns the time to swap blocks out (one direction): the transfer part of the step time."""
         return self._cost.price(BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns

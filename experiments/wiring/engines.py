@@ -1,5 +1,4 @@
-"""The engines of a run: one, or a fleet of replicas. Their router, links, recorders and status lines, and what a
-manifest says of them."""
+"""The engines of a run, one or a fleet of replicas: router, links, recorders, status lines and manifest entries."""
 
 from __future__ import annotations
 
@@ -36,18 +35,19 @@ if TYPE_CHECKING:
 
 
 def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
-    """The configured one, told of the run."""
+    """Makes the configured router and binds it to the run."""
     router: Router = make_policy("backend.router", settings.router)
     bind_router(router, RouterContext(config.seed, num_engines(config)))
     return router
 
 
 def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet | None:
-    """The replicas' router and links; None for a single engine without a link of its own: the plain driver is enough.
+    """Makes the replicas with their router and links; None for a single engine without a simulated link, which needs
+    only the plain driver.
 
-    backend: prices the steps of all of them.
+    backend: simulates the steps of all replicas.
     """
-    from sim.fleet import Fleet  # not at the top: an engine in vLLM's process has no use for SimPy
+    from sim.fleet import Fleet  # not at the top: an engine in vLLM's process needs no SimPy
 
     settings = config.backend
     assert isinstance(settings, SimConfig)
@@ -67,10 +67,10 @@ def num_engines(config: RunConfig) -> int:
 
 
 def refuse_fleet(config: RunConfig) -> None:
-    """Raises ConfigError for settings of a simulation that a replayed tape has its own answer to."""
+    """Raises ConfigError for settings of a simulation that contradict the replay of a tape."""
     for item in fields(SimConfig):
         value = getattr(config.backend, item.name)
-        if value != item.default and item.name != "router":  # of one engine nobody asks it
+        if value != item.default and item.name != "router":  # the router is not used with one engine
             raise ConfigError(
                 f"backend.{item.name} is {value}, but cost=recorded replays what one real engine did; leave it at "
                 f"{item.default}, or choose another cost model"
@@ -78,8 +78,8 @@ def refuse_fleet(config: RunConfig) -> None:
 
 
 class RunRecords:
-    """The recorders of a run, one for each engine; all write into the files of the first. record: what they keep.
-    sender: of all engines; None: none is simulated."""
+    """The recorders of a run, one for each engine; all write to the files of the first. record: what to keep. sender:
+    simulated token delivery, shared by all engines; None: not simulated."""
 
     def __init__(self, record: RecordConfig, folder: Path, num_engines: int, sender: Sender | None = None) -> None:
         make = partial(
@@ -99,17 +99,17 @@ class RunRecords:
 
     @property
     def ignored(self) -> list[tuple[str, str]]:
-        """(request id, reason), replica by replica."""
+        """(request id, reason) of ignored requests, replica by replica."""
         return [item for recorder in self.recorders for item in recorder.ignored]
 
     def close(self) -> None:
-        """The first one last: it has the files."""
+        """Closes the recorders; the first one, which owns the files, last."""
         for recorder in reversed(self.recorders):
             recorder.close()
 
 
 def describe_router(config: RunConfig) -> dict[str, Any]:
-    """What the manifest says before anything runs."""
+    """Returns the manifest's entries about replicas and router, which are known before the run."""
     num = num_engines(config)
     if num == 1:
         return {"num_replicas": 1, "router": None}
@@ -118,7 +118,7 @@ def describe_router(config: RunConfig) -> dict[str, Any]:
 
 
 def describe_engines(schedulers: Sequence[Scheduler], records: RunRecords) -> dict[str, Any]:
-    """What the manifest says of the engines: their sums, and each by itself where there are several."""
+    """Returns the manifest's entries about the engines after a run: sums, and if there are several, each engine."""
     each = [
         describe_engine(scheduler, one.num_sent) for scheduler, one in zip(schedulers, records.recorders, strict=True)
     ]
@@ -146,16 +146,17 @@ def describe_engine(scheduler: Scheduler, num_sent: int) -> dict[str, Any]:
 
 
 def fleet_digest(digests: Sequence[int]) -> str:
-    """One digest for all replicas: xxh64 over theirs in order, 8 bytes each, little-endian. Of one: its own."""
+    """Returns one digest for all replicas: xxh64 over theirs in order, 8 bytes each, little-endian. For one engine, its
+    own digest."""
     if len(digests) == 1:
         return f"{digests[0]:016x}"
     return xxh64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
 class BatchLimits(Recorder):
-    """Holds a user's batch composition to the limits of a step, which ours keep by themselves.
+    """Checks that a user's batch composition respects the limits of a step; our own compositions need no check.
 
-    A prompt alone, and decodes alone, may exceed the token budget, as with ours: there is nothing to leave out.
+    As in ours, a step of only one prompt or of only decodes may exceed the token budget.
     """
 
     def __init__(self, limits: Limits, name: str) -> None:
@@ -165,7 +166,7 @@ class BatchLimits(Recorder):
         self.check(step.plan)
 
     def check(self, plan: BatchPlan) -> None:
-        """Raises PolicyError, naming the composition, for a step beyond them."""
+        """Raises PolicyError, with the composition's name, for a step that exceeds a limit."""
         shape, limits = plan.shape, self._limits
         for what, num, key in (
             ("sequences", shape.num_decodes + len(shape.prefills), "max_num_seqs"),
@@ -183,13 +184,13 @@ class BatchLimits(Recorder):
 
 
 def batch_limits(config: RunConfig) -> list[BatchLimits]:
-    """One where the composition is a class of the user's."""
+    """Returns a check if the composition is a user's class, else nothing."""
     named = [name for name in own_classes(config) if name.startswith("scheduler.composition=")]
     return [BatchLimits(config.limits, name) for name in named]
 
 
 def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> list[list[StatusLine]]:
-    """The status line of each engine, on standard error and in the log; none where no interval is set."""
+    """Returns the status lines of each engine, on standard error and in the log; none if no interval is set."""
     if interval_s is None:
         return [[] for _ in schedulers]
     labels = [f"engine {number}: " if len(schedulers) > 1 else "" for number in range(len(schedulers))]

@@ -1,4 +1,4 @@
-"""Failures of code that is not ours: what a user's own class raised, or made ours raise, in one line."""
+"""Failures of user code, in one line: exceptions that a user's own class raised, or caused in our code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class PolicyError(TestbedError):
-    """A user's own class failed, or gave what it may not give."""
+    """A user's own class failed, or returned an invalid value."""
 
 
 class CheckedOracle:
-    """A user's oracle, whose predictions are lengths; whatever else it has is its own. Raises PolicyError."""
+    """Wraps a user's oracle and checks its predictions; other attributes are passed through. Raises PolicyError."""
 
     def __init__(self, oracle: Any) -> None:
         self._oracle = oracle
@@ -39,7 +39,7 @@ class CheckedOracle:
         said = self._oracle.predict(seq)
         if said is None:
             return None
-        with suppress(TypeError):  # numpy's whole numbers too
+        with suppress(TypeError):  # index() also accepts numpy's integers
             if (length := index(said)) >= 1:
                 return length
         raise PolicyError(
@@ -49,12 +49,12 @@ class CheckedOracle:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a dotted name is of no room of this repository."""
+    """Whether a dotted name is not in a package of this repository."""
     return name.partition(".")[0] not in ROOMS
 
 
 def named_classes(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, class) of every `_target_` in a configuration that this repository does not have."""
+    """Yields (key, class) for every `_target_` in a configuration that is not in this repository."""
     if isinstance(tree, dict) and isinstance(target := tree.get("_target_"), str) and is_foreign(target):
         yield key, target
     for name, value in tree.items() if isinstance(tree, dict) else ():
@@ -64,12 +64,12 @@ def named_classes(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_classes(config: RunConfig) -> list[str]:
-    """`key=module.Class` of each."""
+    """Returns `key=module.Class` for each user's class in the configuration."""
     return [f"{key}={target}" for key, target in named_classes(config.raw)]
 
 
 def check_importable(config: RunConfig) -> None:
-    """Raises PolicyError for a user's class that is not to be had, before anything is done for its sake."""
+    """Raises PolicyError if a user's class cannot be imported; called before anything runs."""
     for key, target in named_classes(config.raw):
         try:
             resolve_name(target)
@@ -81,7 +81,7 @@ def check_importable(config: RunConfig) -> None:
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:
-    """What to say of an exception that a run ended with; None if no class but ours was at work."""
+    """Returns the error for an exception that ended a run with user classes; None if the run has only our classes."""
     own = own_classes(config)
     if not own:
         return None
@@ -100,4 +100,4 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
 
 
 def _is_ours(file: Path | str) -> bool:
-    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code's paths begin with the room
+    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code has paths relative to ROOT

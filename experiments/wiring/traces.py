@@ -1,4 +1,4 @@
-"""From the `trace` group to a trace, whole or streamed. Owns the order in which settings are applied."""
+"""Builds a trace, whole or streamed, from the `trace` group. Owns the order in which its settings are applied."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_FOLDERS = ("servegen", "agentic")  # formats whose trace may be a folder
 
 
 def check_trace(config: RunConfig) -> None:
-    """Raises ConfigError or TraceError for what can be told of the `trace` group while nothing is read or generated."""
+    """Raises ConfigError or TraceError for errors in the `trace` group that are known without reading or generating."""
     settings = config.trace
     vocab_size(config)
     if config.is_simulated and config.recorded_run is None:
@@ -52,7 +52,7 @@ def check_trace(config: RunConfig) -> None:
         if settings.name in ("agentic", "lengths"):
             freeze(ArrivalConfig, "trace", config.raw["trace"])
     if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
-        load_tokenizer(settings.tokenizer)  # by a name of Hugging Face's: whether it is here it alone can say
+        load_tokenizer(settings.tokenizer)  # a Hugging Face name: only its loader knows whether it is cached here
     named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
     for path in named:
         if path is not None and not (settings.name in _OF_FOLDERS and Path(path).is_dir()):
@@ -60,20 +60,20 @@ def check_trace(config: RunConfig) -> None:
 
 
 def build_trace(config: RunConfig) -> Trace:
-    """Reads or generates the trace whole, then applies what the `trace` group asks for."""
+    """Reads or generates the whole trace, then applies the settings of the `trace` group."""
     with reading():
         return whole(_build(config, stream=False))
 
 
 def build_source(config: RunConfig) -> TraceSource:
-    """As build_trace, but row by row where `trace.stream` says so (null: where it is long) and it is possible."""
+    """Like build_trace, but returns a streamed trace if `trace.stream` is true (null: if it is long) and possible."""
     with reading():
         return _build(config, config.trace.stream)
 
 
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
-    """What a manifest says of a trace; of a streamed one that was not read to its end, number and fingerprint are null
-    where they are not known."""
+    """Returns the manifest's entry for a trace. For a streamed trace that was not read to its end, number of requests
+    and fingerprint are None if not known."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
@@ -82,11 +82,11 @@ def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Shows how many lines of text files are read meanwhile; silent when standard error is no terminal."""
+    """Context that shows the number of lines read from text files; silent if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
-    from tqdm import tqdm  # not at the top: nobody may look
+    from tqdm import tqdm  # not at the top: only needed on a terminal
 
     with tqdm(desc="read", unit="line", leave=False, delay=0.5) as bar, watching(bar.update):
         yield
@@ -108,7 +108,7 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
 
 
 def _file(settings: TraceConfig) -> str:
-    """The one to read. Raises ConfigError if there is none, or no such format."""
+    """Returns the trace file to read. Raises ConfigError if none is given, or for an unknown format."""
     if settings.name not in READERS:
         raise ConfigError(unknown(f"trace is {settings.name!r}", settings.name, ["synthetic", *READERS]))
     if settings.path is None:
@@ -126,7 +126,7 @@ def _generator(config: RunConfig) -> SyntheticConfig:
 
 
 def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource:
-    from testbed.traces.generators import generate, stream_generated  # not at the top: a trace that is read needs none
+    from testbed.traces.generators import generate, stream_generated  # not at the top: unused if a trace is read
 
     settings = config.trace
     assert isinstance(settings, SyntheticTraceConfig)
@@ -141,7 +141,7 @@ def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource
 
 
 def _transformed(source: TraceSource, settings: TraceConfig) -> TraceSource:
-    """Window, rate and lengths, in this order."""
+    """Applies window, rate and lengths, in this order."""
     trace: Any = source if isinstance(source, Trace | StreamedTrace) else whole(source)
     with _of_group():
         made = _windowed_and_scaled(trace, settings)
@@ -157,7 +157,7 @@ def _transformed(source: TraceSource, settings: TraceConfig) -> TraceSource:
 
 @contextmanager
 def _of_group() -> Iterator[None]:
-    """Within: what a transformation calls by its parameter's name is called by the group's key."""
+    """Context in which errors of a transformation name the key of the `trace` group, not the parameter."""
     try:
         yield
     except ConfigError as error:
@@ -193,7 +193,7 @@ def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) ->
 
 @lru_cache(maxsize=1)
 def load_tokenizer(path: str) -> Callable[[str], list[int]]:
-    """A local Hugging Face tokenizer as text -> token ids."""
+    """Returns a local Hugging Face tokenizer as a function from text to token ids."""
     try:
         from transformers import AutoTokenizer
 
@@ -206,7 +206,8 @@ def load_tokenizer(path: str) -> Callable[[str], list[int]]:
 
 
 def vocab_size(config: RunConfig) -> int:
-    """The range of synthetic tokens: the trace's own setting, within the model's vocabulary."""
+    """Returns the vocabulary size of synthetic tokens: trace.vocab_size, else the model's. Raises ConfigError if it
+    exceeds the model's."""
     size = config.trace.vocab_size or config.model.vocab_size
     if size > config.model.vocab_size:
         raise ConfigError(
@@ -215,14 +216,14 @@ def vocab_size(config: RunConfig) -> int:
     return size
 
 
-# --- trace.forced: what of the outputs a replay forces ---
+# --- trace.forced: how a replay forces outputs ---
 
 
 def forcing(request: Request, forced: str) -> Request:
-    """The request of a trace's row as this mode wants it; one without a recorded output stays as it is.
+    """Returns a trace's request for a mode of `trace.forced`; one without a recorded output is unchanged.
 
-    tokens: the recorded ones are fed back. lengths: the model's own are, and no EOS, stop token or stop string ends it
-    before as many as were recorded are out. nothing: the model's own, up to sampling.max_tokens.
+    tokens: the recorded tokens are fed back. lengths: the model's own tokens are fed back, as many as were recorded; no
+    EOS, stop token or stop string ends the output. nothing: the model's own tokens, up to sampling.max_tokens.
     """
     output = request.forced_output
     if forced == "tokens" or output is None:
@@ -234,7 +235,7 @@ def forcing(request: Request, forced: str) -> Request:
 
 
 def check_simulated_output(forced: str) -> None:
-    """Raises ConfigError where a simulation cannot know how long outputs are."""
+    """Raises ConfigError if a simulation cannot know the length of outputs."""
     if forced == "nothing":
         raise ConfigError(
             "trace.forced=nothing lets the model end its outputs, and the simulator has no model; choose tokens or "

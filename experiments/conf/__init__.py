@@ -1,1 +1,1 @@
-"""Hydra configuration files, one folder a group."""
+"""Hydra configuration files, one folder per group."""

@@ -182,7 +182,7 @@ def _check_flags(said: Any, scheduler: dict[str, Any], cache: dict[str, Any]) ->
 
 
 def _request_of(name: str, request: Any, arrival_ns: int) -> Request:
-    """Converts a request of vLLM's. vLLM itself checks stop conditions; only the maximum length is known here."""
+    """Converts vLLM's request to ours. vLLM itself checks stop conditions; only the maximum length is known here."""
     salt, most = request.cache_salt or "", 2**31 - 1
     if request.skip_reading_prefix_cache:  # a unique salt: it shares no prefix with other requests
         salt = f"{salt} read by {name} alone"

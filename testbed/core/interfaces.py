@@ -76,8 +76,10 @@ class WaitingQueue(Protocol):
     # A class may also have any of these; they are looked for once, when the scheduler is built:
     #   bind(context: PolicyContext)       gets the block manager to look hits up in, the length oracle, the seed
     #   rank(seq, now_ns) -> Any           a sort key, also of running sequences: smaller is served first
-    #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each sequence that was in it
-    #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was
+    #   served(seq, num_tokens, num_emitted, now_ns)  after each step, for each live sequence that was in it, and for
+    #                                      each that parted from one (num_tokens 0). `seq.num_computed_tokens` counts
+    #                                      num_tokens already, and `seq.num_in_flight_tokens` of the plans after it
+    #   left(seq, now_ns)                  the sequence finished or was aborted, wherever it was; `seq.members` has it
     #   yields(running, now_ns) -> Sequence | None    which running sequence should make room for the head now
 
 

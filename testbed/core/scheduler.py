@@ -224,12 +224,16 @@ class Scheduler:
         return finished
 
     def _tell_served(self, step: Step, now_ns: int) -> None:
-        """Tells the queue, if it wants to know, what each sequence of the step got."""
+        """Reports to the queue, if it asks for it, what each live sequence got. New members of a group got a token."""
         if self._waiting.served is None:
             return
-        emitters = {seq.seq_id for seq in self.emitters}
+        emitters = {seq.seq_id: seq for seq in self.emitters}
         for index, seq in enumerate(step.batch.seqs):
-            self._waiting.served(seq, step.batch.counts[index], int(seq.seq_id in emitters), now_ns)
+            if seq.state is not SequenceState.FINISHED:
+                num_emitted = int(emitters.pop(seq.seq_id, None) is not None)
+                self._waiting.served(seq, step.batch.counts[index], num_emitted, now_ns)
+        for seq in emitters.values():
+            self._waiting.served(seq, 0, 1, now_ns)
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
         """The sequence has ended; adds what to say of its request if it was the last of it."""

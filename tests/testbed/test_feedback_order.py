@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
+from testbed.core.outcome import Outcome
+from testbed.core.sampling import SamplingParams
 from testbed.core.sequence import Sequence
+from tests.testbed.core_kit import make_request, make_scheduler, step_with
 from tests.testbed.orders_kit import NS_PER_S, World, bound, drain, emit, make_seq, play, pushed
 
 # --- multi-level feedback ---
@@ -96,21 +99,18 @@ def test_mlfq_waiting_counts_from_the_last_service() -> None:
     assert bound(make_mlfq(promote_after_s=None)).head(0) is None
 
 
-def test_mlfq_yields_by_the_level_at_which_the_head_stands() -> None:
-    """The other members of a request join anew when one has ended: one that waits keeps its place until it runs."""
-    queue = make_mlfq()
-    runs, waits, ended = make_seq(0, 150), make_seq(1, 50), make_seq(2, 50)
-    queue.push(runs)
-    queue.remove(runs)
-    for seq in (waits, ended):
-        queue.level(seq)
-        queue._levels[seq.request.request_id] = 3
-    ended.request = waits.request
-    queue.push(waits)
-    queue.left(ended, 0)
-    assert (queue.level(waits), queue.level(runs)) == (0, 1)
-    assert queue.head(0) is waits
-    assert queue.yields([runs], 0) is None, "it would go before the head when it is back in the queue"
+def test_mlfq_a_request_keeps_its_level_until_its_last_member_has_ended() -> None:
+    queue = make_mlfq(quantum=8, promote_after_s=None)
+    scheduler = make_scheduler(queue=queue)
+    scheduler.add(make_request("a", 4, None, sampling=SamplingParams(max_tokens=9, n=2, stop_token_ids=(9,))))
+    step_with(scheduler, Outcome(0, (1,), forks=(1,)))
+    first, second = scheduler.unfinished()
+    assert (queue.level(first), queue.level(second)) == (1, 1)
+    step_with(scheduler, Outcome(0, (9,)), Outcome(1, (1,)))
+    assert scheduler.unfinished() == [second]
+    assert queue.level(second) == 2
+    step_with(scheduler, Outcome(1, (9,)))
+    assert not queue._levels
 
 
 def test_mlfq_a_running_sequence_of_a_lower_level_yields() -> None:

@@ -82,7 +82,6 @@ class VirtualTokenCounter:
         self._charge(tenant, self._input_weight * advanced)
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
-        """After the step: `seq.num_computed_tokens` counts it already."""
         cost = self._output_weight * num_emitted
         advanced = self._advanced.get(seq.request.request_id, 0)
         if advanced:
@@ -93,8 +92,9 @@ class VirtualTokenCounter:
             self._charge(_tenant(seq), cost)
 
     def left(self, seq: Sequence, now_ns: int) -> None:
-        self._refund(seq)
-        self._meter.forget(seq)
+        if len(seq.members) == 1:  # the last sequence of its request
+            self._refund(seq)
+            self._meter.forget(seq)
 
     def rank(self, seq: Sequence, now_ns: int) -> Rank:
         return self.counter(_tenant(seq)), seq.seq_id

@@ -28,7 +28,7 @@ class MultiLevelFeedbackQueue:
       of its prompt is then no service, or it would be demoted before its first token. None: never;
     - a running sequence gives place to a head of a higher level (`yields`), the youngest of the lowest level first.
 
-    The sequences of one request share its level; when the first of them ends, the others join anew.
+    The sequences of one request share its level until the last of them ends.
 
     Costs: push, remove O(log n), head O(1) and O(log n) for each promotion, amortised; served O(1). Iteration is in
     the order served, without the promotions that are due.
@@ -90,7 +90,6 @@ class MultiLevelFeedbackQueue:
             self._starving.remove(seq.seq_id)
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
-        """After the step: `seq.num_computed_tokens` counts it already."""
         request_id, level = seq.request.request_id, self.level(seq)
         service = self._input_weight * self._meter.count(seq, num_tokens) + self._output_weight * num_emitted
         used = self._used.get(request_id, 0) + service
@@ -101,6 +100,8 @@ class MultiLevelFeedbackQueue:
         self._served_ns[request_id] = now_ns
 
     def left(self, seq: Sequence, now_ns: int) -> None:
+        if len(seq.members) > 1:  # others of its request go on
+            return
         for known in (self._levels, self._used, self._served_ns):
             known.pop(seq.request.request_id, None)
         self._meter.forget(seq)
@@ -110,9 +111,7 @@ class MultiLevelFeedbackQueue:
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
         self._promote(now_ns)
-        first = (
-            self._heap.first_rank()
-        )  # where the head stands: a request that joins anew may have another level by now
+        first = self._heap.first_rank()
         last = max(running, key=lambda seq: self.rank(seq, now_ns), default=None)
         if first is None or last is None or self.level(last) <= first[0]:
             return None

@@ -20,11 +20,12 @@ class PromptMeter:
         reached = self._reached.get(seq.request.request_id, 0)
         if reached == seq.num_prompt_tokens:
             return 0
-        end = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        num_computed_tokens = seq.num_computed_tokens - seq.num_in_flight_tokens
+        end = min(num_computed_tokens, seq.num_prompt_tokens)
         if end <= reached:
             return 0
         self._reached[seq.request.request_id] = end
-        return max(0, end - max(reached, seq.num_computed_tokens - num_tokens))
+        return max(0, end - max(reached, num_computed_tokens - num_tokens))
 
     def forget(self, seq: Sequence) -> None:
         self._reached.pop(seq.request.request_id, None)

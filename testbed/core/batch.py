@@ -1,4 +1,4 @@
-"""The batch of a step: who computes how many tokens, and what a device and a cost model are told of it."""
+"""The batch of a step: how many tokens each sequence computes. Makes a device's rows and a cost model's shape of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mypy_extensions import i64
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
 
-# (seq, start, num_tokens): num_tokens tokens of seq from position start are computed
+# (seq, start, num_tokens): the step computes num_tokens tokens of seq from position start on
 Row = tuple[Sequence, int, int]
 
 
 class Batch(Rows):
-    """Row i computes the next `counts[i]` tokens of `seqs[i]`, behind its computed ones. Owned by a step.
+    """Row i computes the next `counts[i]` tokens of `seqs[i]`, after those already computed. Owned by a step.
 
-    token_budget: what is left of it. samples: which rows emit a token, once the counts have gone on ahead.
+    token_budget: tokens left. samples: for each row whether it samples; None unless `Commit.plan_ahead` was called.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -23,7 +23,7 @@ class Batch(Rows):
         self.seqs: list[Sequence] = []
         self.counts: vec[i64] = vec[i64](capacity=32)
         self.samples: list[bool] | None = None
-        self.is_over = False  # once it is committed: the counts of its sequences have gone on
+        self.is_over = False  # True once committed: the counts of its sequences have advanced
 
     def add(self, seq: Sequence, num_tokens: i64) -> None:
         self.seqs.append(seq)
@@ -31,7 +31,7 @@ class Batch(Rows):
         self.token_budget -= num_tokens
 
     def remove(self, seq: Sequence) -> bool:
-        """Takes a sequence out; False: it was not there."""
+        """Removes a sequence; returns False if it is not in the batch."""
         for index, other in enumerate(self.seqs):
             if other is seq:
                 del self.seqs[index]
@@ -44,7 +44,7 @@ class Batch(Rows):
         return sum([self.counts[index] for index, other in enumerate(self.seqs) if other is seq])
 
     def shape(self, window: int | None, num_out: int, num_in: int, num_copied: int) -> BatchShape:
-        """What is priced. window: as far as attention looks back, in tokens; beside it the blocks that move."""
+        """Returns the input of a cost model. window: sliding window in tokens. num_out, num_in, num_copied: blocks."""
         num_decodes = context = longest = num_samples = i64(0)
         prefills: tuple[PrefillChunk, ...] = ()
         counts = self.counts

@@ -1,5 +1,5 @@
-"""What the loop is told, and what it says: events, commands to its driver and their answers, the view of a step, and
-who is shown it."""
+"""The interface of the serving loop: its events, its commands to a driver, the driver's answers, and the recorder with
+its view of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Abort(NamedTuple):
 
 
 class ResetPrefixes(NamedTuple):
-    """KV from before is worth nothing any more: the weights are others, or each measurement begins alike."""
+    """Discards all KV computed so far, for example after a change of weights or between two measurements."""
 
 
 Event = Arrive | Abort | ResetPrefixes
@@ -36,10 +36,10 @@ Event = Arrive | Abort | ResetPrefixes
 
 @mypyc_attr(free_list_len=1)
 class WaitUntil(Value):
-    """Nothing to do before `until_ns`; None means until the inbox wakes the loop.
+    """The loop has nothing to do before `until_ns`; None: it waits until its inbox receives an event.
 
-    After each commit the loop of an open inbox waits until that very instant: events of others may come with it.
-    is_stuck: it goes round in circles, as far as it can tell; only an event would change that.
+    With an open inbox the loop also waits after each commit, until that same instant, for events that arrive then.
+    is_stuck: the loop has detected a livelock (`Thrash`), which only a new event can end.
     """
 
     FIELDS: ClassVar = ("until_ns", "is_stuck")
@@ -52,9 +52,9 @@ class WaitUntil(Value):
 
 @mypyc_attr(free_list_len=1)
 class Execute(Value):
-    """Launch the plan, if there is one, behind those in flight; then answer with the result of the oldest in flight.
+    """Launch the plan, if there is one, after those in flight; then answer with the result of the oldest in flight.
 
-    is_ahead: answer once it is launched, without a result: the next step is planned while it runs.
+    is_ahead: answer as soon as the plan is launched, without a result; the next step is planned while it runs.
     """
 
     FIELDS: ClassVar = ("plan", "is_ahead")
@@ -67,7 +67,7 @@ class Execute(Value):
 
 @mypyc_attr(free_list_len=1)
 class Resume(Value):
-    """The driver's answer to a command: the time, and a result if it waited for one, or one came during a wait."""
+    """The driver's answer to a command: the time, and a result if one was requested or a step ended during a wait."""
 
     FIELDS: ClassVar = ("now_ns", "result")
     __slots__ = FIELDS
@@ -77,17 +77,17 @@ class Resume(Value):
         self.result = result
 
 
-# --- what watches see ---
+# --- recording ---
 
 
 @mypyc_attr(free_list_len=1)
 class StepView(Value):
-    """What a recorder is shown of a committed step: decisions from the plan, state after the plan, result after it.
-    Made with the plan; its result, digest and emitters come with the commit.
+    """A committed step as recorders see it: the plan, the scheduler's state after the plan, and the result.
+    It is made with the plan; the commit sets its result, digest and emitters.
 
-    digest_bytes: after the step, the highest byte first. emitters: the sequences that emitted, once for each token, in
-    the order scheduled. free_gpu_blocks: after the plan, before its commit; evictable ones count as free. looked_ns:
-    when, with this step in flight, the loop first found nothing more to plan, if it did.
+    digest_bytes: the decision digest after the step, big-endian. emitters: the sequences that emitted, one entry per
+    token, in the order scheduled. All counts are those after the plan, before its commit; evictable blocks count as
+    free. looked_ns: when the loop first found nothing more to plan while this step was in flight; None: never.
     """
 
     FIELDS: ClassVar = (
@@ -108,7 +108,7 @@ class StepView(Value):
 
     @property
     def end_ns(self) -> int:
-        """When it was committed."""
+        """When the step ended, in ns; it is committed at this instant."""
         return self.result.end_ns
 
     @property
@@ -123,8 +123,8 @@ class StepView(Value):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Recorder:
-    """Sees everything that happens in the loop, and changes nothing. It keeps nothing; a subclass keeps what it says.
-    No protocol: the loop tells it of each step, and compiled code calls a class of ours at once."""
+    """Observes the events and steps of the loop, and changes nothing. This base class ignores all of them.
+    Not a Protocol: the loop calls it in every step, and a call through a class is faster in compiled code."""
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...

@@ -1,6 +1,6 @@
-"""What executed steps computed: counts, the tokens that came back, members of groups that part.
+"""The commit of executed steps: advances counts, appends sampled tokens, forks the members of sequence groups.
 
-Owns who emitted. Ends nothing itself: it says which sequences have reached their end, and the scheduler ends them.
+Owns the list of emitters. Ends no sequence: it returns those that have reached their end to the scheduler.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ Ending = tuple[Sequence, FinishReason]
 
 
 class Commit:
-    """Takes the outcomes of one step after the other."""
+    """Applies the outcomes of steps, one step at a time."""
 
     def __init__(self, running: Running, blocks: BlockManager, digest: Digest) -> None:
-        self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, once for each token
+        self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, one entry per token
         self.next_seq_id = 0
-        self.num_new_tokens = 0  # of the last step: emitted, and what sequences that parted began with
+        self.num_new_tokens = 0  # of the last step: emitted tokens, and the tokens that forked sequences start with
         self._running = running
         self._blocks = blocks
         self._digest = digest
 
     def new_seq_ids(self, num_ids: int) -> int:
-        """The first of so many ids for new sequences."""
+        """Reserves `num_ids` consecutive sequence ids and returns the first."""
         first = self.next_seq_id
         self.next_seq_id += num_ids
         return first
 
     def plan_ahead(self, batch: Batch) -> None:
-        """The batch is in flight; the next step is decided as if it were executed."""
+        """Advances the counts of a batch that is still in flight, so that the next step is decided as if it had run."""
         batch.samples = [seq.advance_ahead(batch.counts[index]) for index, seq in enumerate(batch.seqs)]
         for seq in batch.seqs:
             if seq.is_prefilling and seq.num_placeholders:
                 self._running.prefilled(seq)
 
     def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
-        """The batch is executed; the sequences that end with it. One that was preempted since it was planned gets its
-        token nonetheless, one that has ended nothing."""
+        """Applies the outcomes of an executed batch; returns the sequences that end with it. A sequence that was
+        preempted after the plan still gets its token; one that has ended gets none."""
         batch.is_over = True
         self.emitters, self.num_new_tokens = [], 0
         ending: tuple[Ending, ...] = ()
@@ -52,11 +52,11 @@ class Commit:
         num_taken = 0
         index: i64
         counts, samples_ahead = batch.counts, batch.samples
-        publishes = samples_ahead is not None or not self._blocks.publishes_early  # else it was done at the plan
+        publishes = samples_ahead is not None or not self._blocks.publishes_early  # otherwise published when planned
         for index, seq in enumerate(batch.seqs):
             is_there = True
             if samples_ahead is None:
-                samples = seq.advance(counts[index])  # of one that was aborted too
+                samples = seq.advance(counts[index])  # also if it was aborted
             else:
                 samples = samples_ahead[index]
                 is_there = seq.arrive(counts[index], samples=samples)
@@ -71,7 +71,7 @@ class Commit:
                 num_taken += 1
                 assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
             if seq.state is FINISHED or (not is_there and seq.may_part):
-                continue  # who was preempted draws again what others part with
+                continue  # preempted before its fork: it samples this token again
             if seq.is_prefilling:
                 self._running.prefilled(seq)
             if seq.group is not None:
@@ -86,8 +86,8 @@ class Commit:
         return ending
 
     def _emit(self, seq: Sequence, outcome: Outcome | None) -> FinishReason | None:
-        """One more known token; the reason if the sequence ends. outcome: None for a forced one."""
-        token = 0  # who is forced has it
+        """Appends the outcome's token; returns the reason if the sequence ends. outcome: None for a forced token."""
+        token = 0  # a forced sequence already has its token
         stop: FinishReason | None = None
         if outcome is not None:
             if outcome.dropped:
@@ -104,21 +104,21 @@ class Commit:
     def _parting(
         self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None
     ) -> tuple[tuple[Sequence, Outcome], ...]:
-        """The sequence and what says of the members that part from it here, if any do."""
-        if outcome is None:  # each member emits the same tokens
+        """Returns the sequence with its outcome if members of its group fork from it in this step, else nothing."""
+        if outcome is None:  # forced: each member emits the same tokens
             outcome = Outcome(seq.seq_id, (0,), forks=(0,) * (seq.num_samples - 1))
         group.has_parted = True
         return ((seq, outcome),) if outcome.forks else ()
 
     def _part(self, parent: Sequence, outcome: Outcome) -> tuple[Ending, ...]:
-        """New members of a group, after those that are there; the ones that end with their first token."""
+        """Adds the forks of a sequence to its group; returns those that end with their first token."""
         group = parent.group
         assert group is not None
         ending: tuple[Ending, ...] = ()
         siblings = parent.together
         logprobs = outcome.logprobs[len(outcome.tokens) :]
         for index, token in enumerate(outcome.forks):
-            seq_id = group.group_id + len(group.members)  # whatever else arrives: a sampler's draws may go by it
+            seq_id = group.group_id + len(group.members)  # independent of other arrivals: a sampler may seed by it
             if group.is_beam:
                 seq_id = self.new_seq_ids(1)
             child = parent.fork(seq_id, token, logprobs[index : index + 1])
@@ -126,7 +126,7 @@ class Commit:
             siblings = (*siblings, child)
             group.members.append(child)
             self.emitters.append(child)
-            self.num_new_tokens += child.num_known_tokens - 1  # but for the one that it emits
+            self.num_new_tokens += child.num_known_tokens - 1  # the emitted token is counted by `emitters`
             self._digest.forked(parent.seq_id, child.seq_id)
             stop = _end_of(child, token, outcome.fork_stops[index] if outcome.fork_stops else None)
             if stop is not None:
@@ -137,7 +137,7 @@ class Commit:
 
 
 def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReason | None:
-    """The reason if the sequence ends with this token. stop: what the backend says."""
+    """Returns the reason if the sequence ends with this token, else None. stop: the backend's reason, if any."""
     if stop is not None:
         return stop
     if not seq.is_forced and seq.stop_tokens and token in seq.stop_tokens:
@@ -146,7 +146,7 @@ def _end_of(seq: Sequence, token: int, stop: FinishReason | None) -> FinishReaso
 
 
 def note_prompts(batch: Batch, parts: tuple[PromptLogprobs, ...]) -> None:
-    """Keeps what came of the prompts that the step computed parts of; of a part computed again, the first."""
+    """Stores the prompt logprobs of a step in its sequences. At positions computed again, the first values stay."""
     seqs = {seq.seq_id: seq for seq in batch.seqs}
     for part in parts:
         known = seqs[part.seq_id].prompt_logprobs

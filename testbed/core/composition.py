@@ -1,4 +1,4 @@
-"""The seam of batch compositions, which decide steps."""
+"""The protocol of batch compositions: the algorithms that decide a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from testbed.core.step import Step
 
 
 class Composition(Protocol):
-    """Decides steps. A user's own class with this method plugs in by `_target_`.
+    """Decides steps. A user's own class with this method is configured by `_target_`.
 
-    A class may list the limits that it does not read in `unused_limits`, and in `own_rules` those of the KV rules
-    `budget` and `chunks_fill_blocks` that it reads: a run that changes one without effect says so.
-    `splits_prompts = False`: it computes every prompt in one step.
+    Optional attributes: `unused_limits`, the limits that the class does not read; `own_rules`, which of the KV rules
+    `budget` and `chunks_fill_blocks` it reads. By these a run reports settings that have no effect.
+    `splits_prompts = False`: the class computes every prompt in one step.
     """
 
     def compose(self, step: Step) -> None:

@@ -1,8 +1,8 @@
-"""The decision digest: one 64-bit number that sums up every decision of a run, step by step.
+"""The decision digest: one 64-bit hash over all scheduling decisions of a run, extended by every step.
 
-xxh64 over (digest before, composition hash, free GPU blocks, free CPU blocks, events of the step), each a little-endian
-int64; the composition hash is over who computes how many tokens, in order. Physical block ids stay out: two runs that
-decide alike have equal digests whatever the free list's order.
+xxh64 over (previous digest, composition hash, free GPU blocks, free CPU blocks, events of the step), each a
+little-endian int64. The composition hash covers the ids and token counts of the scheduled sequences, in order. Physical
+block ids are left out: runs with equal decisions have equal digests, whatever the order of the free list.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import PreemptionMode
 from testbed.core.step import Step
 
-VERSION: Final = 2  # of the definition below; tapes do not compare across versions
-_xxh64: Final = xxh64_digest  # compiled, what is final is found without a look at its name
+VERSION: Final = 2  # of this definition; digests of different versions are not comparable
+_xxh64: Final = xxh64_digest  # compiled code reads a Final without a lookup by name
 _REASONS: Final = tuple(FinishReason)
 _MODES: Final = tuple(PreemptionMode)
 
 
 class Digest:
-    """Running digest of a scheduler's decisions. `value`: after the last step, 8 bytes, the highest first.
+    """Running digest of a scheduler's decisions. `value`: the digest after the last step, 8 bytes, big-endian.
 
-    A step is added in this order: `begin`, what its commit brings, `end`.
+    A step is added by `begin`, then by the events of its commit (`forked`, `finished`), then by `end`.
     """
 
     def __init__(self) -> None:
         self.value = bytes(8)
-        self._numbers = BytesWriter()  # of the step
-        self._aborted: list[int] = []  # since the last step
+        self._numbers = BytesWriter()  # the step's input to the hash so far
+        self._aborted: list[int] = []  # sequences aborted since the last step
 
     def begin(self, step: Step) -> None:
-        """Its batch, admissions with their hits, preemptions, requests ended as ignored, numbers of swapped blocks."""
+        """Adds the step's batch, free blocks, aborts, admissions with hits, preemptions, ignored requests, swaps."""
         for seq in step.batch.seqs:
             write_i64_le(self._numbers, seq.seq_id)
         for num_tokens in step.batch.counts:
@@ -63,7 +63,7 @@ class Digest:
         self._add(4, seq_id, _REASONS.index(reason))
 
     def aborted(self, seq_id: int) -> None:
-        """Between two steps; counts with the next."""
+        """Notes an abort between two steps; it is added to the next step."""
         self._aborted.append(seq_id)
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ class Digest:
             write_i64_le(self._numbers, number)
 
     def _hash(self) -> bytes:
-        """Of the numbers, of which none is left."""
+        """Returns the hash of the collected numbers and clears them."""
         digest: bytes = _xxh64(self._numbers.getvalue())
         self._numbers.truncate(0)
         return digest

@@ -1,4 +1,4 @@
-"""The budgets of a scheduler, resolved: nothing is None."""
+"""The limits of a scheduler, with all defaults resolved: no value is None."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_num_seqs: int  # running sequences
-    max_num_batched_tokens: int  # a step
+    max_num_batched_tokens: int  # tokens of a step
     max_model_len: int
-    long_prefill_token_threshold: int  # 0 is off
-    max_num_partial_prefills: int  # prompts that may be part-way at a time
-    max_long_partial_prefills: int = 1  # how many of them longer than the threshold
-    max_num_plans: int = 1  # in flight at a time; 2 is asynchronous scheduling: the next step is planned while one runs
+    long_prefill_token_threshold: int  # 0: off
+    max_num_partial_prefills: int  # prompts that may be partly prefilled at the same time
+    max_long_partial_prefills: int = 1  # those of them that are longer than the threshold
+    max_num_plans: int = 1  # plans in flight; 2: asynchronous scheduling, the next step is planned while one runs
 
     def too_long_reason(self, num_prompt_tokens: int) -> str:
         return f"prompt of {num_prompt_tokens} tokens exceeds max_model_len ({self.max_model_len})"

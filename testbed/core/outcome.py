@@ -1,4 +1,4 @@
-"""What became of a plan: what a backend says of each sequence, how long it took, and what has ended with it."""
+"""The outcome of a plan: the backend's results for each sequence, the times of the step, and the ended requests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from testbed.core.value import Value
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # EOS, a stop token, or the backend says so (a stop string)
+    STOP = "stop"  # EOS, a stop token, or a stop that the backend reports (a stop string)
     LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
     ABORT = "abort"
-    IGNORED = "ignored"  # can never fit
-    DROPPED = "dropped"  # a beam that lost; of a member of a group, never of a request
+    IGNORED = "ignored"  # rejected, as it can never run
+    DROPPED = "dropped"  # a pruned beam; the reason of a group's member, never of a request
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely the model found a token, before sampling parameters changed anything.
+    """The log-probability of a token in the model's own distribution, before any sampling parameter is applied.
 
-    rank: 1 + the number of tokens that are likelier. top: the likeliest tokens with theirs, likeliest first, as many as
-    were asked for.
+    rank: 1 + the number of more likely tokens. top: (token id, log-probability) of the most likely tokens, the most
+    likely first, as many as were requested.
     """
 
     logprob: float  # natural logarithm
@@ -35,9 +35,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """The tokens of a prompt at positions start, start + 1, …, each as predicted from those before it.
+    """Log-probabilities of a prompt's tokens at positions start, start + 1, …, each given the tokens before it.
 
-    A prompt comes in as many pieces as it is computed in; its first token is predicted by nothing.
+    A prompt that is computed in chunks has one of these for each chunk. Its first token has no log-probability.
     """
 
     seq_id: int
@@ -46,12 +46,12 @@ class PromptLogprobs(NamedTuple):
 
 
 class Outcome(Value):
-    """What a backend says of one sequence that was not forced.
+    """The backend's result for one sampled row whose output is not forced.
 
-    tokens: what it emits. forks: the first token of each new sequence that parts from it here: it shares all that was
-    known before, and differs from this token on. dropped: the sequence ends here and emits nothing, as a beam that lost
-    or for the reason `stop`; its forks, if any, live. logprobs: of each of `tokens`, then of each of `forks`, where
-    `sampling.needs_logprobs`. fork_stops: what `stop` is to the sequence, to each of its forks; empty: none stops.
+    tokens: the emitted token id. stop: the reason if the sequence ends. forks: the first token of each new sequence
+    that forks here; a fork shares all tokens before it. dropped: the sequence ends and emits nothing, as a pruned beam
+    or for the reason `stop`; its forks, if any, go on. logprobs: one for each of `tokens`, then for each of `forks`, if
+    `sampling.needs_logprobs`. fork_stops: the reason of each fork that ends, else None; empty: no fork ends.
     """
 
     FIELDS: ClassVar = ("seq_id", "tokens", "stop", "forks", "dropped", "logprobs", "fork_stops")
@@ -68,7 +68,7 @@ class Outcome(Value):
 
 @mypyc_attr(free_list_len=1)
 class Spans(Value):
-    """Where the time of a step went, in ns. What the parts do not cover is idle or overlap."""
+    """The parts of a step's time, in ns. Their sum may differ from the step's duration, by idle time or overlap."""
 
     FIELDS: ClassVar = ("schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns")
     __slots__ = FIELDS
@@ -86,10 +86,10 @@ class Spans(Value):
 
 @mypyc_attr(free_list_len=1)
 class StepResult(Value):
-    """The end of an executed step (absolute ns), and what came out.
+    """The result of an executed step. end_ns: when it ended, on the run's clock.
 
-    outcomes: one for each sampled row that was not forced; None means that every row was. prompt_logprobs: of the rows
-    that computed a part of a prompt whose `sampling.prompt_logprobs` is set, forced or not.
+    outcomes: one for each sampled row that is not forced, in the order scheduled; None if there is no such row.
+    prompt_logprobs: for the rows that computed a part of a prompt with `sampling.prompt_logprobs`, forced or not.
     """
 
     FIELDS: ClassVar = ("end_ns", "outcomes", "spans", "prompt_logprobs")
@@ -106,10 +106,10 @@ class StepResult(Value):
 
 
 class Completion(NamedTuple):
-    """One sequence of a request that ended.
+    """One ended sequence of a request.
 
-    cumulative_logprob: the sum over its tokens, and logprobs: of each of them; where `sampling.needs_logprobs`,
-    otherwise 0 and empty. Forced tokens have none.
+    logprobs: one for each token; cumulative_logprob: their sum. Without `sampling.needs_logprobs` they are empty and 0.
+    Forced tokens have none.
     """
 
     token_ids: Seq[int]
@@ -119,12 +119,12 @@ class Completion(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A request left the scheduler."""
+    """The result of a request that left the scheduler."""
 
     request: Request
     reason: FinishReason
     message: str
     num_output_tokens: int  # of all its sequences
     output_token_ids: Seq[int]  # of its only sequence, or of the first that ended
-    completions: tuple[Completion, ...] = ()  # each sequence, also an only one, in the order they ended
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # one for each of its tokens where asked for; None: unknown
+    completions: tuple[Completion, ...] = ()  # one for each sequence except pruned beams, in the order they ended
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # if requested, one for each prompt token; None: not known

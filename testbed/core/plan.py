@@ -1,6 +1,6 @@
-"""What crosses the seam from the core to a backend: the plan of one step.
+"""The plan of one step, which the core passes to a backend.
 
-A plan says everything that a device needs and nothing else; a backend never reads its own memory of an earlier step.
+A plan contains everything that a device needs. From earlier steps a backend keeps only KV and tokens for PLACEHOLDER.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mypy_extensions import mypyc_attr
 from testbed.core.request import SamplingParams
 from testbed.core.value import Value
 
-PLACEHOLDER: Final = -1  # the token that the plan before this one draws for this sequence
-RESET: Final = ""  # in place of the request for which another was preempted
+PLACEHOLDER: Final = -1  # stands for the token that the previous plan, still in flight, samples for this sequence
+RESET: Final = ""  # in `BatchPlan.preempted_for`: a reset of the prefix cache instead of a request
 Pair = tuple[int, int]  # (source, destination) blocks
 
 
 class BlockedBy(StrEnum):
-    """What kept the head of the waiting queue out of a step."""
+    """Why the head of the waiting queue was not admitted in a step."""
 
     KV_BLOCKS = "kv_blocks"
     TOKEN_BUDGET = "token_budget"
@@ -28,7 +28,7 @@ class BlockedBy(StrEnum):
     PARTIAL_PREFILLS = "partial_prefills"
     PREEMPTION = "preemption"
     SWAPPED_FIRST = "swapped_first"
-    ADMISSION = "admission"  # the admission policy
+    ADMISSION = "admission"  # rejected by the admission policy
     BATCH = "batch"  # the running batch must end first
 
 
@@ -41,7 +41,7 @@ class Preemption(NamedTuple):
     seq_id: int
     request_id: str
     mode: PreemptionMode
-    num_computed_tokens: int  # what recompute will compute again
+    num_computed_tokens: int  # before the preemption; recompute computes them again, except prefix-cache hits
 
 
 class Ignored(NamedTuple):
@@ -60,8 +60,8 @@ class Admission(NamedTuple):
 
 
 class PrefillChunk(Value):
-    """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window start
-    is at most what the window reaches back to; the chunk's own tokens all count."""
+    """The shape of one prefill in a step: attention reads `start + num_tokens` positions. With a sliding window, start
+    is at most window - 1; the chunk's own tokens all count."""
 
     FIELDS: ClassVar = ("start", "num_tokens")
     __slots__ = FIELDS
@@ -71,18 +71,18 @@ class PrefillChunk(Value):
 
 
 class ScheduledSequence(Value):
-    """One sequence's share of a step.
+    """One row of a plan: what one sequence computes in the step.
 
-    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1; PLACEHOLDER alone: what the plan before
-    this one, which is in flight, draws for the sequence. samples: whether one token is drawn from the logits of the
-    last of them. forced: the drawn token is not fed back, the core already knows the next one. block_table: physical
-    GPU blocks; the slot of position p is `block_table[p // B] * B + p % B`.
-    num_samples: tokens to draw from these logits; more than one where a group's members part (the prompt of parallel
-    samples): the first continues this sequence, the others come back as `Outcome.forks`. group_id: the same for all
-    sequences of a request; the rows of a group's beams stand together, in their order, and are searched together.
-    num_prompt_tokens: how many of the known tokens are the prompt's. history: all known tokens, only where
-    `sampling.needs_history`. score: summed log-probability of what it emitted, where it came with the tokens.
-    num_finished: members of its group that have ended.
+    tokens: the `num_tokens` ids at positions start … start + num_tokens - 1. A single PLACEHOLDER stands for the token
+    that the previous plan, still in flight, samples. samples: whether a token is sampled from the logits of the last
+    position. forced: the sampled token is not used, as the core already has the next one. block_table: physical GPU
+    blocks; the slot of position p is `block_table[p // B] * B + p % B` for blocks of B tokens.
+    num_samples: tokens to sample from these logits; several at the fork of a group (after the prompt): the first one
+    continues this sequence, the others are returned as `Outcome.forks`. group_id: equal for all sequences of a
+    request; the rows of a group's beams are adjacent, in their order, and are searched together.
+    num_prompt_tokens: the length of the prompt. history: prompt and emitted tokens, only if `sampling.needs_history`.
+    score: the sum of the emitted tokens' log-probabilities, if a backend returned them. num_finished: members of its
+    group that have ended.
     """
 
     FIELDS: ClassVar = (
@@ -109,10 +109,10 @@ class ScheduledSequence(Value):
 
 @mypyc_attr(free_list_len=1)
 class BatchShape(Value):
-    """The integers that a cost model prices. A decode row is one token of a sequence whose prompt is computed.
+    """The input of a cost model: integers. A decode row is one token of a sequence whose prompt is computed.
 
-    decode_context_tokens: the sum over decode rows of the positions attended, the new one included; of the longest:
-    longest_decode_context (0: not said). num_samples: rows that need logits."""
+    decode_context_tokens: positions attended, the new one included, summed over the decode rows; the largest of them
+    is longest_decode_context (0: not given). num_samples: rows that need logits."""
 
     FIELDS: ClassVar = (
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
@@ -140,27 +140,27 @@ class BatchShape(Value):
 
     @property
     def num_blocks_moved(self) -> int:
-        """Swapped or copied."""
+        """Blocks swapped out, swapped in or copied."""
         return self.num_blocks_swapped_out + self.num_blocks_swapped_in + self.num_blocks_copied
 
     @property
     def kind(self) -> str:
-        """What is computed: `decode` or `prefill`, `mixed` for both; `moves` for nothing: blocks are moved at most."""
+        """What the step computes: `decode`, `prefill`, or `mixed`; `moves` if nothing (blocks may be moved)."""
         if self.prefills:
             return "mixed" if self.num_decodes else "prefill"
         return "decode" if self.num_decodes else "moves"
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed or moved: the step only preempts, or ends requests as ignored."""
+        """Whether nothing is computed or moved. Such a step may still preempt, or end requests as ignored."""
         return not (self.num_decodes or self.prefills or self.num_blocks_moved)
 
 
 class Rows:
-    """The rows of a plan, made when a device asks for them; a simulator never does. No ABC, as TokenSource is none."""
+    """The rows of a plan, made only when a device reads them; a simulator does not. Not an ABC, as `TokenSource`."""
 
     def make(self) -> tuple[ScheduledSequence, ...]:
-        """Valid until the plan is committed, or another is made."""
+        """Returns the rows. Callable until the plan is committed or another plan is made."""
         raise NotImplementedError
 
     def num_scheduled(self) -> list[tuple[str, int]]:
@@ -170,13 +170,13 @@ class Rows:
 
 @mypyc_attr(free_list_len=1)
 class BatchPlan(Value):
-    """One step, decided. step: how many were planned before it.
+    """A decided step. step: its number, from 0 on.
 
-    A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids; all
-    sources of a kind are read before any of its destinations is written, and a destination that stands twice gets equal
-    contents. swapped_in: ids of the requests behind `swap_in`. has_beams: whether rows of a beam search are among them.
-    preempted_for: beside `preempted`, whose growth took the blocks; None: no growth, but the order of the queue; RESET:
-    a reset of the prefix cache, whose victims stand before all others.
+    A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids. Of
+    each kind, all sources are read before any destination is written; sources of the same destination have equal
+    content. swapped_in: ids of the requests that `swap_in` brings back. has_beams: whether any row belongs to a beam
+    search. preempted_for: for each of `preempted`, the request that needed its blocks to grow; None: the victim yields
+    to the head of the queue; RESET: a reset of the prefix cache (these come first).
     """
 
     FIELDS: ClassVar = (
@@ -198,7 +198,7 @@ class BatchPlan(Value):
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """The rows, in the order scheduled. Valid until the plan is committed, or another is made."""
+        """The rows, in the order scheduled. Readable until the plan is committed or another plan is made."""
         return self.rows.make()
 
     @property

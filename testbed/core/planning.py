@@ -1,4 +1,4 @@
-"""From a decided step to the plan that a backend executes."""
+"""Makes the plan that a backend executes from a decided step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from testbed.core.step import Step
 
 
 def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
-    """has_groups: whether running sequences are of groups."""
+    """Returns the plan of a step. has_groups: whether any running sequence belongs to a group."""
     copies, swap_in = _last_into_each(step.blocks.planned()), _last_into_each(step.swap_in)
     shape = step.batch.shape(step.blocks.sliding_window, len(step.leaving.swap_out), len(swap_in), len(copies))
     has_beams = has_groups and any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
@@ -18,7 +18,7 @@ def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
 
 
 def _last_into_each(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Of the moves into one block the last: its first taker found its content elsewhere and gave it back."""
+    """Keeps the last move into each block: an earlier owner released it, having found its content in another block."""
     if not pairs:
         return pairs
     sources = {destination: source for source, destination in pairs}

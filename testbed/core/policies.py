@@ -1,4 +1,4 @@
-"""The small policies that a step asks, of ours or of a user's own. Checks answers, but for victims: those must run."""
+"""The admission, preemption and victim policies of a step, built-in or a user's. Checks all answers except victims."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed.core.sequence import Sequence
 
 
 class Policies:
-    """Of one scheduler."""
+    """The policies of one scheduler."""
 
     def __init__(self, admission: AdmissionPolicy, preemption: PreemptionChoice, victims: VictimChoice) -> None:
         self.victims = victims
@@ -19,17 +19,17 @@ class Policies:
         self._timed: Any = victims if hasattr(victims, "now_ns") else None
 
     def tell_time(self, now_ns: int) -> None:
-        """A step is about to be decided."""
+        """Passes the instant of the next step to the victim policy, if that has `now_ns`."""
         if self._timed is not None:
             self._timed.now_ns = now_ns
 
     def allows(self, seq: Sequence, running: dict[int, Sequence]) -> bool:
-        """Raises TypeError for an answer that is none: a user's class may forget to answer."""
+        """Whether the admission policy lets `seq` start. Raises TypeError if its answer is not a bool."""
         answer = self._admission.allows(seq, running.values())
         if not isinstance(answer, bool):
             raise TypeError(f"allows() returned {answer!r}, not True or False")
         return answer
 
     def mode(self, victim: Sequence, num_blocks: int) -> PreemptionMode:
-        """How to preempt it; the answer may be a mode's name. Raises ValueError for one that is none."""
+        """Returns how to preempt the victim. A policy may answer with a mode's name; others raise ValueError."""
         return PreemptionMode(self._preemption.mode(victim, num_blocks))

@@ -1,6 +1,6 @@
-"""Who leaves a step: victims of preemption, by recompute or by swap, and what can never go on.
+"""Preemption in a step, by recompute or by swap, and the end of sequences that can never continue.
 
-Owns what a step takes away from sequences; gives their blocks up through the block manager.
+Owns the lists of these sequences; releases their blocks through the block manager.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from testbed.core.waiting import Waiting
 
 
 class Preempting:
-    """Of one step. A sequence stands for its group. holds: victims are not back in the queue before it is decided."""
+    """The preemptions of one step. A sequence represents its group. holds: victims are requeued only after the step."""
 
     def __init__(
         self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policies: Policies, *, holds: bool
     ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
-        self.preempted_for: tuple[str | None, ...] = ()  # beside them, whose growth it was for
-        self.num_reset = 0  # the first of them, which lost what they had to a reset
+        self.preempted_for: tuple[str | None, ...] = ()  # for each of them, the request that needed its blocks
+        self.num_reset = 0  # how many of them, at the front, were preempted by a reset
         self.swap_out: tuple[Pair, ...] = ()
-        self.held: tuple[Sequence, ...] = ()  # victims that are back in the queue when the step is decided
+        self.held: tuple[Sequence, ...] = ()  # victims that return to the queue after the step is decided
         self.ignored: tuple[Ignored, ...] = ()
         self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
         self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
         self._policies, self._holds = policies, holds
 
     def preempt(self, seq: Sequence, grower: Sequence | None = None) -> None:
-        """Takes a running sequence's blocks away, as the policy wishes and memory allows. grower: for whom."""
+        """Preempts a running sequence, in the policy's mode if memory allows. grower: the one that needs its blocks."""
         assert seq.state is SequenceState.RUNNING, f"the victim is not among the running sequences: {seq}"
         blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
         wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
-        # what was merged in this step is computed after the swap out, by others
+        # its table may hold merged blocks of this step, which other rows compute only after the swap-out
         can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
         if (wants_swap or _is_search(seq)) and can_swap and blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
             self._swap_out(seq, whose)
@@ -48,8 +48,8 @@ class Preempting:
             self._recompute(seq, whose)
 
     def reset(self) -> None:
-        """Nobody has KV from before, or finds any: what runs or is swapped out is recomputed, whatever the policy
-        wishes. The last goes first, so that all stand in the queue as they ran."""
+        """Discards all KV: running and swapped-out sequences are recomputed, whatever mode the policy prefers. The last
+        one is preempted first, so that the queue has them in running order."""
         for seq in reversed([*self._running.swapped.values(), *self._running.in_order]):
             self._running.stop(seq)
             self._recompute(seq, RESET)
@@ -57,7 +57,7 @@ class Preempting:
         self.num_reset = len(self.preempted)
 
     def give_up(self, seq: Sequence) -> None:
-        """Ends a running sequence that finds no room although nothing else runs."""
+        """Ends a running sequence as ignored: it finds no free blocks although nothing else runs."""
         blocks = self._blocks
         reason = (
             f"{seq.num_tokens} tokens find no room to go on although nothing else runs: {blocks.num_free_blocks} "
@@ -67,7 +67,7 @@ class Preempting:
         self._free_and_end(seq, reason)
 
     def give_up_swapped(self, seq: Sequence) -> None:
-        """Ends a swapped-out sequence whose blocks never fit again."""
+        """Ends a swapped-out sequence as ignored: its blocks can never fit into the pool again."""
         blocks = self._blocks
         reason = (
             f"{num_distinct([one.cpu_table for one in seq.together])} swapped-out KV blocks, room to grow and a "
@@ -77,12 +77,12 @@ class Preempting:
         self._free_and_end(seq, reason)
 
     def end(self, seq: Sequence, reason: str) -> None:
-        """Reports a sequence, and those with it, as ignored. They hold nothing, and are in no queue."""
+        """Reports a sequence and its siblings as ignored. They must hold no blocks and be in no queue."""
         self.ignored += (Ignored(seq.seq_id, seq.request_id, reason),)
         self.ended += tuple([(one, reason) for one in seq.together])
 
     def _withdraw(self, seq: Sequence) -> bool:
-        """A victim stops; one that was scheduled already gives its share of the step back. False: it was not."""
+        """Stops a victim and removes its rows from the batch. Returns whether it was already scheduled in this step."""
         was_scheduled = False
         for one in seq.together:
             if self._batch.remove(one):
@@ -92,7 +92,7 @@ class Preempting:
         return was_scheduled
 
     def _recompute(self, seq: Sequence, whose: str | None) -> None:
-        """Several members become so many sequences, each from its own first token; those of a search end together."""
+        """Frees the blocks and requeues each member of the group separately. Several beams end as ignored instead."""
         if _is_search(seq):
             self._free_and_end(seq, _lost_beams_reason(seq, self._blocks, is_reset=whose == RESET))
             return
@@ -109,7 +109,7 @@ class Preempting:
 
     def _swap_out(self, seq: Sequence, whose: str | None) -> None:
         for one in seq.together:
-            if one.may_part:  # who parts from it would not be there; it draws again
+            if one.may_part:  # it cannot fork while swapped out: the token in flight is sampled again later
                 one.give_up_flight()
             self._note(one, PreemptionMode.SWAP, whose)
         self.swap_out += self._blocks.swapping.swap_out(seq.together)
@@ -129,7 +129,7 @@ class Preempting:
 
 
 def _is_search(seq: Sequence) -> bool:
-    """Whether it stands for several beams, which cannot be recomputed one by one."""
+    """Whether it represents several beams, which cannot be recomputed separately."""
     return seq.siblings is not None and seq.group is not None and seq.group.is_beam
 
 

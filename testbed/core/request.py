@@ -1,4 +1,4 @@
-"""Requests: what enters the core. Owns the shape of a request and its validation; knows no blocks and no policies."""
+"""Requests, the input of the core. Owns the fields of a request and its validation; knows no blocks and no policies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from testbed.errors import RequestError
 
 
 class Request(Value):
-    """One prompt and what is wanted of it.
+    """A prompt with its sampling parameters and arrival.
 
-    `forced_output` holds the very tokens that are emitted, one whenever the computed tokens reach all known ones; the
-    model still runs and samples. None means that the backend's sampled tokens count, up to `sampling.max_tokens`.
-    cache_salt: requests share cached prefixes only with requests of the same. All instants are ns on the run's clock,
-    which starts at 0. Raises RequestError for what nobody can serve.
+    forced_output: the tokens that are emitted instead of the sampled ones; the model still runs and samples. None: the
+    backend's sampled tokens are emitted, up to `sampling.max_tokens`. cache_salt: requests share cached prefixes only
+    if their salts are equal. All instants are ns on the run's clock, which starts at 0. Raises RequestError for an
+    empty prompt, an empty forced output, or a negative arrival.
     """
 
     FIELDS: ClassVar = (

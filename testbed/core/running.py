@@ -1,4 +1,4 @@
-"""The sequences that run, and those that are swapped out. Owns both, their order, and who is in its prefill."""
+"""The running and the swapped-out sequences. Owns both lists, their order, and which sequences are in their prefill."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from testbed.core.state import SequenceState
 
 
 class Running:
-    """A unit is a sequence, or several of a group that are scheduled together; it stands here by its first one."""
+    """Holds units. A unit is one sequence, or several of a group scheduled together, represented by the first one."""
 
     def __init__(self) -> None:
         self.units: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
         self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
-        self._found_no_room: dict[tuple[int, int], int] = {}  # how often a (seq_id, computed tokens) did, and ran alone
-        self.num_groups = 0  # running units that are, or will be, several sequences
-        self._in_order: tuple[Sequence, ...] | None = ()  # the units; None: they have changed since somebody asked
+        self._found_no_room: dict[tuple[int, int], int] = {}  # by (seq_id, computed tokens): failed attempts
+        self.num_groups = 0  # running units that belong to a sequence group
+        self._in_order: tuple[Sequence, ...] | None = ()  # the cached `in_order`; None: the units have changed
 
     @property
     def num_seqs(self) -> int:
-        """Running sequences, those included that a group's prompt will part into."""
+        """Running sequences; a group that has not forked yet counts all sequences that it will have."""
         return sum([seq.num_seqs for seq in self.units.values()]) if self.num_groups else len(self.units)
 
     @property
     def num_parted(self) -> int:
-        """Running sequences that there are now."""
+        """Running sequences that exist now; a group that has not forked yet counts once."""
         return sum([seq.num_together for seq in self.units.values()]) if self.num_groups else len(self.units)
 
     @property
     def in_order(self) -> tuple[Sequence, ...]:
-        """The units, as they are now: it stays as it is while they change."""
+        """A snapshot of the units in running order."""
         if self._in_order is None:
             self._in_order = tuple(self.units.values())
         return self._in_order
 
     def admit(self, seq: Sequence) -> None:
-        """A sequence begins its prefill, behind all others."""
+        """Starts the prefill of a sequence, behind all running units."""
         seq.is_prefilling = True
         self.start(seq)
 
     def start(self, seq: Sequence) -> None:
-        """A unit runs, behind all others."""
+        """Adds a unit behind all running units."""
         self.units[seq.unit_id] = seq
         self._in_order = None
         self.num_groups += seq.group is not None
@@ -50,7 +50,7 @@ class Running:
                 self.prefilling[one.seq_id] = one
 
     def stop(self, seq: Sequence) -> None:
-        """A unit runs no more, or is swapped out no more."""
+        """Removes a unit from the running or the swapped-out ones."""
         if self.swapped.pop(seq.unit_id, None) is not None:
             return
         del self.units[seq.unit_id]
@@ -59,7 +59,7 @@ class Running:
         self.prefilling.pop(seq.seq_id, None)
 
     def leave(self, seq: Sequence) -> None:
-        """One sequence runs no more, or is swapped out no more: its siblings go on."""
+        """Removes one sequence from the running or the swapped-out ones; its siblings stay."""
         units = self.units if seq.state is SequenceState.RUNNING else self.swapped
         self.prefilling.pop(seq.seq_id, None)
         self._in_order = None
@@ -73,7 +73,7 @@ class Running:
         units[seq.unit_id] = left[0]
 
     def swap_out(self, seq: Sequence) -> None:
-        """A unit that runs no more lies on the CPU."""
+        """Adds a unit to the swapped-out ones; it has been removed from the running ones."""
         for one in seq.together:
             one.enter(SequenceState.SWAPPED)
         self.swapped[seq.unit_id] = seq
@@ -83,18 +83,18 @@ class Running:
         self.prefilling.pop(seq.seq_id, None)
 
     def finds_no_room(self, seq: Sequence) -> bool:
-        """Counts that the unit which runs alone finds no room; whether that is hopeless: a third time at the same
-        place, and nobody got on since. Once may be chance: others wait or do not, and more of it is cached by then."""
+        """Counts that the only running unit found no free blocks. Returns True the third time at the same position with
+        no progress of any request in between. Once may be chance: the next time, more of its prefix may be cached."""
         place = seq.seq_id, seq.num_computed_tokens
         self._found_no_room[place] = times = self._found_no_room.get(place, 0) + 1
         return times > 2
 
     def got_on(self) -> None:
-        """Somebody got a token, or has ended."""
+        """Resets the counts of `finds_no_room`: some sequence emitted a token or ended."""
         self._found_no_room.clear()
 
     def reorder(self, seqs: list[Sequence]) -> None:
-        """Gives the running units another order; `seqs` are all of them."""
+        """Changes the running order to `seqs`, which must list every running unit once."""
         if seqs == list(self.units.values()):
             return
         units = {seq.unit_id: seq for seq in seqs}

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, and when its sequences stop. Owns the parameters and their ranges.
+"""Sampling parameters: how tokens are sampled and when a sequence stops. Owns the parameters and their ranges.
 
 Names and meanings are those of vLLM's SamplingParams; docs/sampling.md has the table and the order of the operations.
 """
@@ -20,27 +20,27 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when a sequence stops. Raises RequestError, naming the field, for a bad value.
+    """How tokens are sampled and when a sequence stops. Raises RequestError, naming the field, for an invalid value.
 
-    temperature: 0 is greedy, and then the filters (min_p, top_k, top_p) do nothing. max_tokens: None means up to the
-    model's length. stop_token_ids: end a sequence, and stand in its output. seed: None derives one from the run's.
-    n: sequences that grow from the prompt. best_of: as many instead, of which the text layer returns the n with the
-    largest sums of log-probabilities. beam_width: 0 is no beam search; otherwise the beams kept at each step, and the
-    text layer ranks hypotheses by sum / length ** length_penalty.
+    temperature: 0 is greedy; the filters (min_p, top_k, top_p) then have no effect. max_tokens: None means up to the
+    model's length. stop_token_ids: end a sequence and stay in its output. seed: None derives one from the run's seed.
+    n: sequences generated from the prompt. best_of: generates that many instead; the text layer returns the n with the
+    largest sums of log-probabilities. beam_width: 0 disables beam search; otherwise the number of beams kept at each
+    step. The text layer ranks beam hypotheses by sum / length ** length_penalty.
 
-    min_p: tokens less likely than this share of the likeliest are left out. top_k: only so many of the likeliest are
-    drawn from (0 or -1: all). top_p: only the smallest set of the likeliest whose probabilities sum to at least this.
-    presence_penalty and frequency_penalty: taken off the logits of tokens that were emitted, once and for each time.
-    repetition_penalty: divides positive logits of tokens that stand in the prompt or the output, multiplies negative
-    ones. logit_bias: (token id, added to its logit) pairs; a mapping is accepted. min_tokens: no token that would end
-    the sequence is drawn before so many were.
+    min_p: excludes tokens less likely than this share of the most likely one. top_k: keeps only that many of the most
+    likely tokens (0 or -1: all). top_p: keeps the smallest set of most likely tokens whose probabilities sum to at
+    least this. presence_penalty: subtracted once from the logit of each emitted token; frequency_penalty: once for each
+    occurrence. repetition_penalty: divides positive logits of tokens in the prompt or the output, multiplies negative
+    ones. logit_bias: (token id, value added to its logit) pairs; a mapping is accepted. min_tokens: tokens that end the
+    sequence are not sampled before that many tokens.
 
-    logprobs: None is none; k gives the log-probability of each emitted token and of the k likeliest. prompt_logprobs:
-    the same of the tokens of the prompt, which is then computed whole, whatever is cached. Both are of the model's own
-    distribution, before anything here changes it.
+    logprobs: k returns the log-probability of each emitted token and of the k most likely ones; None: none.
+    prompt_logprobs: the same for the prompt, which is then computed without prefix-cache hits. Both refer to the
+    model's own distribution, before any of these parameters is applied.
 
-    stop: strings that end a sequence; they, include_stop_str_in_output and skip_special_tokens are the text layer's.
-    A string, or any iterable of strings, becomes a tuple.
+    stop: strings that end a sequence; a string, or any iterable of strings, becomes a tuple. Only the text layer uses
+    stop, include_stop_str_in_output and skip_special_tokens.
     """
 
     temperature: float = 0.0
@@ -66,31 +66,31 @@ class SamplingParams:
     skip_special_tokens: bool = True
     length_penalty: float = 1.0
 
-    # --- what a backend asks ---
+    # --- for backends ---
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences grow from the prompt at most."""
+        """Largest number of sequences that are generated from the prompt at the same time."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a random draw is not from all tokens."""
+        """Whether sampling is limited to a part of the vocabulary."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def is_penalised(self) -> bool:
-        """Whether what was said before changes the logits."""
+        """Whether earlier tokens of the sequence change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def needs_history(self) -> bool:
-        """Whether a backend must be told the known tokens of the sequence, beside those that it computes."""
+        """Whether a backend needs all tokens so far of the sequence, in addition to those that it computes."""
         return self.is_penalised or self.prompt_logprobs is not None
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether each emitted token comes with its log-probability: asked for, or to rank what was grown."""
+        """Whether a backend returns each emitted token's log-probability: requested, or needed to rank sequences."""
         return self.logprobs is not None or (self.best_of or self.n) > self.n or self.beam_width > 0
 
     # --- checks ---
@@ -123,7 +123,7 @@ class SamplingParams:
         self._check_bias()
 
     def _normalise(self) -> None:
-        """Lists and the like become tuples, so that equal parameters are equal and can be hashed."""
+        """Converts lists and other iterables to tuples, so that equal parameters compare equal and are hashable."""
         put = object.__setattr__
         if not isinstance(self.stop, tuple):
             put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))

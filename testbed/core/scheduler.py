@@ -2,11 +2,11 @@
 
     add / abort / reset_prefixes    at any time
     plan(now) -> plan               decides a step and changes block tables; touches no device
-    commit(result, now)             takes what came out of it; ends what is finished
+    commit(result, now)             applies the result of the oldest plan; ends finished requests
 
-One plan is in flight at most or, where `limits.max_num_plans` is 2 (asynchronous scheduling), one while the next is
-decided: its counts have gone on then, the tokens that it draws are placeholders, and what ends with it ends at its
-commit, a step late. Given the same configuration, calls and outcomes, it decides the same on every machine.
+At most one plan is in flight. With `limits.max_num_plans` = 2 (asynchronous scheduling) the next step is planned while
+one is in flight: counts already include that one, the tokens it samples are placeholders, and a request that ends with
+it ends at its commit, a step late. The same configuration, calls and outcomes give the same decisions on every machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from testbed.errors import RequestError
 
 
 class Scheduler:
-    """Owns every live sequence. See the module's docstring for its life.
+    """Owns every live sequence. The module's docstring has the order of calls.
 
-    eos_token_id ends sequences that are not forced and do not ignore it.
+    eos_token_id: the token that ends a sequence, unless its output is forced or it ignores EOS.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.limits = limits
         self.blocks = blocks
-        self.num_steps = 0  # committed
-        self.num_known_tokens = 0  # prompts of live sequences and what these have emitted
+        self.num_steps = 0  # committed steps
+        self.num_known_tokens = 0  # prompt and emitted tokens of all live sequences
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
         self._composition = composition
@@ -56,10 +56,10 @@ class Scheduler:
         self._digest = Digest()
         self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
-        self._rejected: list[tuple[Sequence, str]] = []  # ended at `add`; reported by the next plan
+        self._rejected: list[tuple[Sequence, str]] = []  # rejected by `add`; the next plan reports them
         self._steps: tuple[Step, ...] = ()  # the plans in flight, the oldest first
-        self._late: tuple[Sequence, ...] = ()  # victims that wait, back in the queue with the next commit
-        self._resets = False  # with the next plan
+        self._late: tuple[Sequence, ...] = ()  # victims that return to the queue at the next commit
+        self._resets = False  # whether the next plan resets the prefix cache
 
     # --- state ---
 
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def digest_bytes(self) -> bytes:
-        """The same, the highest byte first."""
+        """The decision digest after the last committed step, 8 bytes, big-endian."""
         return self._digest.value
 
     @property
@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Running sequences; a group counts as many as it has."""
+        """Running sequences; of a group, each one that exists."""
         return self._running.num_parted
 
     @property
@@ -88,12 +88,12 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Swapped-out groups and sequences."""
+        """Swapped-out sequences; a group counts once."""
         return len(self._running.swapped)
 
     @property
     def emitters(self) -> list[Sequence]:
-        """Emitted a token in the last step, in the order scheduled, once for each token."""
+        """Sequences that emitted in the last step, in the order scheduled, one entry per token."""
         return self._commit.emitters
 
     def unfinished(self) -> list[Sequence]:
@@ -106,11 +106,11 @@ class Scheduler:
         return request_id in self._live
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError for an id that is live; one too long for the model ends as ignored."""
+        """Queues a request. Raises RequestError if its id is live. One that can never run ends as ignored."""
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         is_beam = request.sampling.beam_width > 1
-        seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # of parallel samples too
+        seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # one for each parallel sample
         eos = () if self._eos_token_id is None or request.sampling.ignore_eos else (self._eos_token_id,)
         stops = (*request.sampling.stop_token_ids, *eos)
         seq = Sequence(seq_id, request, self.limits.max_model_len, stops)
@@ -122,7 +122,7 @@ class Scheduler:
             self._waiting.push(seq)
 
     def _never_runs(self, seq: Sequence) -> str:
-        """Why no step could ever admit the sequence, as far as that is to be asked now; empty: one may."""
+        """Returns why no step can ever admit the sequence, or "". If `never_fits_at=head`, its size is tested later."""
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if seq.num_seqs > (limit := getattr(self.limits, name)):
                 return f"{seq.num_seqs} sequences that run together exceed {name} ({limit})"
@@ -133,7 +133,7 @@ class Scheduler:
         return self.blocks.never_fits_reason(seq)
 
     def abort(self, request_id: str, now_ns: int) -> Finished | None:
-        """Ends a request in any state and frees all it held. None if it is not live (it may have just finished)."""
+        """Ends a request in any state and frees its blocks. None if it is not live, or if a plan in flight ends it."""
         first = self._live.get(request_id)
         if first is None:
             return None
@@ -146,11 +146,11 @@ class Scheduler:
         return finished[0] if finished else None
 
     def reset_prefixes(self) -> None:
-        """From the next plan on nobody has or finds KV from before it: what runs or is swapped out is recomputed."""
+        """Discards all KV at the next plan: empties the prefix cache, recomputes running and swapped-out sequences."""
         self._resets = True
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a live sequence from where it is, with all that it holds."""
+        """Removes a live sequence from its queue or from the running ones, and frees its blocks."""
         if seq.state is not SequenceState.WAITING:
             self._running.leave(seq)
             self.blocks.free(seq)
@@ -168,7 +168,7 @@ class Scheduler:
     # --- steps ---
 
     def plan(self, now_ns: int) -> BatchPlan:
-        """Decides the next step. An empty plan means that nothing can be done before something else happens."""
+        """Decides the next step. An empty plan means that nothing can be done before another event or commit."""
         assert len(self._steps) < self.limits.max_num_plans, "commit before planning more"
         step = Step(
             self.num_steps + len(self._steps), now_ns, self.limits, self.blocks, self._running, self._waiting,
@@ -181,7 +181,7 @@ class Scheduler:
         for seq, reason in self._rejected:
             step.leaving.end(seq, reason)
         self._rejected = []
-        if not step.leaving.held:  # by a reset: they are the first to come back
+        if not step.leaving.held:  # a reset has held its victims: they must return before others are admitted
             self._composition.compose(step)
         if not step.batch.seqs:
             self._unblock(step)
@@ -196,13 +196,13 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> list[Finished]:
-        """Takes the outcome of the oldest plan in flight; the requests that ended with it, in the order scheduled."""
+        """Applies the result of the oldest plan in flight; returns the requests that ended, ignored ones first."""
         assert self._steps, "nothing is in flight"
         step, self._steps = self._steps[0], self._steps[1:]
         self._digest.begin(step)
         finished: list[Finished] = []
         for seq, message in step.leaving.ended:
-            if seq.state is not SequenceState.FINISHED:  # with a token that was on its way
+            if seq.state is not SequenceState.FINISHED:  # it may have ended with a token that was in flight
                 self._end(seq, FinishReason.IGNORED, message, now_ns, finished)
         if result.prompt_logprobs:
             note_prompts(step.batch, result.prompt_logprobs)
@@ -224,7 +224,7 @@ class Scheduler:
         return finished
 
     def _tell_served(self, step: Step, now_ns: int) -> None:
-        """Reports to the queue, if it asks for it, what each live sequence got. New members of a group got a token."""
+        """Reports to the queue, if it has `served`, what each live sequence of the step got, and each new member."""
         if self._waiting.served is None:
             return
         emitters = {seq.seq_id: seq for seq in self.emitters}
@@ -236,7 +236,7 @@ class Scheduler:
             self._waiting.served(seq, 0, 1, now_ns)
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
-        """The sequence has ended; adds what to say of its request if it was the last of it."""
+        """Ends a sequence; appends the result of its request to `finished` if it was the request's last one."""
         self._running.got_on()
         seq.enter(SequenceState.FINISHED)
         seq.finish_reason = reason
@@ -252,7 +252,7 @@ class Scheduler:
             finished.append(seq.finished(message))
 
     def _unblock(self, step: Step) -> None:
-        """A head that is blocked while nothing runs would wait for ever: it ends as ignored, naming the rule."""
+        """Ends a head as ignored if it is blocked while nothing runs: it would wait forever. The message says why."""
         leaving, running = step.leaving, self._running
         if leaving.preempted or leaving.ignored or running.units or running.swapped or self._steps:
             return
@@ -260,10 +260,10 @@ class Scheduler:
         if seq is not None and step.blocked_by is not None:
             step.ignore(seq, f"blocked by {step.blocked_by.value} while nothing runs: no later step could admit it")
 
-    # --- inside ---
+    # --- checks ---
 
     def check_invariants(self) -> None:
-        """Every live sequence is in exactly one place; running ones have tables that cover what is computed."""
+        """Asserts that every live sequence is in exactly one place, and that computed tokens have blocks."""
         running, live = self._running, self.unfinished()
         holders: list[KVSequence] = list(live)
         self.blocks.check_invariants(holders)

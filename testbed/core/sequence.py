@@ -1,7 +1,7 @@
-"""Sequences: a request's tokens and how far they are computed. Owns the counts of tokens.
+"""Sequences: the tokens of a request and how many of them are computed. Owns the token counts.
 
 A request is one sequence, or a group of sequences that grow from one prompt (parallel samples, beams). Queues hold one
-entry for a group, its first live member: what happens to that one happens to its `siblings` too.
+entry for each group, its first live member: what is done to it is done to its `siblings` too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from testbed.errors import IllegalTransitionError
 
 
 class SequenceGroup:
-    """All sequences of one request that asks for several. It finishes with its last member."""
+    """All sequences of a request that asks for several. The request finishes with its last member."""
 
     def __init__(self, first: Sequence) -> None:
         self.group_id = first.seq_id
-        self.num_seqs = first.sampling.num_seqs  # wanted
-        self.members: list[Sequence] = [first]  # live ones, in the order they came to be
+        self.num_seqs = first.sampling.num_seqs  # as requested
+        self.members: list[Sequence] = [first]  # live ones, in order of creation
         self.finished: list[Sequence] = []
-        self.has_parted = False  # whether the prompt's end has made the members
+        self.has_parted = False  # whether the members have forked, which they do at the end of the prompt
         self.is_beam = first.sampling.beam_width > 1
 
     def leave(self, member: Sequence, reason: FinishReason) -> None:
-        """It has ended; what was dropped is forgotten."""
+        """Removes a member that has ended; a pruned beam is not kept in `finished`."""
         self.members.remove(member)
         if reason is not FinishReason.DROPPED:
             self.finished.append(member)
@@ -41,10 +41,10 @@ class SequenceGroup:
 class Sequence(KVSequence):
     """One growing sequence of tokens.
 
-    `num_tokens` are known: the prompt and what was emitted. What a forced sequence will emit is for the core alone.
-    `num_computed_tokens` of them have their KV in GPU blocks. A token is emitted whenever the computed tokens reach all
-    known ones. Where a step is planned while another runs, both counts include what the plans in flight will bring:
-    `num_in_flight_tokens` are not computed yet, and the last `num_placeholders` are drawn by nobody yet.
+    `num_tokens` counts the tokens so far: the prompt and the emitted ones. Only the core sees the rest of a forced
+    output. `num_computed_tokens` of them have their KV in blocks. A token is emitted whenever the computed tokens reach
+    `num_tokens`. If steps are planned while others run, both counts include the plans in flight:
+    `num_in_flight_tokens` are not computed yet, and the last `num_placeholders` are not sampled yet.
     """
 
     def __init__(self, seq_id: int, request: Request, max_model_len: int, stop_token_ids: tuple[int, ...] = ()) -> None:
@@ -57,32 +57,32 @@ class Sequence(KVSequence):
         self.request_id = request.request_id
         self.sampling = sampling
         self.needs_history = sampling.needs_history
-        self.unit_id: i64 = seq_id  # the same for sequences that are scheduled together
+        self.unit_id: i64 = seq_id  # equal for sequences that are scheduled together
         self.group: SequenceGroup | None = None
-        self.siblings: tuple[Sequence, ...] | None = None  # scheduled together with it, itself included; None: alone
-        self.num_together: i64 = 1  # of these
+        self.siblings: tuple[Sequence, ...] | None = None  # all sequences scheduled together; None: only this one
+        self.num_together: i64 = 1  # how many these are
         self.num_in_flight_tokens = self.num_placeholders = i64(0)
-        self.record: object = None  # what the recorder of a run keeps of its request
+        self.record: object = None  # the run's recorder keeps its state of the request here
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_tokens = stop_token_ids
         wanted = sampling.max_tokens if forced is None else len(forced)
-        # at how many tokens it ends; one is always emitted, even at the model's length
+        # the number of tokens at which it ends; at least one is emitted, even if the prompt has the model's length
         limit = max(max_model_len, self.num_prompt_tokens + 1)
         self.token_limit: i64 = limit if wanted is None else min(self.num_prompt_tokens + wanted, limit)
-        # the end that is known beforehand: a forced output may be shorter than it has leave to be
+        # the latest end that the request allows; a forced output may end before it, which must not be foreseen
         leave = min(self.num_prompt_tokens + (sampling.max_tokens or 0), limit)
         self.foreseen_end: i64 = max(self.token_limit, leave)
-        self.is_forced = forced is not None and sampling.beam_width <= 1  # beams are searched: only their length is
-        self._tokens: array[int] | None = None  # None: nobody has read them
-        self._newest: vec[i32] = vec[i32]()  # drawn since; a token costs a tenth of what appending to an array does
-        self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of what was emitted
-        self.score = self.score_before = 0.0  # their sum, and the one without the newest
-        # of the prompt's tokens, as far as they came; one list for all members of a group
+        self.is_forced = forced is not None and sampling.beam_width <= 1  # for beams only the length is forced
+        self._tokens: array[int] | None = None  # made on the first read
+        self._newest: vec[i32] = vec[i32]()  # sampled since; appending here costs a tenth of appending to an array
+        self.logprobs: list[TokenLogprobs] | None = [] if sampling.needs_logprobs else None  # of the emitted tokens
+        self.score = self.score_before = 0.0  # the sum of `logprobs`, with and without the newest
+        # one entry for each prompt token, None until it is computed; all members of a group have the same list
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.computes_whole_prompt:
             self.prompt_logprobs = [None] * self.num_prompt_tokens
-        if sampling.num_seqs > 1:  # at the end: whom it tells of itself may look at all of it
+        if sampling.num_seqs > 1:  # last, as the group reads attributes of this sequence
             self.group = SequenceGroup(self)
             self.shares_blocks = True
 
@@ -90,12 +90,12 @@ class Sequence(KVSequence):
 
     @property
     def tokens(self) -> array[int]:
-        """The prompt and what was emitted, or will be by a plan in flight where that is known."""
+        """The tokens so far; of a forced output also those that plans in flight will emit."""
         return self.known_tokens(0, self.num_tokens)
 
     @property
     def _content(self) -> array[int]:
-        """The tokens; of a forced sequence also what it will emit. Made when somebody asks."""
+        """The tokens so far and the rest of a forced output. Made on the first read."""
         if self._tokens is None:
             self._tokens = array("i", self.request.prompt_token_ids[:])
             forced = self.request.forced_output
@@ -107,7 +107,7 @@ class Sequence(KVSequence):
         return self._tokens
 
     def first_tokens(self, num_tokens: int) -> array[int]:
-        """At least so many of its tokens, of which no more are made than that takes."""
+        """Returns at least the first `num_tokens` tokens. If the prompt was not read before, only these are made."""
         if self._tokens is None and num_tokens <= self.num_prompt_tokens:
             return array("i", self.request.prompt_token_ids[:num_tokens])
         return self._content
@@ -120,11 +120,11 @@ class Sequence(KVSequence):
         return self._content[self.num_prompt_tokens : self.num_tokens]
 
     def known_tokens(self, start: int, stop: int) -> array[int]:
-        """The known tokens at positions start … stop - 1, as far as there are any."""
+        """Returns the tokens so far at positions start … stop - 1, or those of them that exist."""
         return self._content[start : min(stop, self.num_tokens)]
 
     def next_tokens(self, start: int, num_tokens: int) -> Seq[int]:
-        """The tokens from position `start` on, which are computed next; PLACEHOLDER for one that is drawn by then."""
+        """Returns the `num_tokens` tokens to compute from position `start` on; PLACEHOLDER for one not sampled yet."""
         if num_tokens == 1 and len(self._newest) and start == self.num_known_tokens - 1:
             return (int(self._newest[-1]),)
         tokens = self._content[start : start + num_tokens]
@@ -132,34 +132,34 @@ class Sequence(KVSequence):
 
     @property
     def num_output_tokens(self) -> i64:
-        """Emitted ones."""
+        """Emitted tokens."""
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> i64:
-        """Those of `num_tokens` that are no placeholders."""
+        """Tokens so far, without placeholders."""
         return self.num_tokens - self.num_placeholders
 
     # --- progress ---
 
     def restart(self, num_cached_tokens: int = 0) -> None:
-        """Its computed tokens are those that were found in the cache."""
+        """Resets the computed tokens to those found in the prefix cache."""
         self.give_up_flight()
         self.num_computed_tokens = num_cached_tokens
 
     def give_up_flight(self) -> None:
-        """What plans in flight compute of it is lost; the token that one of them draws is not."""
+        """Takes back the tokens that plans in flight compute. A token sampled by such a plan is still emitted."""
         self.num_computed_tokens -= self.num_in_flight_tokens
         self.num_tokens -= self.num_placeholders
         self.num_in_flight_tokens = self.num_placeholders = 0
 
     def advance(self, num_tokens: i64) -> bool:
-        """So many tokens more are computed; whether that reaches all there are, so that one is emitted."""
+        """Counts `num_tokens` more as computed; returns whether all are computed now, so that a token is emitted."""
         self.num_computed_tokens += num_tokens
         return self.num_computed_tokens >= self.num_tokens
 
     def advance_ahead(self, num_tokens: i64) -> bool:
-        """The same before they are computed. Of the token to be emitted there is a placeholder."""
+        """As `advance`, for tokens that are still in flight. The token to be emitted becomes a placeholder."""
         samples = self.advance(num_tokens)
         self.num_in_flight_tokens += num_tokens
         self.num_tokens += samples
@@ -167,7 +167,7 @@ class Sequence(KVSequence):
         return samples
 
     def arrive(self, num_tokens: i64, *, samples: bool) -> bool:
-        """What `advance_ahead` promised is there; False: it was given up since."""
+        """Marks the tokens of `advance_ahead` as computed. Returns False if they were taken back in between."""
         if not self.num_in_flight_tokens:
             return False
         self.num_in_flight_tokens -= num_tokens
@@ -177,20 +177,20 @@ class Sequence(KVSequence):
 
     @property
     def awaits_outcome(self) -> bool:
-        """Whether only what a plan in flight brings says how it goes on: it may end with it, or part into several; or
-        its next draw wants to know all tokens before."""
+        """Whether it cannot be scheduled before the token in flight is sampled: it may end or fork with that token, or
+        sampling the next one needs all tokens before it."""
         return self.num_placeholders > 0 and (
             self.num_tokens >= self.foreseen_end or self.may_part or (self.needs_history and not self.is_forced)
         )
 
     def emit(self, token: int) -> None:
-        """One more known token; a forced sequence has it already."""
+        """Appends an emitted token; a forced sequence already contains it."""
         self.num_tokens += 1
         if not self.is_forced:
             self._newest = append(self._newest, i32(token))
 
     def note_logprobs(self, ones: tuple[TokenLogprobs, ...]) -> None:
-        """What came with the newest token, if anything."""
+        """Appends the log-probabilities of the newest token, if there are any."""
         for one in ones:
             assert self.logprobs is not None, f"{self} asked for no logprobs"
             self.logprobs.append(one)
@@ -205,21 +205,21 @@ class Sequence(KVSequence):
 
     @property
     def completion(self) -> Completion:
-        """What to say of the sequence when it has ended."""
+        """The result of this sequence, which must have ended."""
         assert self.finish_reason is not None
         return Completion(self.output_token_ids, self.finish_reason, self.score, tuple(self.logprobs or ()))
 
     @property
     def members(self) -> list[Sequence]:
-        """The live sequences of its request, in the order they came to be."""
+        """The live sequences of its request, in order of creation."""
         return [self] if self.group is None else self.group.members
 
     def finished(self, message: str) -> Finished:
-        """What to say, once, of its request, of which it was the last sequence to end."""
+        """Returns the result of its request, whose last sequence this is. Callable once."""
         assert self.finish_reason is not None
         ended = [self]
         if self.group is not None:
-            ended, self.group.finished = self.group.finished, []  # its members know it: no circle is left behind
+            ended, self.group.finished = self.group.finished, []  # leaves no reference cycle with the members
         done = tuple([one.completion for one in ended])
         outputs = [one.token_ids for one in done]
         return Finished(
@@ -230,17 +230,17 @@ class Sequence(KVSequence):
     # --- groups ---
 
     def join(self, siblings: tuple[Sequence, ...]) -> None:
-        """It is scheduled together with these from now on, itself included."""
+        """Schedules it together with these sequences, itself included, from now on."""
         self.num_together = len(siblings)
         self.siblings = siblings if len(siblings) > 1 else None
 
     def part(self) -> None:
-        """It stands for itself from now on."""
+        """Schedules it separately from now on."""
         self.siblings, self.num_together, self.unit_id = None, 1, self.seq_id
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that run together with this one, itself included, now or once the group's members have parted."""
+        """Sequences that run together with this one, itself included; before a fork, as many as there will be after."""
         if self.group is not None and (not self.group.has_parted or self.group.is_beam):
             return self.group.num_seqs
         return self.num_together
@@ -252,16 +252,16 @@ class Sequence(KVSequence):
 
     @property
     def may_part(self) -> bool:
-        """Whether others may part from it with its next token."""
+        """Whether other sequences may fork from it at its next token."""
         return self.group is not None and (self.group.is_beam or not self.group.has_parted)
 
     @property
     def num_samples(self) -> int:
-        """Tokens to draw when it samples next: several where a group's members are about to part."""
+        """Tokens to sample the next time: several if the group's members are about to fork."""
         return self.group.num_seqs if self.group is not None and not self.group.has_parted else 1
 
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
-        """A new member of the group: all that is computed of this one, and `token` after it, with its logprobs."""
+        """Returns a new member of the group: the computed tokens of this one, then `token` with its logprobs."""
         child = Sequence(seq_id, self.request, 0, self.stop_tokens)
         child.token_limit, child.foreseen_end = self.token_limit, self.foreseen_end
         child.group, child.shares_blocks, child.unit_id = self.group, self.shares_blocks, self.unit_id

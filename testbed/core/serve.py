@@ -1,7 +1,7 @@
-"""The only loop: arrivals, plan, execute, commit. A generator that does no waiting and no work.
+"""The serving loop: arrivals, plan, execute, commit. A generator that neither waits nor executes anything itself.
 
-Its driver is its clock: it yields commands (WaitUntil, Execute) and is resumed with the time. Requests are pulled at
-step boundaries only. Where `limits.max_num_plans` is 2, a plan is launched and the next made before it is waited for.
+Its driver provides the time: the loop yields commands (WaitUntil, Execute) and is resumed with the current instant.
+Requests are pulled at step boundaries only. With `limits.max_num_plans` = 2, the next plan is made while one runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_YET: Final = StepResult(0)
 
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
-    """Serves the inbox to its end. Raises LivelockError for work that nothing will move, or that goes in circles."""
+    """Serves the inbox until it is empty and closed. Raises LivelockError if the remaining requests cannot progress."""
     thrash = Thrash()
     in_flight: tuple[StepView, ...] = ()
     first_ns = inbox.next_ns()
@@ -46,9 +46,9 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
                 planned, in_flight = in_flight[0], in_flight[1:]
                 has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
                 circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
-            if inbox.is_open:  # what others do at this instant comes before the next plan
+            if inbox.is_open:  # events of others at this instant come before the next plan
                 resume = yield WaitUntil(now_ns, circle is not None)
-                while resume.result is not None:  # a step in flight has ended, and nobody asks for another yet
+                while resume.result is not None:  # a step in flight ended while the loop waited
                     _commit(in_flight[0], resume.result, inbox, scheduler, recorder, resume.now_ns)
                     in_flight = in_flight[1:]
                     resume = yield WaitUntil(resume.now_ns)
@@ -65,7 +65,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
 
 
 def _planned(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
-    """A step in flight, and what there was after its plan."""
+    """Returns the view of a step in flight, with the scheduler's state after its plan."""
     return StepView(
         plan, now_ns, NOT_YET, b"", [], scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped,
         scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,
@@ -75,7 +75,7 @@ def _planned(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
 def _commit(
     step: StepView, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
 ) -> bool:
-    """Commits the oldest plan in flight; whether a request ended with it."""
+    """Commits the oldest plan in flight; returns whether a request ended with it."""
     finished = scheduler.commit(result, now_ns)
     step.result, step.digest_bytes, step.emitters = result, scheduler.digest_bytes, scheduler.emitters
     recorder.committed(step)
@@ -94,7 +94,7 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
         recorder.prefixes_reset(now_ns, scheduler.num_steps)
         scheduler.reset_prefixes()
         return
-    if scheduler.is_live(event.request_id):  # of a group, what a plan in flight ignores ends later: it is aborted now
+    if scheduler.is_live(event.request_id):  # recorded now, even if a plan in flight ends a part of the group later
         recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
     finished = scheduler.abort(event.request_id, now_ns)
     if finished is not None:

@@ -1,4 +1,4 @@
-"""The states of a sequence, and which lead to which."""
+"""The states of a sequence and their transitions. SWAPPED leads to WAITING on a reset, or to end as ignored."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class SequenceState(IntEnum):
     FINISHED = 3
 
 
-RUNNING: Final = SequenceState.RUNNING  # asked for each row
+RUNNING: Final = SequenceState.RUNNING  # as a Final, because it is read for each row
 FINISHED: Final = SequenceState.FINISHED
 
 TRANSITIONS: Final[dict[SequenceState, tuple[SequenceState, ...]]] = {
     SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
     SequenceState.RUNNING: (SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED),
-    SequenceState.SWAPPED: (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED),  # to end as ignored
+    SequenceState.SWAPPED: (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED),
     SequenceState.FINISHED: (),
 }

@@ -1,7 +1,7 @@
-"""One step while it is being composed: the operations that a batch composition decides with, and all that it sees.
+"""A step while it is being decided: what a batch composition sees, and the operations that it calls.
 
-Owns the batch and the events of the step; changes queues and block tables through their owners. A sequence stands for
-its group: what is done to it is done to `seq.together`.
+Owns the batch and the events of the step; changes queues and block tables through their owners. A sequence represents
+its group: what is done to it is done to all of `seq.together`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from testbed.core.waiting import Waiting
 
 
 class Step:
-    """A step being decided at `now_ns`; number: how many were planned before it. is_ahead: another is in flight."""
+    """The step decided at `now_ns`. number: steps planned before it. is_ahead: whether another step is in flight."""
 
     def __init__(
         self, number: int, now_ns: int, limits: Limits, blocks: BlockManager, running: Running, waiting: Waiting,
@@ -35,14 +35,14 @@ class Step:
         self.admitted: tuple[Admission, ...] = ()
         self.swap_in: tuple[Pair, ...] = ()
         self.swapped_in: tuple[str, ...] = ()
-        self.free_gpu_blocks = self.free_cpu_blocks = 0  # once it is planned
-        self.blocked_by: BlockedBy | None = None  # what keeps the head of the queue out
-        self.made_room = False  # whether sequences were preempted for the head of the queue, none for want of blocks
+        self.free_gpu_blocks = self.free_cpu_blocks = 0  # set once the step is planned
+        self.blocked_by: BlockedBy | None = None  # why the head of the queue is not admitted
+        self.made_room = False  # whether sequences were preempted for the head of the queue, none for lack of blocks
         self._running, self._waiting, self._policies = running, waiting, policies
         self._is_ahead = is_ahead
         holds = is_ahead or blocks.holds_victims
         self.leaving = Preempting(self.batch, blocks, running, waiting, policies, holds=holds)
-        self.deferred: tuple[Sequence, ...] = ()  # passed over, and then back in the queue too
+        self.deferred: tuple[Sequence, ...] = ()  # passed over; they return to the queue after the step is decided
 
     @property
     def rows(self) -> list[Row]:
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def token_budget(self) -> i64:
-        """What is left of it."""
+        """Tokens that the step may still schedule."""
         return self.batch.token_budget
 
     @token_budget.setter
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def preempted(self) -> tuple[Preemption, ...]:
-        """For want of blocks, or for the head of the queue; not those of a reset."""
+        """Preemptions for lack of blocks or for the head of the queue, without those of a reset."""
         return self.leaving.preempted[self.leaving.num_reset :]
 
     @property
@@ -70,7 +70,7 @@ class Step:
 
     @property
     def num_running(self) -> int:
-        """Running sequences, those included that a group's prompt will part into."""
+        """Running sequences; a group that has not forked yet counts all sequences that it will have."""
         return self._running.num_seqs
 
     @property
@@ -83,22 +83,22 @@ class Step:
 
     @property
     def prefilling(self) -> dict[int, Sequence]:
-        """Running sequences whose prefill is unfinished, those admitted here included, in order of admission."""
+        """Running sequences with an unfinished prefill, also those admitted in this step, in order of admission."""
         return self._running.prefilling
 
     def running(self) -> tuple[Sequence, ...]:
-        """The running sequences in order, as they are now, one for each group. `reserve` may preempt later ones.
-        Without those of which a step in flight says how they go on."""
+        """Returns a snapshot of the running sequences in order, one for each group; `reserve` may preempt later ones.
+        Sequences that must wait for the outcome of a step in flight are left out."""
         running = self._running.in_order
         return tuple([seq for seq in running if not seq.awaits_outcome]) if self._is_ahead else running
 
     def swapped(self) -> list[Sequence]:
-        """The swapped-out sequences in order, one for each group."""
+        """Returns the swapped-out sequences in the order swapped out, one for each group."""
         return list(self._running.swapped.values())
 
     @property
     def num_long_waiting(self) -> int:
-        """Waiting sequences whose prefill is long, those passed over left out."""
+        """Waiting sequences with a long prefill, without those passed over in this step."""
         return self._waiting.num_long
 
     def is_long(self, seq: Sequence) -> bool:
@@ -106,13 +106,13 @@ class Step:
         return self._waiting.is_long(seq)
 
     def head(self) -> Sequence | None:
-        """The waiting sequence to look at next."""
+        """Returns the head of the waiting queue, or None if nothing waits."""
         return self._waiting.head(self.now_ns)
 
-    # --- what runs ---
+    # --- running sequences ---
 
     def schedule(self, seq: Sequence, num_tokens: i64) -> None:
-        """Computes the next `num_tokens` tokens of a sequence in this step. Their slots must be reserved."""
+        """Adds the next `num_tokens` tokens of a sequence to the batch. Their slots must be reserved."""
         if seq.siblings is None:
             self._schedule_one(seq, num_tokens)
         else:
@@ -124,7 +124,7 @@ class Step:
         end = seq.num_computed_tokens + num_tokens
         assert seq.num_computed_tokens < end <= seq.num_tokens, _miscounted(seq, num_tokens, seq.num_computed_tokens)
         assert end <= len(seq.block_table) * self.blocks.block_size, f"{seq.request_id}: reserve slots before"
-        is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # or it was withdrawn since
+        is_twice = seq.last_step == self.number and self.batch.num_tokens_of(seq) > 0  # 0: it was withdrawn since
         assert not is_twice, f"{seq.request_id} is scheduled twice in step {self.number}"
         self.batch.add(seq, num_tokens)
         if self.blocks.publishes_early:
@@ -132,7 +132,7 @@ class Step:
         seq.last_step = self.number
 
     def decode(self, min_budget: int = 1) -> None:
-        """A token for each sequence past its prefill, in order, while `min_budget` is left; preempts where it must."""
+        """Schedules a token for each sequence past its prefill, in order, while `min_budget` is left; may preempt."""
         for seq in self.running():
             if not seq.is_prefilling:
                 if self.token_budget < max(min_budget, seq.num_together):
@@ -141,8 +141,8 @@ class Step:
                     self.schedule(seq, 1)
 
     def reserve(self, seq: Sequence, num_tokens: i64) -> bool:
-        """Slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit. False: the
-        sequence itself was preempted, now or as an earlier victim of this step."""
+        """Reserves slots for the next `num_tokens` tokens of a running sequence, preempting victims until they fit.
+        Returns False if the sequence itself was preempted, now or earlier in this step, or has ended as ignored."""
         if seq.state is not RUNNING:
             return False
         blocks = self.blocks
@@ -164,7 +164,7 @@ class Step:
         return True
 
     def reorder(self, seqs: list[Sequence]) -> None:
-        """Gives the running sequences another order; `seqs` are all that `running` gives."""
+        """Changes the running order; `seqs` must be all sequences that `running` returns."""
         if self._is_ahead:
             seqs = [seq for seq in self._running.in_order if seq.awaits_outcome] + seqs
         self._running.reorder(seqs)
@@ -172,25 +172,25 @@ class Step:
     # --- preemption and swap ---
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's blocks away, by recompute or by swap as the policy wishes and memory allows."""
+        """Preempts a running sequence, by recompute or by swap as the policy prefers and memory allows."""
         self.leaving.preempt(seq)
 
     def can_swap_in(self, seq: Sequence) -> Verdict:
-        """Whether a swapped-out sequence gets its blocks back. NEVER ends it as ignored, at once."""
+        """Whether a swapped-out sequence can get its blocks back. With NEVER, it has already ended as ignored."""
         verdict = self.blocks.swapping.can_swap_in(seq.together)
         if verdict is Verdict.NEVER:
             self.leaving.give_up_swapped(seq)
         return verdict
 
     def bring_in(self, seq: Sequence) -> None:
-        """Swaps a sequence in: it runs again from where it was."""
+        """Swaps a sequence in; it continues at its position."""
         self._running.stop(seq)
         self.swap_in += self.blocks.swapping.swap_in(seq.together)
         self.swapped_in += (seq.request_id,)
         self._running.start(seq)
 
     def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
-        """Brings a swapped-out sequence in and computes its next `num_tokens` tokens, if its blocks find room."""
+        """Swaps a sequence in and schedules its next `num_tokens` tokens, if its blocks fit; returns the verdict."""
         verdict = self.can_swap_in(seq)
         if verdict is Verdict.OK:
             self.bring_in(seq)
@@ -198,8 +198,8 @@ class Step:
         return verdict
 
     def resume(self, seq: Sequence, num_tokens: int) -> None:
-        """Computes the next `num_tokens` tokens of a sequence that was just swapped in: a decode's room to grow was
-        part of that test. A prefill that finds none goes on in a later step: nothing is preempted for it."""
+        """Schedules the next `num_tokens` tokens of a sequence just swapped in. `can_swap_in` tested a decode's growth.
+        A prefill that finds no blocks continues in a later step; nothing is preempted for it."""
         end = seq.num_computed_tokens + num_tokens
         assert seq.num_computed_tokens < end <= seq.num_tokens, _miscounted(seq, num_tokens, seq.num_computed_tokens)
         is_new = end > len(seq.block_table) * self.blocks.block_size
@@ -210,8 +210,8 @@ class Step:
         self.schedule(seq, num_tokens)
 
     def next_chunk(self, seq: Sequence) -> int:
-        """How many tokens a swapped-out sequence computes when it comes back; 0: the budget is too low. What a prefill
-        lacks is computed in one piece, unless it is more than any step may compute."""
+        """Returns how many tokens a swapped-out sequence computes when it is swapped in; 0: the budget is too low. The
+        rest of a prefill is computed in one chunk, unless it exceeds the budget of a whole step."""
         if not seq.is_prefilling:
             return 1 if self.token_budget >= seq.num_together else 0
         missing = seq.num_tokens - seq.num_computed_tokens
@@ -222,8 +222,8 @@ class Step:
     # --- admission ---
 
     def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> Verdict:
-        """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it. LATER
-        says what the head of the queue is blocked by; NEVER ends it as ignored, at once."""
+        """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it. With
+        LATER, `blocked_by` has the cause. With NEVER, the sequence has already ended as ignored."""
         running = self._running.units
         length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
         if length > self.limits.max_model_len:
@@ -240,7 +240,7 @@ class Step:
         return verdict
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
-        """Takes a waiting sequence into the running ones and computes `num_tokens` tokens after its hit."""
+        """Moves a waiting sequence to the running ones and schedules `num_tokens` tokens after its prefix-cache hit."""
         assert 0 < num_tokens <= seq.num_tokens - hit.num_tokens, _miscounted(seq, num_tokens, hit.num_tokens)
         self._waiting.remove(seq)
         self.blocks.admit(seq, hit.num_tokens + num_tokens, hit)
@@ -250,11 +250,11 @@ class Step:
         self.schedule(seq, num_tokens)
 
     def make_room(self) -> bool:
-        """Preempts the running sequence that the queue's order says must yield to its head; False: none must."""
+        """Preempts the running sequence that must yield to the head of the queue; returns whether there was one."""
         yields = self._waiting.yields
-        if yields is None or self.admitted or self.swap_in:  # those admitted may rely on what a victim computes
+        if yields is None or self.admitted or self.swap_in:  # admitted ones may share blocks that a victim computes
             return False
-        victim = yields(self.running(), self.now_ns)  # not those that end with what is in flight
+        victim = yields(self.running(), self.now_ns)  # without those that may end with a step in flight
         if victim is None:
             return False
         self.made_room = not self.preempted or self.made_room
@@ -263,7 +263,7 @@ class Step:
         return True
 
     def is_closed(self) -> bool:
-        """Whether nothing waiting may enter: blocks were short, and not for the head, or something is swapped out."""
+        """Whether nothing may be admitted: this step preempted for lack of blocks, or sequences are swapped out."""
         if self.made_room or not (self.preempted or self.num_swapped):
             return False
         self.blocked(BlockedBy.PREEMPTION if self.preempted else BlockedBy.SWAPPED_FIRST)
@@ -275,7 +275,7 @@ class Step:
         self.deferred += (seq,)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
-        """Ends a waiting sequence that can never run."""
+        """Ends a waiting sequence as ignored: it can never run."""
         self._waiting.remove(seq)
         self.leaving.end(seq, reason)
 
@@ -283,7 +283,7 @@ class Step:
         self.blocked_by = reason
 
     def close(self) -> tuple[Sequence, ...]:
-        """The step is decided: held sequences are in the queue again, but the victims returned: tokens may come."""
+        """Requeues deferred sequences and held victims. With a step in flight it returns the victims instead."""
         for seq in reversed(self.deferred):
             self._waiting.push_back(seq)
         if self._is_ahead:

@@ -1,8 +1,8 @@
-"""Tells when running sequences take KV blocks from each other for ever: steps go by, and nobody gets a token.
+"""Detects thrashing: running sequences preempt each other forever, and no request gets a token.
 
-Each of these plans is full of work, so no empty one gives it away. What does is the state: as long as nothing is
-emitted and nothing ends, a step that preempts finds the same sequences, as far computed as before. Once may be chance
-(a policy that goes by time, a prefix that is evicted later); `MAX_RETURNS` times is for ever.
+None of these plans is empty, so the loop does not see that it is stuck. It is visible in the state: while nothing is
+emitted and nothing ends, steps that preempt find the same sequences with the same computed tokens as before. A few
+times may be chance (a policy that depends on time, a prefix that is evicted later); more than `MAX_RETURNS` are not.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from testbed.foreign_text import some
 
 
 class Thrash:
-    """Watches from a step that preempts and emits nothing to the next step that emits, or in which something ends."""
+    """Counts recurring states from a step that preempts and emits nothing until a step emits or a request ends."""
 
     MAX_RETURNS: ClassVar = 200
 
     def __init__(self) -> None:
-        self._returns: dict[int, int] = {}  # of each state in which a step preempted
+        self._returns: dict[int, int] = {}  # by hash of a state: how many steps preempted in it
         self._victims: dict[str, None] = {}
         self._message: str | None = None
 
     def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> str | None:
-        """What to say once a state has come back too often, until something gets on; None: it has not."""
+        """Returns the error message after a state has recurred too often, until there is progress; else None."""
         if scheduler.emitters or has_ended:
             if self._victims:
                 self._returns, self._victims, self._message = {}, {}, None

@@ -1,4 +1,4 @@
-"""Plain values that cross a seam: compared, shown, copied and pickled by their fields."""
+"""Plain values that components exchange: compared, printed, copied and pickled by their fields."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 
 
 class Value:
-    """A class of fields that nobody changes once others have it (to refuse it would cost more than to make one).
+    """A class of fields, not to be changed after it was passed on. A check of that would cost more than the creation.
 
-    FIELDS: their names, in the order of its constructor. Compiled, of those that come and go with each step the last
-    one's memory is the next one's (`free_list_len`).
+    FIELDS: the names of the fields, in the order of the constructor. Values that are made once a step have
+    `free_list_len=1`: in compiled code, the next one reuses the memory of the last one.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The sequences that wait: the queue in its policy's order, and how many of them are long."""
+"""The waiting sequences: the queue in its policy's order, and how many have a long prefill."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from testbed.core.sequence import Sequence
 
 
 class Waiting:
-    """Wraps the queue of a policy. yields, served, left: what more the policy offers, or None."""
+    """Wraps the queue of a policy. yields, served, left: the policy's optional methods, or None."""
 
     def __init__(self, queue: WaitingQueue, limits: Limits) -> None:
         self.yields: Callable[[Any, int], Sequence | None] | None = getattr(queue, "yields", None)
         self.served: Callable[[Sequence, int, int, int], None] | None = getattr(queue, "served", None)
         self.left: Callable[[Sequence, int], None] | None = getattr(queue, "left", None)
         self.num_seqs = 0
-        self.num_long = 0  # with a long prefill before them
+        self.num_long = 0  # waiting sequences with a long prefill
         self._queue = queue
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
 
@@ -27,7 +27,7 @@ class Waiting:
         self._queue.push(seq)
 
     def push_back(self, seq: Sequence) -> None:
-        """A sequence that was running, or was passed over, waits again."""
+        """Requeues a sequence that was running or was passed over."""
         self._count(seq, 1)
         self._queue.push_preempted(seq)
 
@@ -44,7 +44,7 @@ class Waiting:
             self.num_long += change
 
     def is_long(self, seq: Sequence) -> bool:
-        """Whether more tokens are to be prefilled than `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
+        """Whether the tokens left to prefill exceed `long_prefill_token_threshold` (0: 4 % of max_model_len)."""
         return seq.num_tokens - seq.num_computed_tokens > self._long_from
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -1,1 +1,1 @@
-"""Paged KV blocks: pool, prefix cache, eviction, block tables. Knows tokens, not the meaning of requests, nor time."""
+"""Paged KV blocks: pool, prefix cache, eviction, block tables. Knows tokens, but neither requests nor time."""

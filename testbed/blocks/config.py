@@ -1,4 +1,4 @@
-"""Configuration of the KV cache, and the rules in which systems differ, as data."""
+"""Configuration of the KV cache, and the KV rules: the differences between systems as data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from testbed.errors import ConfigError
 
 MAX_BLOCK_SIZE = 512
 MAX_SWAP_SPACE_GIB = 1_000_000
-MAX_NUM_BLOCKS = 100_000_000  # of a pool: the core keeps about 50 bytes for each; records count in 32 bits
+MAX_NUM_BLOCKS = 100_000_000  # of a pool: the core uses about 50 bytes for each; records have 32-bit counts
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The `cache` group.
 
-    None means: num_gpu_blocks from memory, num_cpu_blocks from swap_space_gib, watermark the preset's.
+    None: num_gpu_blocks is derived from memory, num_cpu_blocks from swap_space_gib; watermark is the preset's.
     """
 
     block_size: int = 16  # tokens a block, 1 to 512
@@ -27,10 +27,10 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     watermark: float | None = None  # share of the GPU blocks that admissions leave free
     prefix_caching: bool = True
-    eviction: Any = "lru"  # a name, or {_target_: a class of yours}
+    eviction: Any = "lru"  # a name, or {_target_: your own class}
     isolate_tenants: bool = False  # whether requests share cached prefixes only with those of their own tenant
-    sliding_window: int | None = None  # tokens that attention looks back at; null: as many as the model's config says
-    kv_dtype: str | None = None  # of K and V: fp8 halves a block's bytes; null: the model's
+    sliding_window: int | None = None  # tokens that attention looks back at; null: as in the model's config
+    kv_dtype: str | None = None  # of K and V; fp8 halves the bytes of a block; null: the model's
 
     def __post_init__(self) -> None:
         require_whole("cache.block_size", self.block_size, 1, MAX_BLOCK_SIZE, also=" tokens")
@@ -44,7 +44,7 @@ class CacheConfig:
 
 
 def check_pool_sizes(num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-    """Refuses pools that were derived from memory and are larger than the core can keep. Raises ConfigError."""
+    """Raises ConfigError for pool sizes, derived from memory, that exceed what the core can manage."""
     if num_gpu_blocks > MAX_NUM_BLOCKS:
         raise ConfigError(
             f"the device's memory holds {num_gpu_blocks:,} KV blocks; at most {MAX_NUM_BLOCKS:,} can be managed: "
@@ -59,21 +59,21 @@ def check_pool_sizes(num_gpu_blocks: int, num_cpu_blocks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVRules:
-    """How a system deals with KV blocks, where systems differ; docs/policies.md has the table. The defaults are ours.
+    """How a system handles KV blocks, where systems differ; docs/policies.md has the table of the presets' values.
 
-    A preset is a composition plus one of these.
+    A preset combines a composition, other policies, and one of these. The defaults are the testbed's own rules.
     """
 
     # --- admission ---
-    # blocks taken on admission: for the whole prompt, or for the tokens of its first chunk
+    # blocks allocated on admission: for the whole prompt, or for the tokens of its first chunk
     allocate: Literal["whole", "chunk"] = "whole"
-    # whether all known tokens must fit before a first chunk runs
+    # whether all tokens so far must fit before the first chunk runs
     full_length_must_fit: bool = False
-    # whether cached blocks count in the admission test, or all blocks must be free as if nothing were cached
+    # whether the admission test counts cached blocks as present, or requires free blocks for the whole prompt
     admission_counts_hits: bool = True
-    # when a prompt that exceeds the model's length or the pool is ended: as soon as it arrives, or at the queue's head
+    # when a prompt that exceeds the model's length or the pool is rejected: on arrival, or at the head of the queue
     never_fits_at: Literal["add", "head"] = "add"
-    # what is compared with max_model_len: the prompt, or what its first chunk leaves computed (longer prompts then run)
+    # compared with max_model_len: the prompt, or the tokens computed after its first chunk (longer prompts then run)
     length_limit: Literal["prompt", "chunk"] = "prompt"
 
     # --- watermark: admissions leave int(share x (num_gpu_blocks + extra)) blocks free ---
@@ -83,36 +83,36 @@ class KVRules:
     watermark_for_swapped_in: bool = True
 
     # --- growth and swap ---
-    # blocks that must be free for a running sequence to go on: as many as it needs, or one for each, needed or not
+    # free blocks that growth requires: as many as it takes, or one for each sequence, needed or not
     growth_test: Literal["exact", "one_per_sequence"] = "exact"
-    # blocks that a swap must find free, beside one for each sequence to grow: all of the group's, or its full ones
+    # free blocks that a swap requires: all of the group's (plus growth on swap-in), or its full ones and one more each
     swap_test: Literal["all_blocks", "full_blocks"] = "all_blocks"
-    # a victim may be admitted again by the same step, or is back in the queue only after the step's admissions
+    # a victim returns to the queue within the same step, or only after the step's admissions
     victims_return: Literal["this_step", "next_step"] = "this_step"
 
     # --- prefix cache ---
-    # when a block may be hit by others: once its step is committed; once it is allocated (by a later sequence of the
-    # same batch too); or once the step is planned (the same batch shares the block, but computes it again)
+    # when other sequences can hit a block: after the commit of its step; after its allocation (also in the same batch);
+    # or after its step is planned (in the same batch the block is shared, but computed again)
     hits_visible: Literal["commit", "allocation", "plan"] = "commit"
-    # hits end before the block of the last token, or all full blocks may be hit and only the last token is computed
+    # hits end before the block of the last token, or all full blocks can be hit and only the last token is computed
     hit_cap: Literal["last_block", "last_token"] = "last_block"
-    # whether a waiting sequence's hit is looked up once and kept until its blocks are freed, or looked up at each step
+    # whether a waiting sequence's hit is looked up once and kept until its blocks are freed, or looked up every step
     hits_frozen: bool = False
-    # several blocks of the same content: all are kept, the newest alone is found, or they become one block
+    # blocks of equal content: all are kept, only the newest can be found, or they become one block
     duplicates: Literal["listed", "replaced", "merged"] = "listed"
-    # free blocks are handed out: those without content first, or all in the order released
+    # allocation order of free blocks: those without content first, or all in the order released
     free_order: Literal["uncached_first", "one_queue"] = "uncached_first"
-    # what `lru` goes by: when a block was released, or which step last scheduled its sequence
+    # `lru` orders blocks by their release, or by the step that last scheduled their sequence
     lru_by: Literal["release", "last_step"] = "release"
 
     # --- token budget ---
-    # what a prompt counts for: tokens to compute, all its tokens, or the longest of the batch (padding)
+    # what a prompt takes from the budget: its tokens to compute, all its tokens, or the longest of the batch (padding)
     budget: Literal["uncached", "sum", "padded"] = "uncached"
     # whether, with prefix caching, a chunk that leaves a prompt unfinished must fill its last block
     chunks_fill_blocks: bool = False
 
     def watermark_blocks(self, share: float, num_gpu_blocks: int) -> int:
-        """GPU blocks that admissions leave free."""
+        """Returns the number of GPU blocks that admissions leave free."""
         return int(share * (num_gpu_blocks + self.watermark_extra_blocks))
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Copy-on-write: members of a group share blocks until one of them writes into a block that others hold too.
 
-Owns the copies of the step being planned. A device makes them after it has swapped: until then their sources are read.
+Owns the copies of the step being planned. A device makes them after its swaps, so their sources must stay intact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from testbed.blocks.pool import Pair
 
 
 class CopyOnWrite:
-    """pairs: the copies of the step, in the order decided."""
+    """pairs: the copies of the step, as (source, destination) blocks in the order decided."""
 
     def __init__(self, gpu: GPUBlocks, block_size: int) -> None:
         self.pairs: tuple[Pair, ...] = ()
@@ -19,24 +19,24 @@ class CopyOnWrite:
         self._block_size = block_size
 
     def take(self) -> tuple[Pair, ...]:
-        """The step is decided: its copies are the plan's."""
+        """Returns the copies of the decided step and clears them."""
         pairs, self.pairs = self.pairs, ()
         return pairs
 
     def num_needed(self, unit: tuple[KVSequence, ...]) -> int:
-        """Blocks that the next writes of these sequences take for copies."""
-        num_sharing: dict[int, int] = {}  # of each block that they write, how many have it still
+        """Returns how many blocks the next writes of these sequences need for copies."""
+        num_sharing: dict[int, int] = {}  # by block to be written: how many sequences still share it
         num_copies = 0
         for seq in unit:
             block = self._shared_block(seq)
             if block is not None:
                 num_left = num_sharing.get(block, self._gpu.pool.ref_counts[block])
-                num_copies += num_left > 1  # the last of those who share it writes in place
+                num_copies += num_left > 1  # the last sequence that shares it writes in place
                 num_sharing[block] = num_left - 1
         return num_copies
 
     def write(self, seq: KVSequence) -> None:
-        """The sequence is about to write: a block that it shares becomes one of its own."""
+        """Prepares the next write of a sequence: replaces a shared block by a copy of its own."""
         block = self._shared_block(seq)
         if block is not None:
             self._gpu.pool.drop(block)
@@ -45,7 +45,7 @@ class CopyOnWrite:
             self.pairs += ((block, copy),)
 
     def _shared_block(self, seq: KVSequence) -> int | None:
-        """The partly filled block that the sequence writes next, if others hold it too. Published blocks are full."""
+        """Returns the partly filled block that the sequence writes next, if it is shared. Published blocks are full."""
         index = seq.num_computed_tokens // self._block_size
         if index >= len(seq.block_table):
             return None
@@ -54,7 +54,7 @@ class CopyOnWrite:
         return block if is_shared else None
 
     def take_back(self, tables: list[list[int]]) -> dict[int, int]:
-        """Copies of this step into blocks that are given up now are not made; by such a block, its source."""
+        """Cancels this step's copies into blocks of these tables, which are given up; returns {block: its source}."""
         if not self.pairs:
             return {}
         given_up = {block for table in tables for block in table}
@@ -63,7 +63,7 @@ class CopyOnWrite:
         return origins
 
     def unmoved_blocks(self) -> list[int]:
-        """Free blocks that copies of this step are still to be made from, or into: what is written before the copies
-        must not take them."""
+        """Returns free blocks that are sources or destinations of this step's copies. Swap-ins, which a device makes
+        before the copies, must not take them."""
         counts = self._gpu.pool.ref_counts
         return list(dict.fromkeys([block for pair in self.pairs for block in pair if not counts[block]]))

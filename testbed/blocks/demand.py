@@ -1,4 +1,4 @@
-"""Demand: how many blocks so many tokens take. Arithmetic over counts; knows no tables and no pools."""
+"""Demand: how many blocks a number of tokens needs. Arithmetic over counts; knows no tables and no pools."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from testbed.errors import ConfigError
 
 
 class Demand:
-    """What sequences want, under these rules. lookahead_slots, sliding_window: as `BlockManager` has them.
+    """The demand of sequences under the KV rules. lookahead_slots, sliding_window: as in `BlockManager`.
 
-    Raises ConfigError for options that the rules of a mirrored system do not know.
+    Raises ConfigError for options that the rules do not support.
     """
 
     def __init__(self, block_size: int, rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
@@ -26,21 +26,21 @@ class Demand:
         return -(-num_tokens // self.block_size)
 
     def num_new_blocks(self, seq: KVSequence, num_tokens: i64, num_held: i64) -> i64:
-        """Blocks that a running sequence which holds `num_held` lacks to compute its next `num_tokens` tokens."""
+        """Returns how many blocks, beyond `num_held`, a running sequence needs for its next `num_tokens` tokens."""
         lookahead = i64(0) if seq.is_prefilling else self.lookahead_slots
         missing = seq.num_computed_tokens + num_tokens + lookahead - num_held * self.block_size
         return self.num_blocks_for(missing) if missing > 0 else 0
 
     def num_held_at_most(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of one sequence hold at a time, if it computes them in small chunks."""
+        """Returns the most blocks that a sequence of `num_tokens` tokens holds at a time, if its chunks are small."""
         num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
         if self.sliding_window is not None and self._is_by_chunk:
             num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
         return num_blocks
 
     def num_touched(self, seq: KVSequence) -> int:
-        """Full blocks, and one for the next token: what `swap_test=full_blocks` counts. The blocks of a whole prompt
-        count from its admission on, and want no more if they are filled to the last."""
+        """Returns what `swap_test=full_blocks` counts: the full blocks, and one for the next token. During the prefill
+        of a prompt allocated whole: the blocks of the prompt."""
         is_whole = seq.is_prefilling and not self._is_by_chunk
         num_tokens = seq.num_tokens if is_whole else seq.num_computed_tokens
         return num_tokens // self.block_size + (not is_whole or num_tokens % self.block_size > 0)

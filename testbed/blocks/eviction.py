@@ -1,8 +1,8 @@
-"""Eviction policies: which cached, unreferenced block is given up first.
+"""Eviction policies: which cached, unreferenced block is evicted first.
 
-They know block ids, depths and steps, no contents and no sequences. A block's history (when it came, how often it was
-hit) is kept while it holds its content, that is until `pop`; memory stays within a few entries for each block of the
-pool. Every operation is O(1) or O(log n). Ties never depend on anything but the order of calls.
+They know block ids, depths and steps, but no contents and no sequences. A block's history (its first release, its hits)
+is kept while the block holds its content, that is until `pop`; memory stays within a few entries for each block of the
+pool. Every operation is O(1) or O(log n). Ties are broken by the order of calls or by block id only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed.lazy_heap import LazyHeap
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Evictor(ABC):
-    """The same as a class, which compiled code calls without a look at the names of its methods: base of ours."""
+    """`EvictionPolicy` as a class, the base of the built-in policies: compiled code calls it without name lookups."""
 
     @abstractmethod
     def add(self, block: int, depth: int, last_step: int) -> None: ...
@@ -39,10 +39,10 @@ class Evictor(ABC):
 
 
 class Foreign(Evictor):
-    """A policy of a user's class."""
+    """Wraps a policy of a user's own class."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy: Any = policy  # its victims may be numpy's integers
+        self._policy: Any = policy  # its `pop` may return numpy integers
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         self._policy.add(block, depth, last_step)
@@ -68,8 +68,8 @@ def evictor(policy: EvictionPolicy) -> Evictor:
 class LRU(Evictor):
     """Least recently used first; among blocks released together, the deepest of a prefix goes first.
 
-    A ring: each block names the one behind it and the one before it. Place 0 stands between the last and the first;
-    block b has place b + 1.
+    A doubly linked ring, in two arrays of places: block b has place b + 1. Place 0 is between the last block and the
+    first.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class LRU(Evictor):
         self._num_blocks += 1
 
     def hit(self, block: int) -> None:
-        """Recency is renewed when the block is released again."""
+        """Does nothing: the block becomes the most recent one when it is released again."""
 
     def remove(self, block: int) -> None:
         place = i64(block) + 1
@@ -109,18 +109,18 @@ class LRU(Evictor):
 class LRUByLastStep(Evictor):
     """Least recently scheduled owner first, then the deepest block, then the smaller id (the evictor of vLLM 0.8.5 V0).
 
-    A last_step of -1 (never scheduled, or said to be the oldest, as blocks that were swapped out) goes before all.
-    Where the owner and the depth tie, vLLM goes by its content hash, which no other program can know; we by block id.
+    A last_step of -1 (never scheduled, or swapped out, which counts as oldest) goes before all others. If the last step
+    and the depth are equal, vLLM orders by its content hash, which cannot be reproduced; here the block id decides.
     """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[int, int] = LazyHeap()  # by last_step, -depth, block
+        self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by last_step, -depth, block
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         self._heap.put(block, (last_step, -depth, block), block)
 
     def hit(self, block: int) -> None:
-        """The new owner's steps count when it releases the block."""
+        """Does nothing: the new owner's last step counts once it releases the block."""
 
     def remove(self, block: int) -> None:
         self._heap.remove(block)
@@ -134,14 +134,14 @@ class LRUByLastStep(Evictor):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FIFO(Evictor):
-    """First in, first out: by when the content was released for the first time, which no hit renews.
+    """First in, first out: ordered by the first release of the content; hits do not change the order.
 
-    Blocks released together the first time go deepest first.
+    Of blocks first released together, the deepest goes first.
     """
 
     def __init__(self) -> None:
         self._heap: LazyHeap[int, int] = LazyHeap()
-        self._arrivals: dict[int, int] = {}  # block: how many contents came before its own
+        self._arrivals: dict[int, int] = {}  # block: the number of its content's first release
         self._num_arrivals = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
@@ -152,7 +152,7 @@ class FIFO(Evictor):
         self._heap.put(block, (arrival,), block)
 
     def hit(self, block: int) -> None:
-        """Makes no block younger."""
+        """Does nothing: the order stays."""
 
     def remove(self, block: int) -> None:
         self._heap.remove(block)
@@ -168,15 +168,15 @@ class FIFO(Evictor):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LFU(Evictor):
-    """Least frequently used: fewest hits first, then the least recently released, so the deepest of a release.
+    """Least frequently used: fewest hits first, then the least recently released (of a table, the deepest block).
 
-    Without ageing: a block that was popular once may outlive its use (`CostAware` ages).
+    Without ageing: a block that was popular once may stay long after its last use (`CostAware` ages).
     """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[int, int] = LazyHeap()  # by hits, release
-        self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
-        self._releases: dict[int, int] = {}  # block: its last release, counted over all blocks
+        self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by hits, then release
+        self._hits: dict[int, int] = {}  # block: hits of its content, if there are any
+        self._releases: dict[int, int] = {}  # block: the number of its last release, counted over all blocks
         self._num_releases = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:

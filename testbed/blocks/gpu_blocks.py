@@ -1,4 +1,4 @@
-"""GPU blocks to take and to give back: the pool, and the cached blocks that nothing references, as one supply."""
+"""Allocation and release of GPU blocks: the pool's free blocks and the cached, unreferenced ones as one supply."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from testbed.blocks.prefix_cache import PrefixCache
 
 
 class GPUBlocks:
-    """Every GPU block is free, cached and evictable, or referenced by tables; this moves it between the three."""
+    """Moves GPU blocks between three states: free, evictable (cached and unreferenced), and referenced by tables."""
 
     def __init__(self, num_blocks: int, rules: KVRules, evictable: Evictor, source: KeySource | None) -> None:
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(num_blocks, source, is_newest_found=rules.duplicates == "replaced")
         self.evictable = evictable
-        # blocks that an allocation can have: the free ones, and the cached ones that nothing references
+        # blocks that can be allocated: the free ones and the evictable ones
         self.num_free = num_blocks
         self._is_one_queue = rules.free_order == "one_queue"
-        # the step that last scheduled an owner of the block, as known when an owner released it
+        # by block: the step that last scheduled an owner, noted when that owner released the block
         self._last_steps = [-1] * num_blocks if rules.lru_by == "last_step" else []
 
     def take(self) -> int:
-        """A new block, with one reference; cached content is evicted for it where none is free."""
+        """Returns a block with one reference; evicts cached content if no block is free."""
         self.num_free -= 1
         if self.pool.num_free:
             return self.pool.allocate()
@@ -34,7 +34,7 @@ class GPUBlocks:
         return block
 
     def reference(self, block: int) -> None:
-        """One more reference to a block with content."""
+        """Adds a reference to a block with content."""
         if self.pool.ref_counts[block]:
             self.pool.share(block)
         else:
@@ -43,8 +43,8 @@ class GPUBlocks:
             self.num_free -= 1
 
     def release(self, block: int, depth: int) -> None:
-        """One reference less; without any, the block is evictable if it has content, else free. depth: how many blocks
-        stand before it in its table."""
+        """Drops a reference. A block without references is evictable if it has content (with `free_order=one_queue` in
+        any case), else free. depth: the number of blocks before it in its table."""
         if not self.pool.drop(block):
             return
         self.num_free += 1
@@ -57,7 +57,7 @@ class GPUBlocks:
         self.evictable.add(block, depth, last_step)
 
     def release_table(self, table: list[int], last_step: int = -1) -> None:
-        """A whole table, the deepest block first. last_step: which scheduled its sequence last, if that counts."""
+        """Releases a whole table, the deepest block first. last_step: the step that last scheduled its sequence."""
         for depth in range(len(table) - 1, -1, -1):
             block = table[depth]
             if block != RELEASED:
@@ -66,7 +66,7 @@ class GPUBlocks:
                 self.release(block, depth)
 
     def empty(self) -> None:
-        """Every block is free, and without content. None may be referenced."""
+        """Makes every block free and without content. No block may be referenced."""
         while len(self.evictable):
             block = self.evictable.pop()
             self.cache.forget(block)

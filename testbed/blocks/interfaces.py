@@ -1,4 +1,4 @@
-"""What KV memory asks of a policy of a user's own."""
+"""The protocol of eviction policies, built-in or a user's own."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Holds the cached blocks that nothing references. A user's own class with these methods plugs in by `_target_`.
+    """Holds the cached, unreferenced blocks. A user's own class with these methods is configured by `_target_`.
 
-    It may have `bind(context: testbed.policies.context.PolicyContext)`.
+    Optional: `bind(context: testbed.policies.context.PolicyContext)`.
     """
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        """The block lost its last reference just now. Blocks of one sequence come deepest first.
+        """Adds a block that has just lost its last reference. Blocks of one sequence are added deepest first.
 
-        depth: how many blocks of the same prefix stand before it. last_step: the step that last scheduled its sequence.
+        depth: number of blocks before it. last_step: the step that last scheduled its sequence, if `lru_by=last_step`.
         """
         ...
 
     def hit(self, block: int) -> None:
-        """A new sequence found the block's content; called whether or not something references it already."""
+        """Reports that a new sequence found the block's content, whether or not the block is referenced already."""
         ...
 
     def remove(self, block: int) -> None:
-        """The block is referenced again."""
+        """Removes a block that is referenced again."""
         ...
 
     def pop(self) -> int:

@@ -11,9 +11,9 @@ from xxhash import xxh64_intdigest
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KeySource(ABC):
-    """Names the content of full blocks of `block_size` tokens.
+    """Makes the keys of full blocks of `block_size` tokens.
 
-    are_unique: whether equal keys mean equal contents but for the rarest chance, so that they may be made late.
+    are_unique: whether equal keys mean equal contents, except for rare collisions, so that keys may be made late.
     """
 
     def __init__(self, block_size: int, *, are_unique: bool = True) -> None:
@@ -22,20 +22,20 @@ class KeySource(ABC):
 
     @abstractmethod
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
-        """Appends keys and contents (what a hit is confirmed against) until there are `num_blocks` of each."""
+        """Appends keys and contents (which are compared to confirm a hit) until there are `num_blocks` of each."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TokenKeys(KeySource):
-    """key = xxh64 of the token ids, seeded with the key of the block before; the first block's is a hash of the salt.
+    """key = xxh64 of the token ids, seeded with the previous block's key; the first block's seed is a hash of the salt.
 
-    The salt is part of the first block's content too: equal tokens of two salts stay apart if their keys collide.
+    The salt is also part of the first block's content: equal tokens with two salts never match, even if keys collide.
     """
 
     def extend(self, keys: list[int], contents: list[bytes], tokens: array[int], num_blocks: int, salt: str) -> None:
         first, size = len(keys), self.block_size
         width = size * tokens.itemsize
-        data = tokens[first * size : num_blocks * size].tobytes()  # a copy: a view would forbid the array to grow
+        data = tokens[first * size : num_blocks * size].tobytes()  # a copy: with a view, the array could not grow
         key = keys[-1] if keys else xxh64_intdigest(salt.encode())
         for offset in range(0, (num_blocks - first) * width, width):
             content = data[offset : offset + width]

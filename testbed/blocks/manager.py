@@ -1,7 +1,7 @@
 """The block manager: block tables of sequences, admission against the watermark, growth, forks, release.
 
 It owns every table and every reference. Sequences that are scheduled together (`KVSequence.together`) are admitted,
-grown and moved together. Prefix caching, copy-on-write and swapping are parts of it with files of their own.
+grown and moved together. Prefix caching, copy-on-write and swapping are parts of it, in files of their own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from testbed.blocks.verdict import Verdict
 class BlockManager:
     """Paged KV memory for sequences.
 
-    num_cpu_blocks is the size of the swap pool. watermark: share of the GPU blocks that admissions leave free.
-    key_source None: no prefix caching. isolate_tenants: tenants share no prefixes. lookahead_slots: extra slots that a
-    decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at
-    (None: all); blocks wholly outside are released.
-    Raises ConfigError for a pool that is larger than can be managed, and for options that do not go together.
+    num_cpu_blocks: size of the swap pool. watermark: share of the GPU blocks that admissions leave free.
+    key_source: None disables prefix caching. isolate_tenants: tenants share no prefixes. lookahead_slots: extra slots
+    that a decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at
+    (None: all); blocks wholly outside the window are released.
+    Raises ConfigError for a pool larger than `MAX_NUM_BLOCKS`, and for options that exclude each other.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class BlockManager:
         self.rules = rules
         self.lookahead_slots: i64 = lookahead_slots
         self.sliding_window = sliding_window
-        self.publishes_early = rules.hits_visible != "commit"  # what is scheduled may be hit by who comes next
+        self.publishes_early = rules.hits_visible != "commit"  # later sequences can hit scheduled blocks
         self.holds_victims = rules.victims_return == "next_step"
-        self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, but a prompt's last one
+        self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, except a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
         self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
         self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
@@ -63,7 +63,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """GPU blocks that an allocation can have: the free ones, and the cached ones that nothing references."""
+        """GPU blocks that can be allocated: the free ones, and the cached ones without references."""
         return self._gpu.num_free
 
     @property
@@ -71,18 +71,18 @@ class BlockManager:
         return self._cpu.pool.num_free
 
     def hand_out_in(self, order: list[int]) -> None:
-        """The free GPU blocks, the first of them first: in a pool that has been in use they lie anywhere."""
+        """Sets the allocation order of the free GPU blocks, for example one as in a pool that has been in use."""
         assert sorted(order) == sorted(self._gpu.pool.free), "not the blocks that are free"
         self._gpu.pool.free[:] = order[::-1]
 
     # --- admission ---
 
     def lookup(self, seq: KVSequence) -> PrefixHit:
-        """The longest cached prefix of the sequence; of all its tokens but the last."""
+        """Returns the longest cached prefix of all tokens so far except the last."""
         return self.prefixes.lookup(seq)
 
     def never_fits_reason(self, seq: KVSequence) -> str:
-        """How the known tokens and the watermark exceed the pool itself; empty: they do not."""
+        """Returns why the tokens so far and the watermark exceed the whole pool, or an empty string if they fit."""
         num_blocks = self._demand.num_held_at_most(seq.num_tokens)
         watermark = self.watermark_blocks if self.rules.watermark_when_idle else 0
         if self.num_gpu_blocks - num_blocks >= watermark:
@@ -93,7 +93,7 @@ class BlockManager:
         )
 
     def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
-        """Whether blocks for the sequence's first `num_tokens` tokens leave the watermark free."""
+        """Whether the watermark stays free if the sequence gets blocks for its first `num_tokens` tokens."""
         if self.never_fits_reason(seq):
             return Verdict.NEVER
         rules = self.rules
@@ -110,7 +110,7 @@ class BlockManager:
         return Verdict.OK if available - needed >= watermark else Verdict.LATER
 
     def admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit) -> None:
-        """Gives the sequence a table: the hit's blocks, and new ones up to its first `num_tokens` tokens."""
+        """Gives the sequence a block table: the hit's blocks, then new ones for its first `num_tokens` tokens."""
         assert not seq.block_table, "a sequence is admitted that has a table already"
         if self.rules.allocate == "whole":
             num_tokens = seq.num_tokens
@@ -124,17 +124,17 @@ class BlockManager:
     # --- growth ---
 
     def has_slots(self, seq: KVSequence, num_tokens: i64) -> bool:
-        """Whether the next `num_tokens` tokens of a sequence that shares no blocks need none that it has not, so that
-        `can_grow` holds and `grow` does nothing: the common case, asked first (else the loop takes a fifth longer)."""
+        """Whether the next `num_tokens` tokens fit into the blocks of a sequence that shares none. If so, `can_grow` is
+        true and `grow` does nothing. It is the common case: without this test the loop takes a fifth longer."""
         missing = seq.num_computed_tokens + num_tokens + self.lookahead_slots - len(seq.block_table) * self.block_size
         return missing <= 0 and not self._wants_spare and not seq.shares_blocks
 
     def can_grow(self, seq: KVSequence, num_tokens: i64) -> bool:
-        """Whether the next `num_tokens` tokens of a running sequence, and of those with it, get blocks now."""
+        """Whether blocks are free for the next `num_tokens` tokens of a running sequence and of each sibling."""
         unit = seq.together
         if self._wants_spare:
             num_slots = len(seq.block_table) * self.block_size
-            if seq.is_prefilling and num_slots >= seq.num_tokens:  # its blocks are there: the next one is wanted
+            if seq.is_prefilling and num_slots >= seq.num_tokens:  # its prompt has blocks; the rule asks for a spare
                 return self.num_free_blocks >= (seq.num_tokens % self.block_size > 0)
             if self.num_free_blocks < len(unit):
                 return False
@@ -146,7 +146,7 @@ class BlockManager:
         return needed <= self._gpu.num_free
 
     def grow(self, seq: KVSequence, num_tokens: i64) -> None:
-        """Slots for the next `num_tokens` tokens of one sequence; copies a shared block that it would write into."""
+        """Gives one sequence slots for its next `num_tokens` tokens; copies a shared block that it will write."""
         if seq.shares_blocks:
             self._copies.write(seq)
         self._take(seq, self._demand.num_new_blocks(seq, num_tokens, len(seq.block_table)))
@@ -156,7 +156,7 @@ class BlockManager:
             seq.block_table.append(self._gpu.take())
 
     def release_outside_window(self, seq: KVSequence) -> None:
-        """Gives back the blocks that no later token of the sequence looks at."""
+        """Releases the blocks outside the sliding window, which no later token of the sequence attends to."""
         if self.sliding_window is None:
             return
         table = seq.block_table
@@ -169,7 +169,7 @@ class BlockManager:
                 seq.chain.is_broken = True  # a hit needs the whole prefix: nothing after the hole is cached
 
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
-        """The child shares every block of its parent; nothing is allocated."""
+        """Gives the child every block of its parent, shared; nothing is allocated."""
         for block in parent.block_table:
             if block != RELEASED:
                 self._gpu.pool.share(block)
@@ -177,8 +177,8 @@ class BlockManager:
         self.prefixes.fork(parent, child)
 
     def planned(self) -> tuple[Pair, ...]:
-        """The step is decided: what it allocated for its content counts as computed for the next one, and what it
-        emptied on the CPU is free. Returns the (source, destination) pairs to copy."""
+        """Ends the planning of a step: blocks allocated for their content count as computed in later steps, and the
+        emptied CPU blocks are free. Returns the (source, destination) pairs to copy."""
         if self.prefixes.merged is not None:
             self.prefixes.merged.planned()
         self._cpu.planned()
@@ -187,9 +187,9 @@ class BlockManager:
     # --- release ---
 
     def free(self, seq: KVSequence) -> None:
-        """Releases the blocks of one sequence, wherever they lie; cached ones stay, evictable. It may come back.
+        """Releases the GPU or CPU blocks of one sequence, which may be admitted again. Cached blocks become evictable.
 
-        CPU blocks are free once a step is planned or, outside of one, by `reuse_cpu_blocks`.
+        CPU blocks are free after a step is planned or, between two steps, after `reuse_cpu_blocks`.
         """
         if seq.cpu_table:
             self._cpu.drop(seq)
@@ -197,21 +197,21 @@ class BlockManager:
         self._gpu.release_table(seq.block_table, seq.last_step)
         seq.block_table = []
         if seq.chain is not None:
-            seq.chain.frozen_hit = None  # its hit is looked up anew
+            seq.chain.frozen_hit = None  # its hit is looked up again
 
     def reuse_cpu_blocks(self) -> None:
-        """CPU blocks that were emptied between two steps may be filled again."""
+        """Makes CPU blocks free that were emptied between two steps."""
         self._cpu.planned()
 
     def forget(self, seq: KVSequence) -> None:
-        """The sequence will not come back."""
+        """Forgets a sequence that has ended."""
         assert not seq.block_table, "a sequence has ended that still has blocks"
         self.prefixes.forget(seq)
 
-    # --- inside ---
+    # --- checks ---
 
     def check_invariants(self, seqs: list[KVSequence]) -> None:
-        """seqs: all live ones."""
+        """seqs: all live sequences."""
         assert not any(seq.block_table and seq.cpu_table for seq in seqs), "a sequence is on both sides"
         self._gpu.check_invariants([seq.block_table for seq in seqs])
         self._cpu.check_invariants([seq.cpu_table for seq in seqs])

@@ -1,7 +1,7 @@
-"""Merged content: blocks of equal prefixes are one block, as in vLLM 0.8.5 V0.
+"""Merged content: equal prefixes share their blocks (KV rule `duplicates=merged`), as in vLLM 0.8.5 V0.
 
-A table is filled with the blocks that hold its content, and a block that becomes full gives way to the one that holds
-the same already. A block stands for its content from its allocation on, though it is computed only by the step's end.
+A table is filled with the blocks that already hold its content. A block that becomes full is replaced by an existing
+block of equal content. A block can be found from its allocation on, although it is computed only when the step runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from testbed.blocks.keys import KeySource
 
 
 class MergedContent:
-    """Finds and makes the one block of a content. It changes the tables that it is handed, and no others."""
+    """Finds or allocates the only block of a content. Changes the tables that it is given, and no others."""
 
     def __init__(self, gpu: GPUBlocks, source: KeySource) -> None:
         self._gpu = gpu
@@ -23,7 +23,7 @@ class MergedContent:
         self._fresh: list[CacheEntry] = []  # allocated for their content by the step being planned
 
     def fill(self, table: list[int], chain: Chain, num_tokens: int) -> None:
-        """A table whose full blocks are, one after the other, those that hold the content, or new ones for it."""
+        """Fills an empty table with the blocks that hold the content of its full blocks, or else with new blocks."""
         num_full = num_tokens // self._source.block_size
         chain.make_keys(self._source, num_full)
         chain.start(0, None)
@@ -46,7 +46,7 @@ class MergedContent:
             table.append(self._gpu.take())
 
     def block_of(self, chain: Chain, index: int) -> int | None:
-        """The block that holds the content of the chain's block `index` on the GPU, now referenced, if any does."""
+        """Returns the GPU block that holds the content of the chain's block `index`, now referenced, or None."""
         found = self._find(index, chain)
         if found is None:
             return None
@@ -54,8 +54,8 @@ class MergedContent:
         return found.blocks[0]
 
     def publish_next(self, chain: Chain, table: list[int]) -> bool:
-        """The chain's next block is full: another with its content takes its place in the table, or it is published.
-        False if another content has its key."""
+        """Handles the chain's next block, which is now full: replaces it in the table by a block of equal content, or
+        publishes it. Returns False if a different content has its key."""
         index = chain.num_published
         chain.make_keys(self._source, index + 1)
         entry = self._cache.entry(table[index])
@@ -73,13 +73,13 @@ class MergedContent:
         return True
 
     def planned(self) -> None:
-        """The step is decided: what it allocated for its content counts as computed for the next one."""
+        """Ends the planning of a step: blocks allocated for their content count as computed in later steps."""
         for entry in self._fresh:
             entry.is_computed = True
         self._fresh = []
 
     def num_computed_blocks(self, chain: Chain, max_blocks: int) -> int:
-        """Blocks of the prefix that an earlier step has made, by bisection: where a deeper one is, so are others."""
+        """Returns how many leading blocks earlier steps computed; by bisection, assuming no gaps between them."""
         counts = self._gpu.pool.ref_counts
         parents: list[CacheEntry | None] = [None]
         for index in range(max_blocks):  # entries of a prefix outlive their blocks while deeper ones exist
@@ -96,7 +96,7 @@ class MergedContent:
         return bisect_left(range(max_blocks), True, key=is_missing)
 
     def num_referenced(self, chain: Chain, num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks others reference on the GPU, where a swap in takes those."""
+        """Returns how many of the first `num_blocks` blocks others reference on the GPU; a swap-in reuses these."""
         counts = self._gpu.pool.ref_counts
         return sum([1 for entry in self._cache.match(chain, num_blocks) if counts[entry.blocks[0]]])
 

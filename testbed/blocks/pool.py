@@ -11,10 +11,10 @@ Pair = tuple[int, int]  # (source, destination) blocks
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks - 1. A block is free, referenced, or handed to somebody who keeps it unreferenced.
+    """Blocks 0 … num_blocks - 1. A block is free, referenced, or kept unreferenced outside the pool.
 
-    `allocate` and `drop` move references; `put_back` returns a block of count 0 to the free list. The split lets a
-    prefix cache keep unreferenced blocks without the pool knowing why.
+    `allocate` and `drop` change reference counts; `put_back` returns a block of count 0 to the free list. They are
+    separate so that a prefix cache can keep unreferenced blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,25 +28,25 @@ class BlockPool:
         return len(self.free)
 
     def allocate(self) -> int:
-        """A free block, with count 1. Over-allocation raises."""
+        """Returns a free block, with count 1. Over-allocation raises."""
         assert self.free, "no block is free"
         block = self.free.pop()
         self.ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more reference to a referenced block. Use after free raises."""
+        """Adds a reference to a referenced block. Use after free raises."""
         count = self.ref_counts[block]
         assert count > 0, "a block is shared that nobody references"
         self.ref_counts[block] = count + 1
 
     def revive(self, block: int) -> None:
-        """The first reference to a block that somebody kept."""
+        """Sets the first reference to a block that was kept unreferenced."""
         assert self.ref_counts[block] == 0, "a block is revived that is referenced"
         self.ref_counts[block] = 1
 
     def drop(self, block: int) -> bool:
-        """One reference less; True if it was the last. Double free raises."""
+        """Drops a reference; returns True if it was the last. Double free raises."""
         count = self.ref_counts[block] - 1
         assert count >= 0, "a block is freed twice"
         self.ref_counts[block] = count
@@ -57,7 +57,7 @@ class BlockPool:
         self.free.append(block)
 
     def check_invariants(self, tables: list[list[int]], num_kept: int) -> None:
-        """tables: all that reference blocks. num_kept: blocks that somebody keeps unreferenced."""
+        """tables: all tables that reference blocks. num_kept: blocks kept unreferenced outside the pool."""
         references = [0] * self.num_blocks
         for table in tables:
             held = [block for block in table if block != RELEASED]

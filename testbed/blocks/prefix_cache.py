@@ -1,11 +1,11 @@
-"""The prefix cache: which physical blocks hold which content. Owns the entries, and what is not listed yet.
+"""The prefix cache: which physical blocks hold which content. Owns the entries and the unlisted prefixes.
 
-An entry stands for one prefix: a full block's content after the entry of the block before it. It is found by its 64-bit
-key and then confirmed: same content, same parent entry. As parents are confirmed in turn, a collision of keys can never
-join two users' KV. Several blocks may hold the same content (two sequences computed it side by side); each is listed.
+An entry represents one prefix: a full block's content after its parent, the entry of the block before. It is found by
+its 64-bit key and confirmed by content and parent. As every parent is confirmed, a key collision can never mix the KV
+of two users. Several blocks may hold the same content (if two sequences compute it at the same time); all are listed.
 
-Most prefixes are never asked for by anyone else. So a prefix whose first block nobody has yet is kept without keys and
-entries, and listed when somebody asks for that block (`is_known`). Nobody can tell from outside; a simulation of single
+Most prefixes are never looked up by another sequence. So a prefix with a new first block is kept unlisted, without keys
+and entries, until a sequence looks up that block (`is_known`). Results do not change, and a simulation of unrelated
 requests takes a third of the time.
 """
 
@@ -19,9 +19,9 @@ from testbed.blocks.keys import KeySource
 
 
 class PrefixCache:
-    """Content of blocks, by key. is_newest_found: a block takes the place of an older one of the same content, which is
-    forgotten. source: of the keys of chains. Where it names contents for good, and all blocks of a content are kept, it
-    does not show that a prefix is listed late."""
+    """Content of blocks, by key. is_newest_found: a block replaces an older one of the same content, which is then not
+    cached. source: makes the keys of chains. Prefixes are kept unlisted only if its keys are unique and all blocks of
+    a content are kept, as only then the results are the same."""
 
     def __init__(self, num_blocks: int, source: KeySource | None = None, *, is_newest_found: bool = False) -> None:
         self.entries: dict[int, CacheEntry] = {}  # by key
@@ -33,37 +33,37 @@ class PrefixCache:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that hold something. Goes through all of them: for checks."""
+        """Blocks that hold cached content. Iterates over all blocks: for checks only."""
         return sum([1 for content in self.content_of if content is not None])
 
     def entry(self, block: int) -> CacheEntry | None:
-        """What the block holds, if it is listed."""
+        """Returns the entry of the block's content; None if the block has none."""
         content = self.content_of[block]
         return content if isinstance(content, CacheEntry) else None
 
-    # --- asking ---
+    # --- lookup ---
 
     def is_known(self, key: int) -> bool:
-        """Whether a prefix begins with this block; it is listed from now on: somebody asks."""
+        """Whether a cached prefix begins with the block of this key. If that prefix is unlisted, it is listed now."""
         prefix = self.unlisted.get(key)
         if prefix is not None:
             self.list_prefix(prefix)
         return key in self.entries
 
     def find(self, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
-        """The entry of the chain's block `index` after `parent`, if a block holds it. The chain must have its key."""
+        """Returns the entry of the chain's block `index` after `parent`, if a block holds it. Its key must exist."""
         entry = self.standing(chain, index, parent)
         return entry if entry is not None and entry.blocks else None
 
     def standing(self, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
-        """The same, whether or not a block holds it still."""
+        """As `find`, but also returns an entry that no block holds any more."""
         entry = self.entries.get(chain.keys[index])
         if entry is None or entry.parent is not parent or entry.content != chain.contents[index]:
             return None
         return entry
 
     def match(self, chain: Chain, max_blocks: int) -> list[CacheEntry]:
-        """The entries of the longest cached prefix, at most `max_blocks` of them, of which the chain must have keys."""
+        """Returns the entries of the longest cached prefix, at most `max_blocks`. That many keys must exist."""
         matched: list[CacheEntry] = []
         parent: CacheEntry | None = None
         for index in range(max_blocks):
@@ -76,7 +76,7 @@ class PrefixCache:
     # --- publishing ---
 
     def publish_next(self, chain: Chain, block: int) -> bool:
-        """Says that `block` holds what comes next in the chain. False if another content has its key."""
+        """Publishes `block` as the next one of the chain. Returns False if a different content has its key."""
         index, source = chain.num_published, self._source
         assert source is not None, "a chain is published without keys"
         chain.make_keys(source, 1)
@@ -88,7 +88,7 @@ class PrefixCache:
             self.content_of[block] = chain.unlisted
         else:
             chain.make_keys(source, index + 1)
-            entry = self.entry(block)  # others that share the block may have come first
+            entry = self.entry(block)  # another sequence that shares the block may have published it
             if entry is None:
                 entry = self.publish(block, chain, index, chain.entry)
             if entry is None:
@@ -98,8 +98,8 @@ class PrefixCache:
         return True
 
     def publish(self, block: int, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
-        """Says that `block` holds the content of the chain's block `index`, after `parent`. None if another content has
-        the key: the block stays uncached."""
+        """Publishes `block` as the chain's block `index`, after `parent`, and returns its entry. None if a different
+        content has the key: the block stays uncached."""
         assert self.content_of[block] is None, "a block is published twice"
         if self._is_newest_found and parent is not None:
             parent = self._alive(parent)
@@ -109,7 +109,7 @@ class PrefixCache:
         if entry is None:
             entry = self._make(chain.keys[index], chain.contents[index], parent)
         elif entry.parent is not parent or entry.content != chain.contents[index]:
-            self._drop(parent)  # it may have been made for this block
+            self._drop(parent)  # `_alive` may have made it for this block
             return None
         elif self._is_newest_found and entry.blocks:
             self.content_of[entry.blocks.pop()] = None
@@ -118,12 +118,12 @@ class PrefixCache:
         return entry
 
     def list_chain(self, chain: Chain) -> None:
-        """What the chain published is listed from now on."""
+        """Lists what the chain has published, if it is unlisted."""
         if chain.unlisted is not None:
             self.list_prefix(chain.unlisted)
 
     def list_prefix(self, prefix: UnlistedPrefix) -> None:
-        """Publishes the blocks of a prefix one by one."""
+        """Lists an unlisted prefix: publishes its blocks one by one."""
         assert self._source is not None
         chain = prefix.chain
         del self.unlisted[chain.keys[0]]
@@ -145,8 +145,8 @@ class PrefixCache:
         return entry
 
     def _alive(self, entry: CacheEntry) -> CacheEntry | None:
-        """The entry that stands for this prefix now: it may have died with a block that took its own one's place. None
-        if one of its keys stands for another content now."""
+        """Returns the current entry of this prefix, which may have been dropped with the block that replaced its own;
+        it is then made again. None if one of its keys belongs to a different content now."""
         dead: list[CacheEntry] = []
         parent: CacheEntry | None = entry
         while parent is not None and self.entries.get(parent.key) is not parent:
@@ -165,7 +165,7 @@ class PrefixCache:
     # --- forgetting ---
 
     def forget(self, block: int) -> None:
-        """The block no longer holds its content, if it has any."""
+        """Removes the block's content from the cache, if it has any."""
         content = self.content_of[block]
         if isinstance(content, UnlistedPrefix):
             num_blocks = len(content.blocks)
@@ -175,7 +175,7 @@ class PrefixCache:
                 if num_blocks == 1:
                     self._give_up(content)
                 return
-            self.list_prefix(content)  # a hole: what lies behind it hangs on an entry
+            self.list_prefix(content)  # a block before others: their entries need its entry as parent
             content = self.content_of[block]
         if isinstance(content, CacheEntry):
             self.content_of[block] = None
@@ -183,13 +183,13 @@ class PrefixCache:
             self._drop(content)
 
     def _give_up(self, prefix: UnlistedPrefix) -> None:
-        """Nothing is left of the prefix."""
+        """Removes an unlisted prefix that has no blocks left."""
         del self.unlisted[prefix.chain.keys[0]]
         if prefix.chain.unlisted is prefix:
             prefix.chain.unlisted = None
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """From this entry up, those that stand for nothing go."""
+        """Removes this entry and its parents, as far as they have neither blocks nor children."""
         while entry is not None and not entry.num_children and not entry.blocks:
             del self.entries[entry.key]
             entry = entry.parent

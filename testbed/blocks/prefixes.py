@@ -1,4 +1,4 @@
-"""Prefix caching as sequences see it: what of a sequence can be hit, and when what it computes is published."""
+"""Prefix caching for sequences: the lookup of hits, and the publication of computed blocks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NO_HIT: Final = PrefixHit(0, [], 0)
 
 
 class Prefixes:
-    """The chains of sequences over one prefix cache. Without a source of keys there is no prefix caching, no sequence
-    has a chain, and nothing is done.
+    """The chains of sequences over one prefix cache. Without a source of keys there is no prefix caching: sequences
+    have no chains, and the methods do nothing.
 
-    isolate_tenants: the tenant is part of the keys, beside a request's salt. merged: finds the one block of a content,
-    where the rules say that equal blocks become one.
+    isolate_tenants: the keys depend on the tenant, in addition to the request's salt. merged: finds the only block of a
+    content, if the rules merge equal blocks.
     """
 
     def __init__(self, gpu: GPUBlocks, source: KeySource | None, rules: KVRules, *, isolate_tenants: bool) -> None:
-        self.num_queried_tokens = 0  # known ones of first admissions
-        self.num_hit_tokens = 0  # how many of them were found in the cache
+        self.num_queried_tokens = 0  # tokens of all sequences, each at its first admission
+        self.num_hit_tokens = 0  # those of them that were found in the cache
         self.source = source
         self.merged = MergedContent(gpu, source) if rules.duplicates == "merged" and source is not None else None
         self._block_size: i64 = 1 if source is None else source.block_size
@@ -44,11 +44,11 @@ class Prefixes:
         self._keeps_hits = rules.hits_frozen
 
     def salt_of(self, seq: KVSequence) -> str:
-        """Sequences share prefixes only with those of the same salt."""
+        """Returns the salt of a sequence's keys: sequences share prefixes only if these are equal."""
         return f"{len(seq.salt)}:{seq.salt}{seq.tenant}" if self._isolate_tenants else seq.salt
 
     def chain_of(self, seq: KVSequence, source: KeySource, num_blocks: int) -> Chain:
-        """The sequence's chain, with at least so many keys."""
+        """Returns the sequence's chain, with at least `num_blocks` keys."""
         chain = seq.chain
         if chain is None:
             chain = seq.chain = Chain(seq, self.salt_of(seq))
@@ -58,9 +58,9 @@ class Prefixes:
     # --- hits ---
 
     def lookup(self, seq: KVSequence) -> PrefixHit:
-        """The longest cached prefix of all known tokens but the last: at least one token is always computed.
+        """Returns the longest cached prefix of all tokens so far except the last: one token is always computed.
 
-        NO_HIT for a request that wants something of each of its prompt's tokens: it computes them all.
+        NO_HIT for a request that must compute its whole prompt (`computes_whole_prompt`).
         """
         if self.source is None:
             return NO_HIT
@@ -83,7 +83,7 @@ class Prefixes:
         return PrefixHit(num_hit, blocks, sum([1 for block in blocks if not counts[block]]))
 
     def count_hit(self, seq: KVSequence, num_hit: int) -> None:
-        """Notes the hit of a sequence's first admission."""
+        """Counts the hit of a sequence's first admission."""
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_hit
             if self.source is not None:
@@ -91,7 +91,7 @@ class Prefixes:
                 self.num_hit_tokens += num_hit
 
     def adopt(self, seq: KVSequence, hit: PrefixHit) -> None:
-        """The sequence's table begins with the hit's blocks, referenced."""
+        """Starts the sequence's table with the hit's blocks, and references them."""
         gpu, chain = self._gpu, seq.chain
         entry = gpu.cache.entry(hit.blocks[-1]) if hit.blocks else None
         is_there = entry is not None and chain is not None and entry.key == chain.keys[len(hit.blocks) - 1]
@@ -106,7 +106,7 @@ class Prefixes:
     # --- publication ---
 
     def publish(self, seq: KVSequence, num_tokens: i64) -> None:
-        """The full blocks of the first `num_tokens` tokens may be hit from now on."""
+        """Publishes the full blocks of the first `num_tokens` tokens: they can be hit from now on."""
         chain = seq.chain
         if chain is None:
             return
@@ -117,7 +117,7 @@ class Prefixes:
                 chain.is_broken = not self._gpu.cache.publish_next(chain, seq.block_table[chain.num_published])
 
     def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens are computed after all: the rest may not be hit."""
+        """Unpublishes all blocks after the first `num_tokens` tokens, as they will not be computed in this step."""
         chain, table, cache = seq.chain, seq.block_table, self._gpu.cache
         if chain is None:
             return
@@ -125,22 +125,22 @@ class Prefixes:
         for index in range(chain.num_published - 1, num_tokens // self._block_size - 1, -1):
             block = table[index]
             if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
-                return  # others of this batch compute it too
+                return  # other sequences of this batch compute it too
             assert self._gpu.pool.ref_counts[block] <= 1, "a victim is withdrawn, but this step relies on its tokens"
-            cache.forget(block)  # it may hold nothing: another block with its content took its place
+            cache.forget(block)  # it may have no content: a block of equal content may have replaced it
             chain.num_published = index
             chain.entry = cache.entry(table[index - 1]) if index else None
             chain.is_broken = chain.is_broken or (index > 0 and chain.entry is None)
 
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
-        """The child's blocks are its parent's."""
+        """Copies the parent's chain for a child that shares its blocks."""
         if parent.chain is not None:
             self._gpu.cache.list_chain(parent.chain)
             child.chain = parent.chain.copy_of(child)
 
     def num_merged_blocks(self, seq: KVSequence) -> int:
-        """How many blocks, from its first on, equal ones of others may stand for: the full ones with computed tokens,
-        of which its chain has the keys now. 0 where equal blocks are not one."""
+        """Returns how many blocks, from the first on, may be merged with equal blocks of others: the full, computed
+        ones. Makes their keys. 0 if the rules do not merge equal blocks."""
         if self.source is None or self.merged is None:
             return 0
         num_full = seq.num_computed_tokens // self._block_size
@@ -148,13 +148,13 @@ class Prefixes:
         return num_full
 
     def reset(self, waiting: Iterable[KVSequence]) -> None:
-        """Nobody hits anything from before, not even who knows of it. No block may be referenced."""
+        """Empties the cache and forgets the chains of waiting sequences. No block may be referenced."""
         for seq in waiting:
             self.forget(seq)
         self._gpu.empty()
 
     def forget(self, seq: KVSequence) -> None:
-        """The sequence will not come back, or finds nothing; what it published may stay."""
+        """Forgets the chain of a sequence; the blocks that it published stay cached."""
         if seq.chain is not None:
-            seq.chain.unlisted = None  # which knows the chain
+            seq.chain.unlisted = None  # leaves no reference cycle
             seq.chain = None

@@ -1,4 +1,4 @@
-"""Swapping: whole sequences move between the GPU's blocks and the CPU's, and the tests of whether they may.
+"""Swapping: moves whole sequences between GPU blocks and CPU blocks, and tests whether they fit.
 
 Sequences that are scheduled together move together; a block that several of them share moves once and stays shared. A
 device swaps out, then swaps in, then copies.
@@ -20,20 +20,20 @@ Unit = tuple[KVSequence, ...]  # sequences that are scheduled together
 
 
 class SwapSpace:
-    """CPU blocks of swapped-out sequences. Where equal blocks are one, so they are here, whenever they came."""
+    """The CPU blocks of swapped-out sequences. If the rules merge equal blocks, they are merged here too."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self._leaving: list[int] = []  # blocks that the step being planned empties: not to be filled by it
+        self._leaving: list[int] = []  # blocks that the step being planned empties; it must not fill them
         self._cache = PrefixCache(num_blocks)
 
     def num_held(self, seq: KVSequence, num_merged: int) -> int:
-        """How many of its first `num_merged` blocks, by content, are here already."""
+        """Returns how many of its first `num_merged` blocks have a block of equal content here."""
         return 0 if seq.chain is None else len(self._cache.match(seq.chain, num_merged))
 
     def put(self, seq: KVSequence, table: list[int], num_merged: int, moved: dict[int, int]) -> None:
-        """Takes a sequence in, for which there must be room; its first `num_merged` blocks are shared by content.
-        moved: by GPU block, what those that leave with it have taken; grows."""
+        """Adds a sequence, for which there must be room; its first `num_merged` blocks are shared by content.
+        moved: {GPU block: CPU block} of the sequences swapped out together; this method extends it."""
         parent: CacheEntry | None = None
         seq.cpu_table = []
         for index, block in enumerate(table):
@@ -52,13 +52,13 @@ class SwapSpace:
                 if chain is not None:
                     found = self._cache.publish(moved[block], chain, index, parent)
             if found is None:
-                num_merged = 0  # a key collision, or the end of them
+                num_merged = 0  # after a key collision, or at their end
             parent = found
             seq.cpu_table.append(moved[block])
 
     def drop(self, seq: KVSequence) -> list[int]:
-        """The sequence leaves; returns its CPU table, whose blocks are handed out again once the step is planned: a
-        device moves out before it moves in."""
+        """Removes a sequence; returns its CPU table. Its blocks are free only after the step is planned, as a device
+        swaps out before it swaps in."""
         table, seq.cpu_table = seq.cpu_table, []
         for block in reversed(table):
             if block != RELEASED and self.pool.drop(block):
@@ -67,7 +67,7 @@ class SwapSpace:
         return table
 
     def planned(self) -> None:
-        """The step is decided: what it emptied is free."""
+        """Ends the planning of a step: the blocks that it emptied are free."""
         for block in self._leaving:
             self.pool.put_back(block)
         self._leaving = []
@@ -78,8 +78,8 @@ class SwapSpace:
 
 
 class Swapping:
-    """Moves sequences, and says whether they may. watermark_blocks: what swapping in leaves free. counts_all: the tests
-    are for all blocks of the sequences, not for the full ones (`swap_test`)."""
+    """Moves sequences and tests whether they fit. watermark_blocks: GPU blocks that a swap-in leaves free. counts_all:
+    the tests count all blocks of the sequences, not only the full ones (KV rule `swap_test`)."""
 
     def __init__(
         self, gpu: GPUBlocks, cpu: SwapSpace, prefixes: Prefixes, copies: CopyOnWrite, demand: Demand, *,
@@ -91,7 +91,7 @@ class Swapping:
     # --- out ---
 
     def can_swap_out(self, unit: Unit) -> Verdict:
-        """Whether the CPU pool takes these sequences. NEVER: it is smaller than what they hold."""
+        """Whether the CPU pool has room for these sequences. NEVER: they need more blocks than the whole pool."""
         num_blocks = num_distinct([one.block_table for one in unit])
         if not self._counts_all:
             num_blocks = sum([self._num_counted(one, one.block_table) - self._num_on_cpu(one) for one in unit])
@@ -100,7 +100,7 @@ class Swapping:
         return Verdict.OK if num_blocks <= self._cpu.pool.num_free else Verdict.LATER
 
     def swap_out(self, unit: Unit) -> tuple[Pair, ...]:
-        """Moves the blocks of these sequences to the CPU; the (GPU, CPU) pairs to copy."""
+        """Moves the blocks of these sequences to the CPU; returns the (GPU, CPU) pairs to copy."""
         tables = [one.block_table for one in unit]
         origins = self._copies.take_back(tables)
         for one in unit:
@@ -126,7 +126,7 @@ class Swapping:
         return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
 
     def swap_in(self, unit: Unit) -> tuple[Pair, ...]:
-        """Moves the blocks of these sequences back to the GPU; the (CPU, GPU) pairs to copy."""
+        """Moves the blocks of these sequences back to the GPU; returns the (CPU, GPU) pairs to copy."""
         moved: dict[int, int] = {}
         unmoved = self._copies.unmoved_blocks()
         for one in unit:
@@ -134,7 +134,7 @@ class Swapping:
         return tuple(moved.items())
 
     def _bring(self, seq: KVSequence, moved: dict[int, int], unmoved: list[int]) -> None:
-        """One of them. Where equal blocks are one, it takes those that are there, and publishes the others at once."""
+        """Moves one sequence back. If equal blocks are merged, it reuses those on the GPU and publishes the others."""
         num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
         seq.block_table = []
@@ -159,7 +159,7 @@ class Swapping:
             chain.is_broken = True  # a hit needs the whole prefix
 
     def _take_but(self, unmoved: list[int]) -> int:
-        """A new block that is none of these; there must be one."""
+        """Returns a new block that is not in `unmoved`; there must be one."""
         block = self._gpu.take()
         aside = []
         while block in unmoved:
@@ -172,12 +172,12 @@ class Swapping:
     # --- counts ---
 
     def _num_counted(self, seq: KVSequence, table: list[int]) -> int:
-        """What `swap_test=full_blocks` counts; at least the blocks that move: a chunk that was taken back has left some
-        that it did not fill."""
+        """Returns what `swap_test=full_blocks` counts, but at least the blocks that move: a withdrawn chunk may have
+        left blocks that are not full."""
         return max(self._demand.num_touched(seq), sum([1 for block in table if block != RELEASED]))
 
     def _num_growing(self, unit: Unit) -> int:
-        """Blocks that the next token of each takes: new ones, and copies of a block that several would write into."""
+        """Returns the blocks that the next tokens of these sequences need: new ones, and copies of shared blocks."""
         num_new = 0
         writers: dict[int, int] = {}
         for one in unit:
@@ -191,12 +191,12 @@ class Swapping:
         return self._cpu.num_held(seq, self._prefixes.num_merged_blocks(seq))
 
     def _num_on_gpu(self, seq: KVSequence) -> int:
-        """Full blocks whose content others reference on the GPU: swapping in takes those."""
+        """Returns how many full blocks have content that others reference on the GPU; a swap-in reuses these."""
         num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
         return 0 if merged is None or chain is None else merged.num_referenced(chain, num_merged)
 
 
 def num_distinct(tables: list[list[int]]) -> int:
-    """Distinct blocks of some tables."""
+    """Returns the number of distinct blocks in these tables."""
     return len({block for table in tables for block in table if block != RELEASED})

@@ -1,4 +1,4 @@
-"""The answer to whether a sequence may have blocks."""
+"""The result of a test whether a sequence gets blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class Verdict(Enum):
-    """May it be admitted, or swapped: now, later, or never?"""
+    """Whether a sequence can be admitted or swapped: now, later, or never."""
 
     OK = auto()
     LATER = auto()

@@ -1,7 +1,7 @@
-"""Admission: whether a waiting sequence whose blocks are there may start, beside what the watermark says.
+"""Admission policies: whether a waiting sequence with enough free blocks may start, in addition to the watermark.
 
-All of them let a sequence start when nothing runs: it has the pool to itself, and waiting would not make it larger.
-They count KV blocks exactly, each sequence rounded up to whole blocks, a group's shared prompt once.
+All of them admit a sequence while nothing runs: it has the whole pool, and waiting would not give it more. Where KV
+blocks are counted, each sequence is rounded up to whole blocks, and a group's shared prompt counts once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from testbed.policies.oracle import has_no_opinion
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Watermark:
-    """The block manager's own rule, the watermark, and nothing else."""
+    """Only the block manager's own rule, the watermark."""
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         return True
@@ -31,16 +31,16 @@ class Watermark:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class NoEvict:
-    """Reserves to completion, so that what has started never stops (TensorRT-LLM's GUARANTEED_NO_EVICT).
+    """Reserves blocks until completion, so that no running sequence is preempted (TensorRT-LLM's GUARANTEED_NO_EVICT).
 
-    A sequence starts if the free blocks cover what all running sequences still lack until they end, and what it needs
-    itself; blocks that it shares with running ones are not needed twice. reserve: `declared` goes by
-    `sampling.max_tokens` (max_model_len where there is none) and keeps the promise wherever that is an upper bound;
-    `oracle` goes by the predicted length, and keeps it as far as no prediction is too low.
+    A sequence starts if the free blocks cover what it needs and what all running sequences still need until they end;
+    blocks that it shares with running ones count once. reserve: `declared` uses `sampling.max_tokens` (max_model_len if
+    not set), and the guarantee holds if that is an upper bound; `oracle` uses the predicted length, and the guarantee
+    holds if no prediction is too low.
 
-    Two things break the promise: a sequence that started alone and is larger than the pool, and a growth test that
-    wants a free block for each sequence, needed or not. TensorRT-LLM reserves one slot more, for the last token, whose
-    KV nobody computes. Raises ConfigError: `reserve` is neither, or there is no oracle to ask.
+    There are two exceptions: a sequence that started alone and is larger than the pool, and the KV rule
+    `growth_test=one_per_sequence`. TensorRT-LLM reserves one more slot, for the last token, whose KV is never computed.
+    Raises ConfigError for any other value of `reserve`, or if there is no oracle.
     """
 
     def __init__(self, reserve: Unchecked = "declared") -> None:
@@ -59,7 +59,7 @@ class NoEvict:
         return not running or _fits(_bound(self._context), seq, running, self._last_slot)
 
     def _last_slot(self, seq: Sequence) -> int:
-        """Tokens whose KV is held when the last one is drawn."""
+        """Returns the number of KV slots that the sequence holds when its last token is sampled."""
         context = _bound(self._context)
         oracle = context.oracle if self._reserve == "oracle" else None
         return final_num_tokens(seq, context.limits, oracle) - 1 + context.blocks.lookahead_slots
@@ -67,11 +67,11 @@ class NoEvict:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MaxUtilization:
-    """Packs the next step (TensorRT-LLM's MAX_UTILIZATION): looks one token ahead and no further.
+    """Fills the next step as far as possible (TensorRT-LLM's MAX_UTILIZATION): looks only one token ahead.
 
-    A sequence starts if its prompt fits beside one more token for every running sequence (and the whole prompt of those
-    that are part-way through it). What later cannot grow is paused: with `most_recently_admitted` as the victim, the
-    last started one, as there.
+    A sequence starts if its prompt fits in addition to one more token of every running sequence (and the whole prompt
+    of those that are partly prefilled). If blocks run out later, a victim is preempted; with `most_recently_admitted`
+    it is the one that started last, as in TensorRT-LLM.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class MaxUtilization:
         return not running or _fits(_bound(self._context), seq, running, self._next_slot)
 
     def _next_slot(self, seq: Sequence) -> int:
-        """Tokens whose KV is held when the next one is drawn."""
+        """Returns the number of KV slots that the sequence holds when its next token is sampled."""
         return seq.num_tokens + _bound(self._context).blocks.lookahead_slots
 
 
@@ -92,14 +92,15 @@ class MaxUtilization:
 class FuturePeak:
     """Admits if the largest future KV use fits (LightLLM; Past-Future Scheduler, ASPLOS 2025).
 
-    All running sequences and the candidate emit a token a step. With the longest remaining output first, the use just
-    before the k-th ends is that of the first k, each grown by what the k-th still emits; the peak is the largest of
-    these sums. It must leave the share `reserved` of the pool free, which is there for predictions that are too low.
-    Lengths are the oracle's; where it has no opinion, `sampling.max_tokens`, else max_model_len.
+    It is assumed that all running sequences and the candidate emit one token per step. They are sorted by remaining
+    output, the longest first. Just before the k-th one ends, the first k are left, each grown by what the k-th still
+    emits; the peak is the largest of these sums. It must leave the share `reserved` of the pool free, as a margin for
+    predictions that are too low. Lengths are the oracle's; without a prediction `sampling.max_tokens`, else
+    max_model_len.
 
-    Prefixes that sequences share are counted for each, as LightLLM does. It counts tokens, in a pool without blocks,
-    predicts by a moving average of past outputs, and adds steps for the chunks of a prompt: here the oracle predicts,
-    and a prompt takes one step. Raises ConfigError if `reserved` is not in [0, 1).
+    As in LightLLM, a prefix shared by several requests is counted for each. LightLLM counts tokens, in a pool without
+    blocks, predicts from past outputs, and adds steps for the chunks of a prompt; here the oracle predicts, and a
+    prompt takes one step. Raises ConfigError if `reserved` is not in [0, 1).
     """
 
     def __init__(self, reserved: Unchecked = 0.0) -> None:
@@ -117,14 +118,14 @@ class FuturePeak:
         return self.peak_blocks([*running, seq]) <= num_blocks - int(self._reserved * num_blocks)
 
     def peak_blocks(self, seqs: Collection[Sequence]) -> int:
-        """The most KV blocks that these sequences will hold at once."""
+        """Returns the largest number of KV blocks that these sequences will hold at once."""
         block_size: int = _bound(self._context).blocks.block_size
         lookahead: int = _bound(self._context).blocks.lookahead_slots
         num_with_residue = [0] * block_size
         full_blocks = peak = 0
         growing = sorted((item for seq in seqs for item in self._growing(seq, block_size)), reverse=True)
         for rank, (remaining, num_tokens) in enumerate(growing, start=1):
-            # the sum over the first `rank` of ceil((num_tokens + lookahead - 1 + remaining) / block_size), in one go
+            # the sum over the first `rank` of ceil((num_tokens + lookahead - 1 + remaining) / block_size), in O(1) each
             full, residue = divmod(num_tokens + lookahead - 1 + block_size - 1, block_size)
             full_blocks += full
             num_with_residue[residue] += 1
@@ -133,23 +134,23 @@ class FuturePeak:
         return peak
 
     def _growing(self, seq: Sequence, block_size: int) -> list[tuple[int, int]]:
-        """(tokens still to come, tokens now) of each sequence of a request; the shared prompt counts with its first."""
+        """Returns (remaining tokens, tokens now) of each sequence of a request; the shared prompt counts once."""
         context = _bound(self._context)
         members = [seq] if seq.num_seqs == 1 else seq.together
         growing = [
             (final_num_tokens(member, context.limits, context.oracle) - member.num_tokens, member.num_tokens)
             for member in members
         ]
-        growing += growing[:1] * (seq.num_seqs - len(members))  # those that have yet to part from it
+        growing += growing[:1] * (seq.num_seqs - len(members))  # those that have not forked yet
         shared = seq.num_prompt_tokens // block_size * block_size
         return growing[:1] + [(remaining, num_tokens - shared) for remaining, num_tokens in growing[1:]]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MaxRunningTokens:
-    """A cap on the tokens known to the running sequences when one more starts; what runs may grow beyond it.
+    """Limits the tokens of all running sequences when another one starts; running sequences may grow beyond the limit.
 
-    Raises ConfigError for a cap below 1.
+    Raises ConfigError for a limit below 1.
     """
 
     def __init__(self, max_tokens: Unchecked) -> None:
@@ -161,7 +162,7 @@ class MaxRunningTokens:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MaxRunningRequests:
-    """A cap on requests that run at once, however many sequences each has. Raises ConfigError for a cap below 1."""
+    """Limits the requests that run at once, whatever their numbers of sequences. ConfigError for a limit below 1."""
 
     def __init__(self, max_requests: Unchecked) -> None:
         self._max_requests = require_whole("scheduler.admission.max_requests", max_requests, 1)
@@ -174,7 +175,7 @@ class MaxRunningRequests:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class All:
-    """Admits what each of several rules admits. Raises ConfigError for an empty list."""
+    """Admits a sequence if all of several policies admit it. Raises ConfigError for an empty list."""
 
     def __init__(self, of: Seq[AdmissionPolicy]) -> None:
         if not of:
@@ -191,14 +192,14 @@ class All:
         return all(rule.allows(seq, running) for rule in self._rules)
 
 
-# --- foresight ---
+# --- expected lengths ---
 
 
 def final_num_tokens(seq: Sequence, limits: Limits, oracle: LengthOracle | None) -> int:
-    """Tokens that the sequence is expected to have when it ends, more than it has now.
+    """Returns the number of tokens that the sequence is expected to have when it ends, at least one more than now.
 
-    The oracle's opinion, if it has one; otherwise what the request declares; otherwise max_model_len. Never the true
-    length of a forced output.
+    From the oracle's prediction, if there is one; otherwise from `sampling.max_tokens`; otherwise max_model_len. The
+    true length of a forced output is not used.
     """
     most = max(limits.max_model_len - seq.num_prompt_tokens, 1)
     wanted = oracle.predict(seq) if oracle is not None else None
@@ -214,7 +215,7 @@ def final_num_tokens(seq: Sequence, limits: Limits, oracle: LengthOracle | None)
 def _fits(
     context: PolicyContext, seq: Sequence, running: Collection[Sequence], num_slots: Callable[[Sequence], int]
 ) -> bool:
-    """Whether the free blocks let `seq` and all running sequences come to `num_slots` tokens of KV each."""
+    """Whether the free blocks are enough for `seq` and all running sequences to hold `num_slots` KV slots each."""
     blocks = context.blocks
     available = blocks.num_free_blocks
     for other in running:
@@ -222,16 +223,16 @@ def _fits(
     needed = _num_blocks(seq, num_slots, blocks.block_size)
     if needed <= available:
         return True
-    hit = blocks.lookup(seq)  # only now: most answers do not hang on it
-    # the block of the last token is written to, and so may have to be copied
+    hit = blocks.lookup(seq)  # only now, as most answers do not depend on it
+    # the block of the last token is written, so it may have to be copied
     num_shared = min(len(hit.blocks) - hit.num_unreferenced, (seq.num_tokens - 1) // blocks.block_size)
     return needed - num_shared <= available
 
 
 def _num_blocks(seq: Sequence, num_slots: Callable[[Sequence], int], block_size: int) -> int:
-    """Distinct blocks in which all sequences of the request have room for `num_slots` tokens each.
+    """Returns the number of distinct blocks that give every sequence of the request `num_slots` slots.
 
-    The full blocks of the prompt are shared, all else is each sequence's own (for beams, that is the most).
+    The full blocks of the prompt are shared; all others belong to one sequence each (for beams, an upper bound).
     """
     if seq.num_seqs == 1:
         return -(-num_slots(seq) // block_size)
@@ -241,20 +242,20 @@ def _num_blocks(seq: Sequence, num_slots: Callable[[Sequence], int], block_size:
 
 
 def _num_held(seq: Sequence, context: PolicyContext) -> int:
-    """Distinct blocks that the running request has."""
+    """Returns the number of distinct blocks that the running request holds."""
     if seq.num_seqs == 1:
         return len(seq.block_table)
     return len({block for member in seq.together for block in member.block_table})
 
 
 def _context_tokens(seq: Sequence) -> int:
-    """Known tokens of all sequences of the request; the prompt counts once."""
+    """Returns the tokens so far of all sequences of the request; the prompt counts once."""
     if seq.num_seqs == 1:
         return seq.num_tokens
     return seq.num_prompt_tokens + sum(member.num_output_tokens for member in seq.together)
 
 
-# --- configuration ---
+# --- context ---
 
 
 def _bound(context: PolicyContext | None) -> PolicyContext:

@@ -1,4 +1,4 @@
-"""Configuration of the scheduler: budgets and the names of the policies that plug into it."""
+"""Configuration of the scheduler: its limits, and its policies by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 
-MAX_LIMIT = 2**31 - 1  # as many as a model's length may be
+MAX_LIMIT = 2**31 - 1  # also the largest length of a model
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The `scheduler` group. Policies are a name, or {_target_: a class of yours}."""
+    """The `scheduler` group. A policy is a name, or {_target_: your own class}."""
 
     name: str = "custom"
     composition: Any = "unified"  # unified, prefill_first, decode_first, prefill_decode_split, iteration_level, static
@@ -26,10 +26,10 @@ class SchedulerConfig:
     queue_order: Any = "fcfs"
     admission: Any = "watermark"
     victim: Any = "auto"  # auto: the lowest priority under queue_order=priority, else the most recently admitted
-    oracle: Any = "none"  # what policies believe of output lengths: none, perfect, noisy, binned
-    long_prefill_token_threshold: int = 0  # unified: the most tokens a prefill gets a step; decode_first: what is long
-    max_num_partial_prefills: int = 1  # prompts that may be part-way through their prefill (decode_first)
-    max_long_partial_prefills: int = 1  # of them, longer than the threshold (decode_first)
+    oracle: Any = "none"  # the predictor of output lengths: none, perfect, noisy, binned
+    long_prefill_token_threshold: int = 0  # unified: most tokens of a prefill in a step; decode_first: longer is long
+    max_num_partial_prefills: int = 1  # prompts that may be partly prefilled at the same time (decode_first)
+    max_long_partial_prefills: int = 1  # those of them that are longer than the threshold (decode_first)
     lookahead_slots: int = 0  # extra slots that a decoding sequence reserves, for studies of speculative decoding
     async_scheduling: bool = False  # a step is planned while the one before it runs (vLLM's default on GPUs since 0.14)
     watermark: float = 0.01  # the preset's; cache.watermark overrides it
@@ -46,7 +46,7 @@ class SchedulerConfig:
 
 
 def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:
-    """Fills what is left to the model. Raises ConfigError on what contradicts it or itself."""
+    """Returns the limits, with the model's length as a default. Raises ConfigError if max_model_len exceeds it."""
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a policy is given once, when a scheduler is built, if it asks for it by having a method `bind(context)`."""
+"""The context that a policy receives once, when a scheduler is built, if it has a method `bind(context)`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from testbed.core.sequence import Sequence
 
 
 class LengthOracle(Protocol):
-    """An opinion about output lengths. A user's own class with this method plugs in by `_target_`."""
+    """A predictor of output lengths. A user's own class with this method is configured by `_target_`."""
 
     def predict(self, seq: Sequence) -> int | None:
-        """Output tokens that the sequence will have emitted when it ends, at least 1; None: no opinion."""
+        """Returns how many output tokens the sequence will have when it ends, at least 1; None: no prediction."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """blocks: to ask (`lookup`, counts), never to change. seed: the run's. estimator: None without a cost model."""
+    """blocks: read only (`lookup`, counts). seed: the run's seed. estimator: None without a cost model."""
 
     blocks: BlockManager
     limits: Limits
@@ -31,6 +31,6 @@ class PolicyContext:
 
 
 def bind(policy: Any, context: PolicyContext) -> None:
-    """Gives a policy the context if it asks for it."""
+    """Passes the context to a policy that has a method `bind`."""
     if hasattr(policy, "bind"):
         policy.bind(context)

@@ -1,4 +1,4 @@
-"""An eviction policy that weighs what a block costs to compute again."""
+"""An eviction policy that considers the cost of computing a block again."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from testbed.lazy_heap import LazyHeap
 
 
 class RecomputePrices(Protocol):
-    """What it asks of an estimator (testbed.core.interfaces.Estimator)."""
+    """The part of an estimator (testbed.core.interfaces.Estimator) that this policy uses."""
 
     def recompute_ns(self, start: int, num_tokens: int) -> int: ...
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class CostAware(Evictor):
-    """Gives up the block that costs least to compute again, weighted by its hits and aged (GreedyDual-Size-Frequency).
+    """Evicts the block that is cheapest to compute again, weighted by its hits and aged (GreedyDual-Size-Frequency).
 
-        priority = inflation + (1 + hits) x cost of the block; the least goes first, and its priority is the inflation
-        from then on: what was dear but is no longer used falls behind (Cherkasova 1998; all blocks are of one size)
+        priority = inflation + (1 + hits) x cost of the block
 
-    The cost is the estimator's time for the block's tokens behind their context, in ns; without an estimator it is
-    token_cost + context_cost x context for each token, which is how the work of dense layers and of attention grows.
-    By the defaults 8,192 tokens of context double a token's work; in a dense model it is about 6 x the hidden size.
+    The block of the lowest priority is evicted, and the inflation is set to that priority, so that blocks no longer in
+    use fall behind even if they were expensive (Cherkasova 1998; all blocks have the same size).
 
-    A block without the blocks before it is lost, so a block is worth at least as much as the deeper neighbour that was
-    released just before it; ties go in order of release, that is deepest first. Raises ConfigError on bad costs.
+    The cost is the estimator's time in ns to compute the block's tokens after their context. Without an estimator it is
+    token_cost + context_cost x context for each token, as the work of dense layers and of attention grows. With the
+    defaults, a context of 8,192 tokens doubles a token's work; in a dense model, one of about 6 x the hidden size does.
+
+    A block is useless without the blocks before it, so a block is worth at least as much as the deeper neighbour that
+    was released just before it. Equal priorities go in order of release, deepest first. ConfigError for invalid costs.
     """
 
     def __init__(self, token_cost: Unchecked = 8192, context_cost: Unchecked = 1) -> None:
@@ -39,8 +41,8 @@ class CostAware(Evictor):
         self._block_size = 0
         self._estimator: RecomputePrices | None = None
         self._costs: list[int] = []  # by depth
-        self._heap: LazyHeap[int, int] = LazyHeap()  # by priority, release
-        self._hits: dict[int, int] = {}  # of the content that a block holds; 0 is left out
+        self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by priority, then release
+        self._hits: dict[int, int] = {}  # block: hits of its content, if there are any
         self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
         self._inflation = 0
         self._neighbour = (-1, 0)  # depth and worth of the block released just before
@@ -81,14 +83,14 @@ class CostAware(Evictor):
         return len(self._heap)
 
     def _push(self, block: int) -> int:
-        """Puts the block in by what it is worth now, and returns that."""
+        """Inserts or moves the block by its current worth, and returns that worth."""
         depth, least_worth, release = self._released[block]
         worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
         self._heap.put(block, (self._inflation + worth, release), block)
         return worth
 
     def _cost(self, depth: int) -> int:
-        """What computing the block at this depth again costs; asked of the estimator once for each depth."""
+        """Returns the cost of computing a block at this depth; calls the estimator once for each depth."""
         size, costs = self._block_size, self._costs
         assert size, "bind comes first"
         while len(costs) <= depth:

@@ -1,4 +1,4 @@
-"""Oracles: opinions about output lengths. The only place in the policies that may see the true length."""
+"""Oracles: predictors of output lengths. The only module of the policies that may read the true length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STANDARD_NORMAL = NormalDist()
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class NoOracle:
-    """Knows nothing."""
+    """Predicts nothing."""
 
     def predict(self, seq: Sequence) -> int | None:
         return None
@@ -29,9 +29,9 @@ class NoOracle:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Perfect:
-    """The true output length: of the forced output, else as many as the request allows, within the model's length.
+    """The true output length: that of the forced output, else the most that the request and the model's length allow.
 
-    A request that is not forced may stop earlier by itself; nobody can know that beforehand.
+    A request that is not forced may stop earlier, which cannot be known in advance.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class Perfect:
 class Noisy:
     """The true length times a log-normal factor of median 1, rounded, at least 1.
 
-    sigma: standard deviation of the factor's logarithm; 0 is no noise. The factor is drawn once for each request by a
-    hash of seed and request id, whoever asks and however often. seed: None takes the run's.
+    sigma: standard deviation of the factor's logarithm; 0: no noise. The factor is a function of seed and request id,
+    so every call for a request returns the same length. seed: None takes the run's seed.
     """
 
     def __init__(self, sigma: Unchecked = 0.5, seed: Unchecked = None) -> None:
@@ -81,7 +81,7 @@ class Noisy:
 class Binned:
     """The true length rounded up to the edge of its bin.
 
-    edges: inclusive upper edges; what is longer falls into the last bin. Without them: first, first * ratio, ...
+    edges: inclusive upper edges; longer outputs fall into the last bin. Without edges: first, first * ratio, ...
     """
 
     def __init__(self, edges: Unchecked = None, first: Unchecked = 16, ratio: Unchecked = 2) -> None:
@@ -108,10 +108,10 @@ class Binned:
 
 
 def _rises(edges: Unchecked) -> bool:
-    """Whether these are whole numbers, at least one, each above the one before, which starts at 0."""
+    """Whether this is at least one number, and all are whole, above 0 and in rising order."""
     return bool(edges) and all(isinstance(edge, int) for edge in edges) and all(a < b for a, b in pairwise([0, *edges]))
 
 
 def has_no_opinion(oracle: LengthOracle) -> bool:
-    """Whether the oracle says None of everything; a class of yours says so by an attribute `is_none`."""
+    """Whether the oracle never predicts anything; a user's own class declares it by an attribute `is_none`."""
     return isinstance(oracle, NoOracle) or bool(getattr(oracle, "is_none", False))

@@ -13,7 +13,7 @@ from testbed.policies.context import PolicyContext
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Recompute:
-    """Always frees the blocks and computes them again (vLLM V1, nano-vllm)."""
+    """Always frees the blocks; their tokens are computed again (vLLM V1, nano-vllm)."""
 
     def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
         return PreemptionMode.RECOMPUTE
@@ -29,7 +29,7 @@ class Swap:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Auto:
-    """Recompute where one sequence runs alone, swap where a group has several (vLLM's first engine)."""
+    """Recompute for a request with one running sequence, swap for a group with several (vLLM's first engine)."""
 
     def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
         return PreemptionMode.RECOMPUTE if seq.num_seqs == 1 else PreemptionMode.SWAP
@@ -37,11 +37,11 @@ class Auto:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Cheaper:
-    """Whichever is predicted to take less time: computing what is lost again, or moving the blocks out and back in.
+    """The mode with the shorter predicted time: computing the tokens again, or moving the blocks out and back in.
 
-    Recompute where both take as long: it leaves the link and the CPU pool alone. The comparison of swap and recompute
-    is that of the vLLM paper (SOSP 2023, section 7.3), made for each victim. Prefix hits that would shorten the
-    recompute are not foreseen. Raises ConfigError where there is no cost model to ask.
+    If both times are equal, recompute: it uses neither the link nor the CPU pool. The comparison of swap and recompute
+    is that of the vLLM paper (SOSP 2023, section 7.3), made for each victim. Prefix-cache hits that could shorten the
+    recompute are not predicted. Raises ConfigError without a cost model.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Cheaper:
         return PreemptionMode.SWAP if swap_ns < self._recompute_ns(seq) else PreemptionMode.RECOMPUTE
 
     def _recompute_ns(self, seq: Sequence) -> int:
-        """Of all sequences of the victim's request; their prompt is computed once."""
+        """Returns the time to recompute all sequences of the victim's request; their prompt counts once."""
         assert self._estimator is not None
         parts = [(0, seq.num_computed_tokens)]
         if seq.num_seqs > 1:

@@ -1,4 +1,4 @@
-"""First come, first served: the queue order that others are made of. Those stand in `orders/`."""
+"""First come, first served: the basic queue order. Other orders, some of them built on it, are in `orders/`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Victim choice: who is preempted when a running sequence cannot grow.
+"""Victim choice: which sequence is preempted when a running sequence cannot grow.
 
-A choice guarantees progress if one running sequence is always spared until it ends: then everything ends, however short
-of blocks the pool is, although others may be preempted many times. Each class says whether it does, for the queue order
-fcfs and victims that go back to the front. A rule that spares nobody (the one admitted first, say) may let two prompts
-that do not fit together take each other's blocks by turns, for ever, where blocks are allocated by chunks; such a run
-ends with an error that names them (`testbed/core/thrash.py`).
+A choice guarantees progress if one running sequence is always spared until it ends: then every sequence ends, however
+small the pool is, although others may be preempted many times. Each class states whether it does so, for the queue
+order fcfs with victims that return to the front. A rule that spares no sequence (for example: preempt the one admitted
+first) may let two prompts that do not fit together preempt each other forever, if blocks are allocated by chunks. Such
+a run ends with an error that names the requests (`testbed/core/thrash.py`).
 
-A group of sequences is one entry, its first member (`together` has them all): it is preempted as a whole.
+A group of sequences is one entry, its first member (`together` has all of them). It is preempted as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from testbed.policies.oracle import has_no_opinion
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MostRecentlyAdmitted:
-    """The sequence that was admitted last has the least to lose (vLLM's first engine, nano-vllm).
+    """The sequence that was admitted last, that is the last in running order (vLLM's first engine, nano-vllm).
 
     Guarantees progress: the one admitted first is spared until it ends.
     """
@@ -38,11 +38,11 @@ class MostRecentlyAdmitted:
 class LastInQueueOrder:
     """The sequence that the queue would serve last: the largest rank, then the latest arrival.
 
-    A queue without ranks (fcfs) means arrival. Ranks are taken at `now_ns`; a scheduler that leaves it at 0 gets the
-    same victims from every order whose ranks, or their differences, do not change with time.
+    For a queue without ranks (fcfs), the latest arrival. Ranks are evaluated at `now_ns`, which matters only for orders
+    in which the differences of ranks change with time.
     Guarantees progress if the queue's ranks of two sequences never swap places (fcfs, priority, deadlines, shortest
     job or remaining work first): the one in front is spared. Orders by service received (fair shares, feedback queues)
-    or by waiting (response ratio) promise nothing.
+    or by waiting time (response ratio) guarantee nothing.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LastInQueueOrder:
 class LeastProgress:
     """The sequence that has emitted the fewest tokens, the latest arrival among equals.
 
-    Guarantees progress: what is emitted stays emitted, and the sequence that has emitted most is spared.
+    Guarantees progress: emitted tokens are never lost, and the sequence that has emitted most is spared.
     """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
@@ -73,10 +73,11 @@ class LeastProgress:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MostBlocks:
-    """The sequence that has the most room in KV blocks, the latest arrival among equals: the fewest victims.
+    """The sequence with the most KV blocks, the latest arrival among equals: so there are few victims.
 
-    Guarantees progress only where a prompt is allocated whole (`kv_rules.allocate`): a victim is then preempted for a
-    sequence that emits, and what is emitted stays. It spares nobody, so by chunks two prompts may take turns for ever.
+    Guarantees progress only if prompts are allocated whole (`kv_rules.allocate`): a victim is then preempted for a
+    sequence that emits a token, which is never lost. It spares no sequence, so if blocks are allocated by chunks, two
+    prompts may preempt each other forever.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class MostBlocks:
         return max(running.values(), key=lambda seq: (self._room(seq), seq.seq_id))
 
     def _room(self, seq: Sequence) -> int:
-        """Tokens that the blocks of the request's sequences have room for; the shared prompt counts once."""
+        """Returns the number of slots in the blocks of the request's sequences; the shared prompt counts once."""
         size, prompt = self._block_size, seq.num_prompt_tokens
         if seq.num_seqs == 1:
             return len(seq.block_table) * size
@@ -99,11 +100,11 @@ class MostBlocks:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LongestRemaining:
-    """The sequence with the most output still to come, as the oracle sees it; the latest arrival among equals.
+    """The sequence with the most remaining output, as predicted by the oracle; the latest arrival among equals.
 
-    Where the oracle has no opinion, what the request declares counts, else max_model_len.
-    Guarantees progress if the oracle never changes its mind upwards: the sequence that is nearest its end is spared.
-    Raises ConfigError where the scheduler has no oracle.
+    Without a prediction, the request's `max_tokens` is used, else max_model_len.
+    Guarantees progress if predictions never rise: the sequence that is nearest to its end is spared.
+    Raises ConfigError if the scheduler has no oracle.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class LongestRemaining:
 class LowestPriority:
     """The largest priority value, then the latest arrival (vLLM V1 under priority scheduling).
 
-    Guarantees progress: the order is the same for ever, and the first of the running sequences is spared.
+    Guarantees progress: the order never changes, and the first of the running sequences is spared.
     """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
@@ -138,7 +139,7 @@ class LowestPriority:
 
 
 def _num_emitted(seq: Sequence) -> int:
-    """By all live sequences of the request."""
+    """Returns the number of tokens emitted by all live sequences of the request."""
     if seq.num_seqs == 1:
         return seq.num_output_tokens
     return sum(member.num_output_tokens for member in seq.together)

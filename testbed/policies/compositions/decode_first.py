@@ -16,17 +16,18 @@ MAX_PASSED_OVER: Final = 128  # long prompts that a step passes over in search o
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeFirst:
-    """Decodes, then unfinished prefills, then swapped-out sequences, then new prefills in chunks of what is left.
+    """Decodes, then unfinished prefills, then swapped-out sequences, then new prefills in chunks of the budget left.
 
     Source: Agrawal et al., Sarathi-Serve, OSDI 2024; vLLM 0.8.5's chunked scheduler. Up to `max_num_partial_prefills`
-    prompts share the budget evenly; while that is more than one, at most `max_long_partial_prefills` of them are longer
-    than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones overtake up to 128 others.
+    prompts share the budget evenly. If that is more than one, at most `max_long_partial_prefills` of them are longer
+    than `long_prefill_token_threshold` (0: 4 % of max_model_len), and shorter ones may overtake up to 128 long ones.
 
-    admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the room to those that run.
-    in_running_order: a prefill that was begun together with others that have ended goes before them, once (0.8.5).
+    admits_after_preemption: whether a step that preempted still admits (0.8.5), or leaves the blocks to running ones.
+    in_running_order: whether running sequences get tokens in running order, and those that found no budget come first
+    in the next step (0.8.5), or decodes come first.
     """
 
-    own_rules = ("chunks_fill_blocks",)  # KV rules that no other part reads
+    own_rules = ("chunks_fill_blocks",)  # the KV rules that this composition reads itself
 
     def __init__(self, *, admits_after_preemption: bool = False, in_running_order: bool = False) -> None:
         self._admits_after_preemption = admits_after_preemption
@@ -71,15 +72,15 @@ class DecodeFirst:
                 step.schedule(seq, 1)
 
     def _go_on(self, step: Step, seq: Sequence, share: int) -> bool:
-        """The next chunk of an unfinished prefill; False: there is no budget left."""
+        """Schedules the next chunk of an unfinished prefill; returns False if no budget is left."""
         num_tokens = self._chunk(step, seq.num_tokens - seq.num_computed_tokens, share)
         if num_tokens and step.reserve(seq, num_tokens):
             step.schedule(seq, num_tokens)
         return num_tokens > 0
 
     def _keep_order(self, step: Step, wanted: list[Sequence]) -> None:
-        """Prefills that end in this step come before those that go on: they will be decodes. In running order, what
-        found no budget comes before all."""
+        """Reorders the running sequences: prefills that end in this step come before unfinished ones, as they decode
+        next. With `in_running_order`, sequences that found no budget come first."""
         if not step.prefilling and not step.swapped_in and not self._in_running_order:
             return
         running = {seq.unit_id: seq for seq in step.running()}
@@ -138,7 +139,7 @@ class DecodeFirst:
     # --- the budget ---
 
     def _share(self, step: Step, num_long: int) -> int:
-        """Tokens of the budget that one prefill may have: an even part, if several are part-way at a time."""
+        """Returns the tokens that one prefill may take from the budget: an equal share if several may be partial."""
         limits = step.limits
         if limits.max_num_partial_prefills == 1:
             return limits.max_num_batched_tokens
@@ -148,12 +149,12 @@ class DecodeFirst:
         return max(step.blocks.block_size if step.blocks.fills_blocks else 1, share)
 
     def _chunk(self, step: Step, missing: int, share: int) -> int:
-        """How many of a sequence's missing tokens this step computes."""
+        """Returns how many of a sequence's missing tokens this step computes."""
         allowed = min(step.token_budget, share)
         if step.blocks.fills_blocks:
             allowed -= allowed % step.blocks.block_size
         return min(missing, allowed)
 
     def _least(self, step: Step) -> int:
-        """The budget that a decode must find: where chunks fill blocks a block's worth too (vLLM 0.8.5)."""
+        """Returns the budget that a decode requires: one token, or a block if chunks fill blocks (vLLM 0.8.5)."""
         return step.blocks.block_size if step.blocks.fills_blocks else 1

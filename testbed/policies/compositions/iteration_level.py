@@ -1,4 +1,4 @@
-"""Iteration-level scheduling, as Orca: after every iteration sequences may join and leave; prompts are never split."""
+"""Iteration-level scheduling, as in Orca: sequences may join and leave after every step; prompts are never split."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from testbed.core.step import Step
 class IterationLevel:
     """One mixed batch: every running sequence decodes, and waiting prompts join whole.
 
-    Source: Yu et al., Orca, OSDI 2022. Its memory rule, room for the longest possible sequence reserved on admission,
-    is the admission policy `no_evict`. A prompt longer than the token budget joins when it would be alone in the batch.
+    Source: Yu et al., Orca, OSDI 2022. Orca's memory rule, which reserves room for the longest possible sequence on
+    admission, is the admission policy `no_evict`. A prompt longer than the token budget joins an otherwise empty batch.
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")

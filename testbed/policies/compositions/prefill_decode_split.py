@@ -1,4 +1,4 @@
-"""Prefills or decodes, never both, as nano-vllm: all prefills first, of which the first one may be split."""
+"""Prefills or decodes, never both, as in nano-vllm: prefills come first, and the first of a batch may be split."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from testbed.core.step import Step
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillDecodeSplit:
-    """A step prefills while anything can be prefilled; otherwise it decodes.
+    """A step computes prefills if there are any; otherwise it decodes.
 
-    Source: nano-vllm, April 2026. There `max_num_seqs` caps each batch, not the running set: running sequences beyond
-    it wait for a place in the decode batch. caps_running: it caps what runs too, as SGLang's max_running_requests.
+    Source: nano-vllm, April 2026. As there, `max_num_seqs` limits each batch, not the running sequences: those beyond
+    it wait for a place in a decode batch. caps_running: it limits both, as SGLang's max_running_requests does.
     """
 
     unused_limits = ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills")
@@ -23,7 +23,7 @@ class PrefillDecodeSplit:
         self.caps_batches_only = not caps_running
 
     def compose(self, step: Step) -> None:
-        for seq in list(step.prefilling.values()):  # the one that an earlier step has begun
+        for seq in list(step.prefilling.values()):  # the one that an earlier step has started
             num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.token_budget)
             if num_tokens and step.reserve(seq, num_tokens):
                 step.schedule(seq, num_tokens)
@@ -61,7 +61,7 @@ class PrefillDecodeSplit:
         return None
 
     def _swap_in(self, step: Step) -> None:
-        """Swapped-out sequences, which nano-vllm has not, join the decodes that there is a place for."""
+        """Adds swapped-out sequences to the decodes while there is room; nano-vllm does not swap."""
         for seq in step.swapped():
             num_seqs = len(step.batch.seqs) if self.caps_batches_only else step.num_running
             if num_seqs + seq.num_seqs > step.limits.max_num_seqs:

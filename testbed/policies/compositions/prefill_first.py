@@ -1,4 +1,4 @@
-"""Prefill first, as vLLM's first engine: a step is all prompts or all decodes."""
+"""Prefill first, as in vLLM's first engine: a step computes either prompts or decodes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from testbed.core.step import Step
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillFirst:
-    """Admits waiting prompts, whole, in one prompt-only batch; decodes only if none could be admitted.
+    """Admits waiting prompts, unsplit, in one prompt-only batch; decodes only if none can be admitted.
 
-    Nothing is admitted while something is swapped out, and swapped in only if this step preempted nothing.
+    No sequence is admitted while others are swapped out, and none is swapped in by a step that preempted.
 
-    Source: Kwon et al., SOSP 2023; vLLM 0.2.7 and 0.8.5. The token budget counts what `KVRules.budget` says.
+    Source: Kwon et al., SOSP 2023; vLLM 0.2.7 and 0.8.5. `KVRules.budget` defines what a prompt takes from the budget.
 
-    ignores_oversize_resumed: a preempted sequence that has outgrown the budget meanwhile ends as ignored (0.2.7), or it
-    is admitted alone. ignored_end_the_step: a step that only ends prompts as ignored computes nothing (0.2.7).
-    sorts_by_arrival: running and swapped sequences are sorted by arrival before they decode (0.2.7).
+    ignores_oversize_resumed: whether a preempted sequence that has outgrown the budget ends as ignored (0.2.7), or is
+    admitted into a batch of its own. ignored_end_the_step: whether a step that ends prompts as ignored, and admits
+    none, does not decode (0.2.7). sorts_by_arrival: whether running and swapped sequences are sorted by arrival before
+    they decode (0.2.7).
     """
 
     unused_limits = (
         "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"
     )  # prompts are not split # fmt: skip
 
-    own_rules = ("budget",)  # KV rules that no other part reads
+    own_rules = ("budget",)  # the KV rules that this composition reads itself
     splits_prompts = False
 
     def __init__(
@@ -50,7 +51,7 @@ class PrefillFirst:
             return
         if self._sorts_by_arrival:
             step.reorder(sorted(step.running(), key=_arrival))
-        step.token_budget = max(step.token_budget, step.num_running)  # it limits prompts only
+        step.token_budget = max(step.token_budget, step.num_running)  # the budget limits prompts only
         step.decode()
         if not step.preempted:
             self._swap_in(step)
@@ -58,7 +59,7 @@ class PrefillFirst:
             step.blocked(BlockedBy.PREEMPTION)
 
     def _admit(self, step: Step) -> None:
-        longest = 0  # prompt of this batch, for the padded budget
+        longest = 0  # the longest prompt of this batch, for the padded budget
         while (seq := step.head()) is not None:
             hit = step.blocks.lookup(seq)
             num_tokens = self._num_budgeted(step, seq, hit.num_tokens)
@@ -91,7 +92,7 @@ class PrefillFirst:
         return seq.num_tokens - (num_cached if step.blocks.rules.budget == "uncached" else 0)
 
     def _fits(self, step: Step, num_tokens: int, longest: int) -> bool:
-        if step.blocks.rules.budget == "padded":  # every prompt of the batch costs as much as its longest
+        if step.blocks.rules.budget == "padded":  # every prompt of the batch counts as the longest
             padded = (len(step.batch.seqs) + 1) * max(longest, num_tokens)
             return padded <= step.limits.max_num_batched_tokens
         if step.blocks.rules.budget == "sum":

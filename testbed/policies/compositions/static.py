@@ -1,4 +1,4 @@
-"""Request-level batching: a batch runs until its last member ends. The baseline that everyone cites."""
+"""Request-level batching: a batch runs until its last member ends. A common baseline."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from testbed.core.step import Step
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Static:
-    """Admits only while nothing runs: whole prompts, until a limit is met; then decodes until every member has ended.
+    """Admits only while nothing runs: unsplit prompts, up to a limit; then decodes until every member has ended.
 
     A member that ends early leaves its place empty (Yu et al., Orca, OSDI 2022, section 3, on request-level
-    scheduling). Prompts beyond `max_num_batched_tokens` are left for the next batch, and one that exceeds it alone is a
+    scheduling). Prompts beyond `max_num_batched_tokens` wait for the next batch. A single prompt that exceeds it is a
     batch of its own.
     """
 

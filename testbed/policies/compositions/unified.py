@@ -1,4 +1,4 @@
-"""Unified, as vLLM V1: no phases; the computed tokens of every sequence catch up with its known ones."""
+"""Unified, as in vLLM V1: no phases; the computed tokens of every sequence catch up with its tokens so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from testbed.core.step import Step
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Unified:
-    """Deals the token budget out in queue order: running, then swapped-out, then waiting sequences; splits any prompt.
+    """Gives the token budget to running, then swapped-out, then waiting sequences, in their order; splits any prompt.
 
-    Nothing is admitted in a step that preempted.
+    No sequence is admitted if the step preempted for lack of blocks, or while sequences are swapped out.
 
-    Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold holds also while at most one
-    request is in the system (up to 0.30), or not (since 0.31). own_victim_ends_round: whether the running sequences
-    behind one that was its own victim have no part in the step either (up to 0.32), or may use what it freed (0.33).
+    Source: vLLM's V1 core. threshold_when_alone: whether the long-prefill threshold also holds while at most one
+    request is in the system (up to 0.30), or not (since 0.31). own_victim_ends_round: whether a running sequence that
+    preempted itself ends the round (up to 0.32), or the running sequences behind it may use the freed blocks (0.33).
     """
 
     unused_limits = ("max_num_partial_prefills", "max_long_partial_prefills")
@@ -33,7 +33,7 @@ class Unified:
             threshold = 0
         for seq in step.running():
             if seq.state is not RUNNING or step.token_budget < seq.num_together:
-                continue  # a victim of this step; or a group, which is computed as a whole
+                continue  # a victim of this step, or no budget for the whole group
             num_tokens = min(_capped(seq.num_tokens - seq.num_computed_tokens, threshold), step.token_budget)
             if step.reserve(seq, num_tokens):
                 step.schedule(seq, num_tokens)
@@ -44,7 +44,7 @@ class Unified:
         self._admit(step, threshold)
 
     def _swap_in(self, step: Step) -> None:
-        """vLLM V1 swaps nothing; here a group of several sequences is swapped, and whatever `preemption` says."""
+        """Swaps sequences in. vLLM V1 never swaps; here groups of several do, and others by the `preemption` mode."""
         for seq in step.swapped():
             num_tokens = step.next_chunk(seq)
             if not num_tokens:

@@ -1,8 +1,8 @@
-"""Queue orders beside FCFS: each a queue that `testbed.core.interfaces.WaitingQueue` describes.
+"""Queue orders other than FCFS. Each is a `testbed.core.interfaces.WaitingQueue`.
 
-An order whose key does not change while a sequence waits is a function that makes a `KeyedQueue`; one that is arranged
-as a whole is a function that makes a `WindowedQueue`; the others are classes. Ties always break by `seq_id`. None of
-them knows a sequence's true output length: what it may believe of it comes from the context's oracle.
+An order whose key does not change while a sequence waits is a function that returns a `KeyedQueue`. One that is
+arranged as a whole is a function that returns a `WindowedQueue`. The others are classes. Ties are always broken by
+`seq_id`. No order reads a sequence's true output length: predictions come from the context's oracle.
 """
 
 from testbed.policies.orders.fair_share import VirtualTokenCounter

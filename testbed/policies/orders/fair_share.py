@@ -16,18 +16,18 @@ from testbed.policies.queue_order import FCFS
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class VirtualTokenCounter:
-    """Serves the waiting tenant with the smallest counter; first come, first served inside a tenant.
+    """Serves the waiting tenant with the smallest counter; first come, first served within a tenant.
 
     A tenant's counter grows by `input_weight` for each prompt token that is computed, and by `output_weight` for each
-    token that is emitted; cached and recomputed tokens are free. Requests without a tenant share one.
+    token that is emitted; cached and recomputed tokens are free. Requests without a tenant count as one tenant.
 
-    As in the paper, a prompt is charged when it is admitted (`remove`), so that one step does not admit from one
-    tenant alone; what it turns out not to cost (cached, preempted, aborted) is given back. A tenant that queues again
-    starts from the smallest counter among the queued ones or, if none is, from that of the tenant that left last:
-    idling earns nothing. Two tenants that always have requests waiting are then at most
-    2 * max(input_weight * longest prompt, output_weight * tokens in a batch) apart (theorem 4.4).
+    As in the paper, a prompt is charged when it is admitted (`remove`), so that one step does not admit from a single
+    tenant only; tokens that are not computed (cached, preempted, aborted) are refunded. A tenant that queues again
+    starts at least from the smallest counter among the queued tenants or, if there is none, from that of the tenant
+    that left the queue last: idle time earns nothing. The counters of two tenants that always have requests waiting
+    differ by at most 2 * max(input_weight * longest prompt, output_weight * tokens in a batch) (theorem 4.4).
 
-    Costs: push, remove, served O(1), and O(log tenants) amortised in `head` for each tenant whose counter moved.
+    Costs: push, remove, served O(1), and O(log tenants) amortised in `head` for each tenant whose counter changed.
     Iteration is by tenant. Memory: one number for each tenant ever seen.
     """
 
@@ -35,10 +35,10 @@ class VirtualTokenCounter:
         self._input_weight = require_whole("scheduler.queue_order.input_weight", input_weight, 0)
         self._output_weight = require_whole("scheduler.queue_order.output_weight", output_weight, 0)
         self._counters: dict[str, int] = {}
-        self._queues: dict[str, FCFS] = {}  # never an empty one
-        self._tenants: LazyHeap[str, str] = LazyHeap()  # those that queue, by counter; see `_moved`
-        self._moved: dict[str, None] = {}  # tenants whose place in the heap is to be renewed
-        self._last_tenant = ""  # the last that left the queue; before that all counters are 0
+        self._queues: dict[str, FCFS] = {}  # by tenant; without empty ones
+        self._tenants: LazyHeap[str, str] = LazyHeap()  # tenants that queue, by counter; updated by `_renew`
+        self._moved: dict[str, None] = {}  # tenants whose place in the heap must be updated
+        self._last_tenant = ""  # the tenant that left the queue last; before that all counters are 0
         self._meter = PromptMeter()
         self._advanced: dict[str, int] = {}  # prompt tokens charged but not computed yet, by running request
         self._num_waiting = 0
@@ -55,11 +55,11 @@ class VirtualTokenCounter:
         self._num_waiting += 1
 
     def push_preempted(self, seq: Sequence) -> None:
-        """Its tenant has not idled: no lift."""
+        """Requeues a sequence. Its tenant was not idle, so its counter is not lifted."""
         self._refund(seq)
         tenant = _tenant(seq)
         self._queues.setdefault(tenant, FCFS()).push_preempted(seq)
-        self._moved[tenant] = None  # it has another head
+        self._moved[tenant] = None  # its head has changed
         self._num_waiting += 1
 
     def head(self, now_ns: int) -> Sequence | None:
@@ -68,7 +68,7 @@ class VirtualTokenCounter:
         return None if tenant is None else self._queues[tenant].head(now_ns)
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence is admitted, or ended (`left` follows)."""
+        """Removes a sequence that is admitted, or that ends (`left` follows), and charges its prompt."""
         tenant = _tenant(seq)
         queue = self._queues[tenant]
         queue.remove(seq)
@@ -126,7 +126,7 @@ class VirtualTokenCounter:
         self._moved[tenant] = None
 
     def _refund(self, seq: Sequence) -> None:
-        """Gives back what was charged for prompt tokens that will not be computed, or not now."""
+        """Refunds what was charged for prompt tokens that will not be computed, or not now."""
         advanced = self._advanced.pop(seq.request.request_id, 0)
         if advanced:
             self._charge(_tenant(seq), -self._input_weight * advanced)

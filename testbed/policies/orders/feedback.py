@@ -17,21 +17,22 @@ from testbed.policies.orders.meter import PromptMeter
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MultiLevelFeedbackQueue:
-    """Sequences by level, in order of arrival inside a level: what has been served little goes first, length unknown.
+    """Serves sequences by level, in order of arrival within a level. Little service so far means a high level; output
+    lengths are not needed.
 
     Service is `input_weight` for each prompt token computed and `output_weight` for each token emitted; recomputation
-    is no service. Level i has a quantum of `quantum` * `ratio`^i. Rules:
+    does not count. Level i has a quantum of `quantum` * `ratio`^i. Rules:
 
     - skip-join: a new sequence joins the first level whose quantum covers its prompt (else the last level);
-    - demotion: a sequence that has used its level's quantum goes one level down and starts on a new one;
-    - promotion: one that has waited `promote_after_s` since it was last served (or arrived) goes to the top; the rest
-      of its prompt is then no service, or it would be demoted before its first token. None: never;
-    - a running sequence gives place to a head of a higher level (`yields`), the youngest of the lowest level first.
+    - demotion: a sequence that has used up the quantum of its level moves one level down and gets a new quantum;
+    - promotion: one that has waited `promote_after_s` since it was last served (or arrived) moves to the top. The rest
+      of its prompt then does not count, as otherwise it would be demoted before its first token. None: never;
+    - a running sequence yields to a head of a higher level (`yields`), the youngest of the lowest level first.
 
     The sequences of one request share its level until the last of them ends.
 
     Costs: push, remove O(log n), head O(1) and O(log n) for each promotion, amortised; served O(1). Iteration is in
-    the order served, without the promotions that are due.
+    the order of service, without the promotions that are due.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class MultiLevelFeedbackQueue:
             self._promote_after_ns = round(promote_after_s * NS_PER_S)
         # by request, so that the sequences of one request share its level and its quantum
         self._levels: dict[str, int] = {}
-        self._used: dict[str, int] = {}  # service since it entered its level; not there: 0
-        self._served_ns: dict[str, int] = {}  # when last; not there: never
+        self._used: dict[str, int] = {}  # service since it entered its level; absent: 0
+        self._served_ns: dict[str, int] = {}  # when it was last served; absent: never
         self._meter = PromptMeter()
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
-        self._starving: LazyHeap[int, Sequence] = LazyHeap()  # those below the top, by when they were served last
+        self._starving: LazyHeap[int, Sequence] = LazyHeap()  # those below the top level, by when they were last served
 
     def level(self, seq: Sequence) -> int:
-        """0 is the top. A request that is not known yet joins."""
+        """Returns the level of the request; 0 is the top. A new request joins its first level."""
         request_id = seq.request.request_id
         if request_id not in self._levels:
             need = self._input_weight * seq.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Queue orders by the size of a job: shortest and longest first, by prompt or by what an oracle says of the output."""
+"""Queue orders by the size of a job: shortest and longest first, by prompt or by predicted output length."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from testbed.policies.orders.keyed import KeyedQueue
 class JobSize:
     """Sizes of jobs in tokens, by one of `MEASURES`.
 
-    The oracle gives a sequence's output length. Where it has no opinion of one sequence, the longest that the model
-    allows is taken; an oracle that never has one is refused when bound.
+    The oracle predicts a sequence's output length. Without a prediction, the longest that the model allows is used;
+    `bind` rejects an oracle that never predicts.
     """
 
     def __init__(self, by: Unchecked) -> None:
@@ -55,7 +55,7 @@ class JobSize:
         return seq.num_prompt_tokens + self.output(seq)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens to emit (at least one: a prediction can be too low) and known tokens to compute; no cache hits."""
+        """Tokens to emit (at least one, as a prediction can be too low) and tokens to compute, without cache hits."""
         return max(1, self.output(seq) - seq.num_output_tokens) + seq.num_tokens - seq.num_computed_tokens
 
 
@@ -68,7 +68,7 @@ MEASURES: dict[str, Callable[[JobSize, Sequence], int]] = {
 
 
 def shortest_job(by: Unchecked = "prompt", preemptive: bool = False) -> KeyedQueue:
-    """Shortest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
+    """Shortest job first, then order of arrival. by: see `MEASURES`; all except `prompt` need an oracle."""
     size = JobSize(by)
 
     def key(seq: Sequence) -> Rank:
@@ -80,14 +80,14 @@ def shortest_job(by: Unchecked = "prompt", preemptive: bool = False) -> KeyedQue
 def shortest_remaining(preemptive: bool = False) -> KeyedQueue:
     """Shortest remaining processing time first, in tokens.
 
-    preemptive: the running sequence with the most left gives place to a head with less. It cannot take its place back
-    at once: preempted by recompute, all of its known tokens are to be computed again.
+    preemptive: the running sequence with the most work left yields to a head with less. It cannot preempt that one at
+    once: after a preemption by recompute, all of its tokens so far must be computed again.
     """
     return shortest_job("remaining", preemptive)
 
 
 def longest_job(by: Unchecked = "prompt") -> KeyedQueue:
-    """Longest job first, then order of arrival. by: see `MEASURES`; all but `prompt` need an oracle."""
+    """Longest job first, then order of arrival. by: see `MEASURES`; all except `prompt` need an oracle."""
     size = JobSize(by)
 
     def key(seq: Sequence) -> Rank:

@@ -1,4 +1,4 @@
-"""Queue orders by a key that does not change while a sequence waits: one queue, and its keys as small functions."""
+"""Queue orders by a key that does not change while a sequence waits: one queue class, and functions for its keys."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from testbed.policies.context import PolicyContext
 from testbed.streams import draw
 
 NS_PER_S = 1_000_000_000
-NO_DEADLINE = 1 << 63  # ns; later than any
+NO_DEADLINE = 1 << 63  # in ns; later than any deadline
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KeyedQueue:
-    """The waiting sequences by a key; a preempted one re-enters by its key too, as in vLLM V1's priority queue.
+    """The waiting sequences by a key; a preempted one is queued by its key too, as in vLLM V1's priority queue.
 
-    key: the sort key of a sequence, waiting or running; ends with what makes it unique. It is asked for once when the
-    sequence enters. bind: gets the policy context before the first key is asked for. preemptive: a running sequence
-    gives place to the head if the first number of its key is larger; the rest of a key only breaks ties.
-    Costs: push, remove O(log n), head O(1), all amortised; iteration, in the order served, O(n log n).
+    key: returns the sort key of a sequence, waiting or running; its last number must make it unique. It is called once
+    when the sequence is queued. bind: receives the policy context before the first call of `key`. preemptive: a running
+    sequence yields to the head if the first number of its key is larger; the rest of a key only breaks ties.
+    Costs: push, remove O(log n), head O(1), all amortised; iteration, in the order of service, O(n log n).
     """
 
-    goes_by_priority = False  # victim=auto then takes the lowest priority
+    goes_by_priority = False  # True: victim=auto then means lowest_priority
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class KeyedQueue:
         bind: Callable[[PolicyContext], None] | None = None,
         preemptive: bool = False,
     ) -> None:
-        self._key: Callable[[Sequence], Any] = key  # of a user's own: its answers are checked
+        self._key: Callable[[Sequence], Any] = key  # Any: a user's own may return anything, which `rank` checks
         self._bind = bind
         self.is_preemptive = preemptive
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
@@ -60,8 +60,8 @@ class KeyedQueue:
         self._heap.remove(seq.seq_id)
 
     def rank(self, seq: Sequence, now_ns: int) -> Rank:
-        """Raises TypeError for a key that is no tuple of whole numbers: a NaN has no place in an order, and what is
-        computed of floats may differ between machines."""
+        """Returns the key. Raises TypeError unless it is a tuple of whole numbers: NaN has no order, and results of
+        float operations may differ between machines."""
         rank, must = self._key(seq), "it must be a tuple of whole numbers"
         if not isinstance(rank, tuple):
             raise TypeError(f"the key of a {type(self).__name__} is {rank!r}; {must}")
@@ -71,7 +71,7 @@ class KeyedQueue:
             raise TypeError(f"the key of a {type(self).__name__} is {rank!r}; {must}: {error}") from None
 
     def yields(self, running: Iterable[Sequence], now_ns: int) -> Sequence | None:
-        """The running sequence that would be served last, if the head goes strictly before it."""
+        """Returns the running sequence that ranks last, if the head ranks strictly before it."""
         rank = self._heap.first_rank() if self.is_preemptive else None
         if rank is None:
             return None
@@ -91,15 +91,15 @@ def lcfs() -> KeyedQueue:
 
 
 def random_order(seed: Unchecked = None) -> KeyedQueue:
-    """A random order that stays: each request draws its place once. seed: None takes the run's."""
+    """A fixed random order: each request has one place. seed: None takes the run's seed."""
     place = _Place(seed)
     return KeyedQueue(place.key, bind=place.bind)
 
 
 class _Place:
-    """A hash of seed and request id: the same place under every policy, however the calls interleave.
+    """A hash of seed and request id: the same place under every policy and for every order of calls.
 
-    Sequence ids will not do: under another policy a session's next turn arrives earlier or later, and gets another.
+    Sequence ids would not work: under another policy, a session's next turn may arrive at another time and get another.
     """
 
     def __init__(self, seed: Unchecked) -> None:
@@ -117,10 +117,10 @@ class _Place:
 def priority(ageing_per_s: Unchecked = 0.0, preemptive: bool = False) -> KeyedQueue:
     """Lowest `request.priority` first, then earliest arrival (vLLM V1's rule).
 
-    ageing_per_s: by how much a second since arrival lowers a priority. All age alike, so that the order of two never
-    changes and is a static key: priority * 10^9 + ageing_per_s * arrival_ns, in exact integers. With ageing above 0,
-    nothing starves: whoever arrives (p - q) / ageing_per_s seconds after a request of priority p goes behind it, if
-    its own priority is q or higher. preemptive: with ageing, what yields is what has the larger aged priority.
+    ageing_per_s: by how much each second since arrival lowers a priority. All requests age equally, so the order of two
+    never changes and the key is static: priority * 10^9 + ageing_per_s * arrival_ns, in exact integers. With ageing
+    above 0, no request starves: one that arrives (p - q) / ageing_per_s seconds after a request of priority p goes
+    behind it, if its own priority is q or higher. preemptive: with ageing, the larger aged priority yields.
     """
     is_good = isinstance(ageing_per_s, int | float) and ageing_per_s >= 0
     require("scheduler.queue_order.ageing_per_s", ageing_per_s, is_good, "a finite number of at least 0")

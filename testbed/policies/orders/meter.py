@@ -1,4 +1,4 @@
-"""Counts what of a prompt was computed for the first time."""
+"""Counts the prompt tokens that are computed for the first time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from testbed.core.sequence import Sequence
 
 
 class PromptMeter:
-    """How far each request's prompt has been computed. What is computed again after a preemption does not count."""
+    """Tracks how far each request's prompt has been computed. Tokens computed again after a preemption do not count."""
 
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}  # by request: its sequences have one prompt
 
     def missing(self, seq: Sequence) -> int:
-        """Prompt tokens that were never computed nor found in the cache when some behind them were computed."""
+        """Returns the number of prompt tokens after the furthest position that was ever computed."""
         return seq.num_prompt_tokens - self._reached.get(seq.request.request_id, 0)
 
     def count(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of the newest `num_tokens` computed tokens are prompt tokens, computed for the first time."""
+        """Returns how many of the newest `num_tokens` computed tokens are prompt tokens computed for the first time."""
         reached = self._reached.get(seq.request.request_id, 0)
         if reached == seq.num_prompt_tokens:
             return 0

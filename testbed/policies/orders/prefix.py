@@ -16,7 +16,7 @@ from testbed.policies.context import PolicyContext
 from testbed.policies.orders.window import WindowedQueue
 
 TREES = ("waiting", "cached")
-LEAF: Final = -1  # a depth: these sequences end at the node
+LEAF: Final = -1  # in place of a depth: the paths of these sequences end at the node
 
 
 def longest_prefix(
@@ -24,20 +24,20 @@ def longest_prefix(
 ) -> WindowedQueue:
     """Longest cached prefix first, then order of arrival; first come, first served if more than `max_waiting` wait.
 
-    A duplicate goes behind all others for this step: a sequence of which at most `max_cached_tokens` tokens are cached
-    and whose first `duplicate_tokens` tokens are those of one placed before it, which will have computed them by the
-    next step. duplicate_tokens 0: never. SGLang keeps ties in the order of the last step; here they are by arrival.
+    A duplicate goes behind all others for this step: a sequence with at most `max_cached_tokens` cached tokens whose
+    first `duplicate_tokens` tokens equal those of an earlier one. By the next step that one will have computed them.
+    duplicate_tokens 0: no duplicates. SGLang keeps ties in the order of the last step; here they are by arrival.
     """
     return WindowedQueue(LongestPrefix(max_cached_tokens, duplicate_tokens), max_waiting)
 
 
 def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "waiting") -> WindowedQueue:
-    """Depth first through a tree of prefixes, children with more waiting sequences first, a node's own ones last.
+    """Depth first through a tree of prefixes: children with more waiting sequences first, a node's own sequences last.
 
-    tree: `waiting`, the prefixes that the waiting sequences have in common, whole blocks each, cached or not (the
-    order of SGLang's paper, which is optimal if all requests are known); `cached`, only what is cached now (SGLang's
-    `dfs-weight`: without a hit, order of arrival). Equal weights: the subtree of the oldest sequence first.
-    First come, first served if more than `max_waiting` wait; SGLang has no such limit here.
+    tree: `waiting`: the common prefixes of the waiting sequences, in whole blocks, cached or not (the order of SGLang's
+    paper, which is optimal if all requests are known); `cached`: only the prefixes that are cached now (SGLang's
+    `dfs-weight`; sequences without a hit are in order of arrival). Of equal weights, the subtree of the oldest sequence
+    comes first. First come, first served if more than `max_waiting` wait; SGLang has no such limit here.
     """
     return WindowedQueue(DepthFirst(choose("scheduler.queue_order.tree", tree, TREES)), max_waiting)
 
@@ -58,18 +58,18 @@ class LongestPrefix:
         assert self._blocks is not None, "bind comes before the first head"
         ranked: list[tuple[int, int, Sequence]] = []
         deferred: list[Sequence] = []
-        beginnings: set[tuple[str, tuple[int, ...]]] = set()  # only ever asked, never walked
+        beginnings: set[tuple[str, tuple[int, ...]]] = set()  # tested for membership only, never iterated
         for seq in waiting:
             num_cached = self._blocks.lookup(seq).num_tokens
             if num_cached <= self._max_cached_tokens and 0 < self._duplicate_tokens <= seq.num_tokens:
-                # two sequences have so many tokens in common just if these are equal: no tree is needed to tell
+                # two sequences have this many tokens in common exactly if these are equal: no tree is needed
                 beginning = self._blocks.prefixes.salt_of(seq), tuple(seq.known_tokens(0, self._duplicate_tokens))
                 if beginning in beginnings:
                     deferred.append(seq)
                     continue
                 beginnings.add(beginning)
             ranked.append((-num_cached, seq.seq_id, seq))
-        ranked.sort()  # ids differ: sequences are never compared
+        ranked.sort()  # ids are unique, so sequences are never compared
         return [seq for _, _, seq in ranked] + deferred
 
 
@@ -88,7 +88,7 @@ class DepthFirst:
     def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
         self._paths = {seq.seq_id: self._path(seq) for seq in waiting}
         ordered: list[Sequence] = []
-        subtrees = [(sorted(waiting, key=lambda seq: seq.seq_id), 0)]  # still to be walked, the next one last
+        subtrees = [(sorted(waiting, key=lambda seq: seq.seq_id), 0)]  # still to be visited, the next one last
         while subtrees:
             seqs, depth = subtrees.pop()
             if len(seqs) == 1 or depth == LEAF:
@@ -105,7 +105,7 @@ class DepthFirst:
         return ordered
 
     def _branching(self, seqs: list[Sequence], depth: int) -> int:
-        """The first depth at which the paths, equal up to `depth`, part or one of them ends."""
+        """Returns the first depth at which the paths, equal up to `depth`, differ or one of them ends."""
         paths = [self._paths[seq.seq_id] for seq in seqs]
         first = paths[0]
         depths = range(depth, min(map(len, paths)))
@@ -116,7 +116,7 @@ class DepthFirst:
         if self._tree == "cached":
             return self._blocks.lookup(seq).blocks
         size = self._blocks.block_size
-        path = self._paths.get(seq.seq_id, [])  # known tokens are only ever added
+        path = self._paths.get(seq.seq_id, [])  # it stays valid: tokens are only appended
         key = path[-1] if path else xxh64_intdigest(self._blocks.prefixes.salt_of(seq).encode())
         for start in range(len(path) * size, seq.num_tokens - size + 1, size):
             key = xxh64_intdigest(seq.known_tokens(start, start + size).tobytes(), seed=key)

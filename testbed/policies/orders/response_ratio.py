@@ -1,4 +1,4 @@
-"""Highest response ratio next: long waits count for more on short jobs."""
+"""Highest response ratio next: the same wait counts more for a short job."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ RATIO_BITS: Final = 24  # fractional bits of wait [ns] / service [tokens]
 class HighestResponseRatioNext:
     """Serves the largest (wait + service) / service (Brinch Hansen 1971), service = prompt + predicted output tokens.
 
-    Wait counts from arrival. An oracle without an opinion leaves the prompt. Since service is in tokens, what is
-    compared is wait / service: the time that a token takes is the same factor for all.
+    The wait counts from arrival. Without a prediction, service is the prompt. As service is in tokens, wait / service
+    is compared: the time of a token is the same factor for all.
 
-    The ratio of every waiting sequence changes with time, at different rates. So that `head` need not look at all of
-    them, sizes fall into geometric classes (`classes_per_doubling` = 4: steps of 2^(1/4)), first come, first served
-    inside; the head is the best of the classes' heads. The ratio served is thus at least 2^(-1/4), 84 %, of the best
-    one. Costs: push, remove O(log n) amortised; head O(classes), at most 4 * log2(largest job); iteration by class.
+    The ratios of waiting sequences change with time, at different rates. So that `head` does not have to look at all of
+    them, sizes are grouped into geometric classes (`classes_per_doubling` = 4: steps of 2^(1/4)), which are first come,
+    first served; the head is the best of the classes' heads. So the ratio served is at least 2^(-1/4), 84 %, of the
+    best. Costs: push, remove O(log n) amortised; head O(classes), at most 4 * log2(largest job); iteration by class.
     """
 
     def __init__(self, classes_per_doubling: Unchecked = 4) -> None:
         self._power = require_whole("scheduler.queue_order.classes_per_doubling", classes_per_doubling, 1)
         self._oracle: LengthOracle | None = None
-        self._classes: dict[int, LazyHeap[int, Sequence]] = {}  # never an empty one
-        self._services: dict[int, int] = {}  # tokens, of the waiting
+        self._classes: dict[int, LazyHeap[int, Sequence]] = {}  # by class number; without empty ones
+        self._services: dict[int, int] = {}  # in tokens, by id of the waiting sequences
 
     def bind(self, context: PolicyContext) -> None:
         self._oracle = context.oracle

@@ -1,4 +1,4 @@
-"""A queue that is arranged as a whole once a step while it is short, and is first come, first served otherwise."""
+"""A queue that is arranged as a whole once per step while it is short, and is first come, first served otherwise."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Arrangement(Protocol):
     def bind(self, context: PolicyContext) -> None: ...
 
     def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
-        """The sequences, given first come, first served, in the order in which to serve them."""
+        """Returns the sequences, which are given in the order of `FCFS`, in the order in which to serve them."""
         ...
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class WindowedQueue:
-    """Sequences as an arrangement puts them, if at most `max_waiting` wait; first come, first served if more do.
+    """Sequences in the order of an arrangement if at most `max_waiting` wait; else first come, first served.
 
-    Which of the two it is, and the order, is settled by the first `head` of a step and then kept: admissions take
-    from it, nothing is looked up again. Steps are told apart by their instants; a sequence that enters counts as one.
-    Costs: one arrangement of at most `max_waiting` sequences a step; push, remove, head O(1) beside it; iteration is
-    first come, first served. There is no rank: what is cached of a running sequence says nothing of its place.
+    The first `head` of a step decides between the two and makes the order, which is then kept: admissions take from it
+    without new lookups. A step is identified by its instant; a newly queued sequence also causes a new arrangement.
+    Costs: one arrangement of at most `max_waiting` sequences per step; push, remove, head are otherwise O(1). Iteration
+    is first come, first served. There is no `rank`: the cached tokens of a running sequence do not define its place.
     """
 
     def __init__(self, arrangement: Arrangement, max_waiting: Unchecked) -> None:

@@ -1,1 +1,1 @@
-"""Fleets: which replica serves a request, and what is on its way there. Knows neither SimPy nor devices."""
+"""Fleets of replicas: routers, and the dispatch of requests to replicas. Knows neither SimPy nor devices."""

@@ -1,6 +1,6 @@
-"""From one inbox to the inboxes of several replicas. Owns where every request is; a driver owns time.
+"""Dispatch from one inbox to the inboxes of several replicas. Owns which replica has a request; a driver owns time.
 
-The driver calls `send_due` at an instant, wakes the replicas that it names, and `close` once nothing will ever move.
+The driver calls `send_due` at an instant, wakes the replicas that it yields, and calls `close` after the last event.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from testbed.routing.routers import Router
 
 
 class ReplicaInbox:
-    """What the router has sent to one replica and its loop has not seen. Implements testbed.core.interfaces.Inbox."""
+    """Events that were sent to one replica and not yet taken by its loop. Implements testbed.core.interfaces.Inbox."""
 
     def __init__(self, tell: Callable[[list[Finished], int], None]) -> None:
-        self.is_open = True  # until nothing will ever move
-        self.num_requests = 0  # sent there and not ended
-        self.num_unseen = self.num_unseen_tokens = 0  # requests sent there since the loop last looked, their prompts
-        self._events: deque[tuple[int, Event]] = deque()  # with the instant at which it was sent
+        self.is_open = True  # until `Dispatcher.close`
+        self.num_requests = 0  # requests that were sent there and have not ended
+        self.num_unseen = self.num_unseen_tokens = 0  # requests not yet taken by the loop, and their prompt tokens
+        self._events: deque[tuple[int, Event]] = deque()  # with the instant of sending
         self._tell = tell
 
     def put(self, event: Event, now_ns: int) -> None:
@@ -39,7 +39,7 @@ class ReplicaInbox:
             self._count(event.request, 1)
 
     def due(self, now_ns: int) -> list[Event]:
-        """What was sent up to `now_ns`."""
+        """Removes and returns the events that were sent at or before `now_ns`."""
         events = []
         while self._events and self._events[0][0] <= now_ns:
             event = self._events.popleft()[1]
@@ -61,7 +61,7 @@ class ReplicaInbox:
 
 
 class Replica:
-    """What a router may see of a replica. Implements testbed.routing.routers.ReplicaView."""
+    """A replica as routers see it. Implements testbed.routing.routers.ReplicaView."""
 
     def __init__(self, number: int, inbox: ReplicaInbox, scheduler: Scheduler) -> None:
         self.number = number
@@ -95,10 +95,10 @@ class Replica:
 
 
 class Dispatcher:
-    """One inbox for a fleet of `num_replicas`, the router, and an inbox for each replica's loop.
+    """Routes the events of one source to a fleet of `num_replicas`, with an inbox for each replica's loop.
 
-    Give each loop its inbox of `inboxes`, then say with `attach` whose scheduler is behind it. on_finished: is told
-    when requests have ended, as the source may then bring others, sooner than it said before.
+    Give each loop its inbox of `inboxes`, then pass the schedulers to `attach`, in the same order. on_finished: called
+    when requests have ended, because the next event of the source may then be earlier than it was before.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Dispatcher:
         self._source = source
         self._router = router
         self._on_finished = on_finished
-        self._homes: dict[str, int] = {}  # of the requests that have not ended
+        self._homes: dict[str, int] = {}  # the replica of each request that has not ended
         self._replicas: tuple[Replica, ...] = ()
 
     def attach(self, schedulers: Sequence[Scheduler]) -> None:
@@ -116,13 +116,13 @@ class Dispatcher:
         self._replicas = tuple(Replica(number, inbox, scheduler) for number, (inbox, scheduler) in enumerate(pairs))
 
     def next_ns(self) -> int | None:
-        """When something is to be sent."""
+        """Returns the instant of the next event of the source."""
         return self._source.next_ns()
 
     def send_due(self, now_ns: int, *, is_late: bool = False) -> Iterator[int]:
-        """Sends each event that is due to a replica, a reset to all; its number is given before the next is routed.
+        """Sends each due event to its replica, a reset to all. Yields the replica's number before the next is routed.
 
-        is_late: the caller was busy when it fell due; the replica has an arrival from its own instant on.
+        is_late: the caller may have been busy when an event fell due; an arrival is then sent as of its own instant.
         """
         for event in self._source.due(now_ns):
             sent_ns = now_ns
@@ -138,20 +138,20 @@ class Dispatcher:
             else:
                 name = event.request_id
             home = self._homes.get(name)
-            if home is not None:  # else it has ended, or never came
+            if home is not None:  # otherwise the request has ended, or never arrived
                 self.inboxes[home].put(event, sent_ns)
                 yield home
 
     def close(self) -> None:
-        """Nothing will ever be sent again: loops that are woken end, those with work left raise LivelockError."""
+        """Closes all inboxes: no event will be sent again. Woken loops then end; LivelockError if work is left."""
         for inbox in self.inboxes:
             inbox.is_open = False
 
     def _choose(self, request: Request) -> int:
-        """The router's answer. Raises ConfigError for one that is no replica's number."""
+        """Returns the router's choice. Raises ConfigError if it is not the number of a replica."""
         said: Any = self._router.route(request, self._replicas)
         if not isinstance(said, bool):
-            with suppress(TypeError):  # numpy's whole numbers too
+            with suppress(TypeError):  # numpy integers are accepted too
                 if 0 <= (number := index(said)) < len(self._replicas):
                     return number
         raise ConfigError(
@@ -160,7 +160,7 @@ class Dispatcher:
         )
 
     def _finished(self, requests: list[Finished], now_ns: int) -> None:
-        """Requests of some replica have ended: their sessions may go on now, or later."""
+        """Reports ended requests of a replica to the source, whose sessions may continue now or later."""
         for item in requests:
             del self._homes[item.request.request_id]
         self._source.finished(requests, now_ns)

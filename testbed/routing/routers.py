@@ -1,8 +1,8 @@
-"""Routers: which replica of a fleet serves a request. Decided once, when it arrives; it stays there.
+"""Routers: which replica of a fleet serves a request. This is decided once, at its arrival; the request stays there.
 
-A router is asked with the replicas as they are at the instant of the arrival, after every step that is over by then,
-and before the step that is planned then. Ties go to the replica with the lowest number. What is drawn is a hash of the
-run's seed and the request's id: it hangs neither on the order of arrivals nor on the other policies (common random
+A router sees the replicas as they are at the instant of the arrival, after every step that has ended by then, and
+before the steps that are planned then. Ties go to the replica with the lowest number. Random choices are hashes of the
+run's seed and the request's id: they depend neither on the order of arrivals nor on other policies (common random
 numbers). A user's own router is a class with `route`, named by `_target_`; see docs/simulator.md.
 """
 
@@ -23,7 +23,7 @@ from testbed.streams import draw
 
 
 class ReplicaView(Protocol):
-    """What a router may ask of a replica. Asking changes nothing."""
+    """What a router may read of a replica. Reading changes nothing."""
 
     @property
     def number(self) -> int: ...
@@ -35,26 +35,26 @@ class ReplicaView(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait: sent and not yet seen by its scheduler, queued, or swapped out."""
+        """Requests that wait: not yet taken by its scheduler, queued, or swapped out."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Sequences in its batch."""
+        """Running sequences."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens of the sequences that have not ended: prompts that are still to be computed, and contexts."""
+        """Tokens so far (prompt plus generated) of all sequences that have not ended, computed or not."""
         ...
 
     @property
     def num_kv_blocks(self) -> int:
-        """GPU blocks that are referenced; cached ones that nothing references do not count."""
+        """Referenced GPU blocks; cached blocks without references do not count."""
         ...
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Prompt tokens that its prefix cache holds; looked up without a trace."""
+        """Prompt tokens that its prefix cache holds. The lookup does not change the cache's order of eviction."""
         ...
 
 
@@ -63,19 +63,19 @@ Replicas = Sequence[ReplicaView]
 
 class Router(Protocol):
     def route(self, request: Request, replicas: Replicas) -> int:
-        """The number of the replica that is to serve the request. Called once for each request, in order of arrival."""
+        """Returns the number of the replica that serves the request. Called once for each, in order of arrival."""
         ...
 
 
 class RouterContext(NamedTuple):
-    """What a router is given once, if it asks for it by having a method `bind(context)`."""
+    """The context that a router receives once, if it has a method `bind(context)`."""
 
     seed: int
     num_replicas: int
 
 
 def bind(router: Any, context: RouterContext) -> None:
-    """Gives a router the context if it asks for it."""
+    """Passes the context to a router that has a method `bind`."""
     if hasattr(router, "bind"):
         router.bind(context)
 
@@ -90,14 +90,14 @@ MEASURES: Mapping[str, Callable[[ReplicaView], int]] = {
 
 
 def measure_of(name: str, router: str) -> Callable[[ReplicaView], int]:
-    """The load by this name. Raises ConfigError with the nearest valid one."""
+    """Returns the load function of this name. Raises ConfigError, which names the nearest valid one."""
     if name not in MEASURES:
         raise ConfigError(unknown(f"measure of router {router} is {name!r}", name, list(MEASURES)))
     return MEASURES[name]
 
 
 def least(replicas: Replicas, load: Callable[[ReplicaView], Any]) -> int:
-    """The number of the least loaded one, the lowest of equals."""
+    """Returns the number of the least loaded replica, the lowest number among equals."""
     return min(replicas, key=lambda replica: (load(replica), replica.number)).number
 
 
@@ -121,7 +121,7 @@ class RoundRobin:
 
 
 class _Drawing:
-    """What routers that draw have in common. Not for use by itself."""
+    """Common part of the routers with random choices. Not a router itself."""
 
     def __init__(self) -> None:
         self._seed = 0
@@ -130,19 +130,19 @@ class _Drawing:
         self._seed = context.seed
 
     def _draw(self, request: Request, index: int, below: int) -> int:
-        """A whole number from 0 to below - 1. Of 64 bits: the bias is below 1e-18 for any number of replicas."""
+        """Returns a random whole number from 0 to below - 1. It is made from 64 bits: the bias is below 1e-18."""
         return draw(self._seed, "router", index, request.request_id) % below
 
 
 class Random(_Drawing):
-    """Any replica, all equally likely."""
+    """A random replica, all equally likely."""
 
     def route(self, request: Request, replicas: Replicas) -> int:
         return self._draw(request, 0, len(replicas))
 
 
 class PowerOfTwo(_Drawing):
-    """Of two different replicas, drawn at random, the less loaded one (Mitzenmacher, 2001).
+    """The less loaded one of two different random replicas (Mitzenmacher, 2001).
 
     measure: requests (default), tokens or kv_blocks, as for least_loaded.
     """
@@ -161,10 +161,10 @@ class PowerOfTwo(_Drawing):
 
 
 class LeastLoaded:
-    """The replica with the least load: by default the tokens that its unfinished requests hold or are yet to compute.
+    """The replica with the least load, by default in tokens.
 
-    measure: tokens (known tokens of unfinished sequences), requests (unfinished ones), or kv_blocks (GPU blocks that
-    are referenced: what only waits counts as nothing).
+    measure: tokens (tokens so far, prompt plus generated, of its unfinished sequences), requests (unfinished ones), or
+    kv_blocks (referenced GPU blocks, so waiting requests do not count).
     """
 
     def __init__(self, measure: str = "tokens") -> None:
@@ -184,11 +184,12 @@ class ShortestQueue:
 class PrefixAffinity:
     """The replica whose prefix cache holds most of the prompt, unless the fleet is out of balance.
 
-    As the cache-aware router of SGLang, with the defaults of its command line: if the replicas' unfinished requests
-    differ by more than `balance_abs_threshold` and the most are more than `balance_rel_threshold` times the least, the
-    fewest; else the longest cached prefix if it is more than `cache_threshold` of the prompt; else the fewest again.
-    SGLang's router keeps a tree of what it has sent where; this one asks the caches themselves, so what was evicted
-    does not count. Where nothing is cached enough, SGLang takes the worker with the smallest tree.
+    As the cache-aware router of SGLang, with the defaults of its command line. If the replicas' numbers of unfinished
+    requests differ by more than `balance_abs_threshold`, and the largest is more than `balance_rel_threshold` times the
+    smallest, it takes the replica with the fewest. Otherwise it takes the one with the longest cached prefix, if that
+    is more than `cache_threshold` of the prompt, and else again the one with the fewest requests.
+    SGLang's router keeps a tree of what it has sent to each worker; this one looks up the caches themselves, so evicted
+    blocks do not count. If no prefix is long enough, SGLang takes the worker with the smallest tree.
     """
 
     def __init__(
@@ -219,10 +220,10 @@ class PrefixAffinity:
 
 
 class PrefixHash(_Drawing):
-    """Prompts that begin alike go to the same replica: rendezvous hashing of the first `num_tokens` tokens.
+    """Prompts with the same beginning go to the same replica: rendezvous hashing of the first `num_tokens` tokens.
 
-    Knows no cache and no load. With one replica more, only its share of the prefixes moves (Thaler and Ravishankar,
-    1998).
+    It reads neither caches nor loads. If a replica is added, only its share of the prefixes moves (Thaler and
+    Ravishankar, 1998).
     """
 
     def __init__(self, num_tokens: int = 64) -> None:
@@ -236,10 +237,10 @@ class PrefixHash(_Drawing):
 
 
 class SessionSticky:
-    """A session stays where its first turn went. First turns, and requests without a session, go by `others`.
+    """A session stays on the replica of its first turn. `others` routes first turns, and requests without a session.
 
-    others: the name of a router, or one (in a configuration: {_target_: …}). max_sessions: so many are remembered.
-    Beyond that the one whose last turn is oldest is forgotten: should it go on, its next turn counts as a first one.
+    others: the name of a router, or a router (in a configuration: {_target_: …}). max_sessions: how many sessions are
+    remembered. Beyond that, the one with the oldest last turn is forgotten: its next turn then counts as a first one.
     """
 
     def __init__(self, others: Any = "least_loaded", max_sessions: int = 100_000) -> None:
@@ -247,7 +248,7 @@ class SessionSticky:
             raise ConfigError(unknown(f"others of router session_sticky is {others!r}", others, list(ROUTERS)))
         self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
         self._max_sessions = require_whole("max_sessions of router session_sticky", max_sessions, 1)
-        self._homes: OrderedDict[str, int] = OrderedDict()  # by session, the longest unused one first
+        self._homes: OrderedDict[str, int] = OrderedDict()  # replica by session, the least recently used session first
 
     def bind(self, context: RouterContext) -> None:
         bind(self._others, context)

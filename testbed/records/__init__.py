@@ -1,1 +1,1 @@
-"""What a run writes down: the schema of its records, the recorder, their tables, and the tape."""
+"""The records of a run: their schema, the recorder, its tables, and the tape."""

@@ -1,13 +1,13 @@
-"""Where the time of a run went, by operator: summed while it runs, written as operators.json. A `Recorder`.
+"""The time of a run by operator: summed while it runs, written as operators.json. A `Recorder`.
 
-What a step's parts are is the cost model's to say (`itemise`); without one, a step's parts are its spans. The parts of
-every step add up exactly to its spans, so the file's sums are those of steps.parquet. Knows no cost model.
+The cost model splits a step into parts (`itemise`); without it, the parts of a step are its spans. The parts of every
+step add up exactly to its spans, so the file's sums equal those of steps.parquet. Knows no cost model.
 
     {"format": 1, "parts": "operators" or "spans", "phases": {phase: {"num_steps", "duration_ns", "ns": {part: ns}}}}
 
-A part is 0 ns or more, but `link`: what the PCIe link took longer than swaps were priced, or hid behind the device.
-Phases: `prefill` (prefills only), `decode` (decodes only), `mixed`, and `moves` (nothing was computed). duration_ns is
-from plan to commit: what the parts do not cover of it is idle time or overlap.
+A part is at least 0 ns, except `link`: the swap time on the PCIe link minus the estimated one, below 0 where the link
+worked behind the device. Phases: `prefill` (prefills only), `decode` (decodes only), `mixed`, and `moves` (nothing was
+computed). duration_ns is from plan to commit; its difference from the sum of the parts is idle time or overlap.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from testbed.core.plan import BatchShape
 FORMAT = 1
 OPERATORS_FILE = "operators.json"
 PARTS = ("operators", "spans")
-PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a shape, as they are shown
+PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a BatchShape, in the order shown
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 
 
 class OperatorLedger(Recorder):
-    """Sums the parts of every step by phase. itemise: from a step's shape and spans to its parts, which must add up to
-    the spans; None: the parts are the spans."""
+    """Sums the parts of every step by phase. itemise: returns a step's parts from its shape and spans; they must add up
+    to the spans. None: the parts are the spans."""
 
     def __init__(self, folder: Path, itemise: Itemise | None) -> None:
         self._file = folder / OPERATORS_FILE
@@ -49,7 +49,7 @@ class OperatorLedger(Recorder):
             sums[name] = sums.get(name, 0) + ns
 
     def close(self) -> None:
-        """Writes the file, also of a run that ended early."""
+        """Writes the file, also if the run ended early."""
         phases = {name: self._phases[name] for name in PHASES if name in self._phases}
         parts = "spans" if self._itemise is None else "operators"
         document = {"format": FORMAT, "parts": parts, "phases": phases}

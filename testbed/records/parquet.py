@@ -1,8 +1,8 @@
-"""Parquet files that grow by groups of rows, written by Arrow in a thread; columns of Python's values as Arrow arrays.
+"""Parquet files that grow by groups of rows, written by Arrow in a thread; converts Python values to Arrow arrays.
 
-Knows columns, and nothing of what they say. Imported where a run is recorded: the core runs without Arrow. Arrays are
-made by way of buffers: pyarrow's own conversion imports pandas where there is one, which takes longer than a short run,
-and goes through lists of instants one by one.
+Knows columns, but not their meaning. Imported only where a run is recorded: the core runs without Arrow. Arrays are
+made from buffers: pyarrow's own conversion imports pandas if it is installed, which takes longer than a short run, and
+converts lists of instants element by element.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
 
 def schema_of(columns: dict[str, str]) -> Any:
-    """Arrow's, of columns by their names and types."""
+    """Returns the Arrow schema of columns, given by name and type."""
     return pa.schema([(name, _TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
 
 
 class ParquetFile:
-    """A file that exists, complete, once closed. columns: names and types. worker: one thread, which writes.
+    """A Parquet file, complete once it is closed. columns: names and types. worker: one thread, which writes.
 
-    What could not be written raises OSError with the file's name, by a later group and again when it is closed.
+    A failed write raises OSError with the file's name, at a later group and again at `close`.
     """
 
     def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor) -> None:
         self._schema = schema_of(columns)
-        texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely come twice
+        texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely repeat
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path
         self._worker = worker
-        self._group: Future[None] | None = None  # the last one
+        self._group: Future[None] | None = None  # the last group's write
 
     def write(self, columns: list[Any]) -> None:
-        """One group of rows, by column. Waits until the one before is written, and until the thread has begun: a
-        compiled loop hardly ever lets another thread have Python's lock, and Arrow needs it only to begin and to end.
+        """Writes one group of rows, given by column. Waits until the previous group is written and the thread has begun
+        this one: a compiled loop hardly ever releases Python's lock, and Arrow needs it only at the start and the end.
         """
         self._wait()
         arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
@@ -47,7 +47,7 @@ class ParquetFile:
         group = pa.record_batch(arrays, schema=self._schema)
         try:
             self._group = self._worker.submit(self._write, group, has_begun)
-        except RuntimeError:  # the interpreter ends, and with it all threads: a vLLM of a script closes as late as that
+        except RuntimeError:  # the interpreter ends, without threads: vLLM in a script may close this late
             self._write(group, has_begun)
         has_begun.result()
 
@@ -59,7 +59,7 @@ class ParquetFile:
             raise self._failed(error) from None
 
     def _wait(self) -> None:
-        """Until the last group is written. Raises what went wrong with it, each time."""
+        """Waits until the last group is written. If that failed, raises its error at every call."""
         if self._group is not None:
             self._group.result()
 
@@ -71,21 +71,21 @@ class ParquetFile:
             raise self._failed(error) from None
 
     def _failed(self, error: OSError) -> OSError:
-        """The file is given up: pyarrow, asked to close it again, would say something else."""
+        """Returns the error with the file's name. Gives the file up, as closing it would raise another error."""
         self._writer.is_open = False
         return OSError(error.errno, error.strerror or str(error), str(self._path))
 
 
 class CodedTexts:
-    """A column of few different texts. codes: [num_rows], indices into `texts`, which may hold None."""
+    """A column of few different strings. codes: [num_rows], indices into `texts`, which may contain None."""
 
     def __init__(self, codes: Any, texts: tuple[str | None, ...]) -> None:
         self.codes, self.texts = codes, texts
 
 
 def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ...]) -> list[Any]:
-    """The columns, as numpy arrays, of rows of int64; a string is its code in `texts`. A last row that was cut
-    short is left out."""
+    """Returns the columns of rows of int64, as numpy arrays; a string is its index in `texts`. An incomplete last row
+    is left out."""
     num_rows = len(data) // (8 * len(columns))
     rows = np.frombuffer(data, np.int64, num_rows * len(columns)).reshape(num_rows, len(columns))
     kinds = zip(columns.values(), rows.T, strict=True)
@@ -96,8 +96,8 @@ def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ..
 
 
 def as_arrow(column: Any, kind: Any) -> Any:
-    """A column of Python's values, None for null, or a numpy array, as an Arrow array of type `kind`. A list of int64
-    is a buffer of them. OverflowError if a number does not fit."""
+    """Returns a column, of Python values (None: null) or a numpy array, as an Arrow array of type `kind`. A list of
+    int64 is given as a buffer. Raises OverflowError if a number does not fit."""
     if kind == pa.string():
         return _coded(column) if isinstance(column, CodedTexts) else _strings(column)
     if kind == pa.list_(pa.int64()):
@@ -136,7 +136,7 @@ def _offsets(items: Any) -> Any:
 
 
 def _known(column: Any) -> Any:
-    """Which are not None, as bits; None: all."""
+    """Returns which values are not None, as bits; None if all are."""
     if None not in column:
         return None
     return np.packbits([value is not None for value in column], bitorder="little")

@@ -1,4 +1,4 @@
-"""The writer of a run's records: it sees each step and each request, and makes the rows of `schema.py`."""
+"""The writer of a run's records: makes the rows of `schema.py` from the steps and requests that it observes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from testbed.records.tables import RowTable, StepTable
 
 
 class RunRecorder(Recorder):
-    """Writes requests.parquet, steps.parquet and, if asked, decisions.jsonl into a run folder.
+    """Writes requests.parquet, steps.parquet and, if requested, decisions.jsonl into a run folder.
 
-    Rows are flushed in groups, of which nothing stays but what Parquet notes of each column. A thread of their own
-    writes them, and what it could not write is raised by the next group or by `close`. `close` adds a row for every
-    request that is unfinished and completes the files; it must be called also after a failure. A loop has one such
-    recorder at most: what it knows of a request it keeps at the sequence.
+    Rows are flushed in groups; only Parquet's metadata of each group stays in memory. A separate thread writes them; a
+    failed write raises its error at the next group or at `close`. `close` adds a row for every unfinished request and
+    completes the files; it must be called after a failure too. A loop can have only one such recorder, because it keeps
+    its state of a request in `Sequence.record`.
 
-    replica: the number of the one that it records, of a fleet; None: there is only one. beside: another replica's
-    recorder, into whose files this one writes too; that one is closed last. explains: decisions say of each preemption
-    for whom it was, and what it cost. sender: brings clients their tokens; None: they have them at the commit.
+    replica: the number of the recorded replica; None: there is only one. beside: the recorder of another replica, into
+    whose files this one writes; that one must be closed last. explains: decisions have the cause and the cost of each
+    preemption. sender: delivers tokens to the clients; None: they have their tokens at the commit.
     """
 
     FLUSH_ROWS: ClassVar[int] = 8192
-    FLUSH_REQUESTS: ClassVar[int] = 1024  # each has an instant for every token
+    FLUSH_REQUESTS: ClassVar[int] = 1024  # fewer, as each has an instant for every token
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RunRecorder(Recorder):
     ) -> None:
         self.num_finished = 0
         self.num_sent = 0
-        self.num_cut = self.num_cut_tokens = 0  # forced outputs that the model's length ended, and what they lack
+        self.num_cut = self.num_cut_tokens = 0  # forced outputs cut by the model's length, and their missing tokens
         self.ignored: list[tuple[str, str]] = []  # request id, reason
         self._replica = replica
         self._is_first = beside is None
@@ -65,7 +65,7 @@ class RunRecorder(Recorder):
         self._explains = explains
         self._token_times = token_times
         self._sender = sender
-        self._end_ns = 0  # of the step before
+        self._end_ns = 0  # the end of the previous step
         self._keeps_steps = steps
         self._open: dict[str, OpenRequest] = {}
 
@@ -77,7 +77,7 @@ class RunRecorder(Recorder):
         """Nothing to write: `ended` follows."""
 
     def prefixes_reset(self, now_ns: int, step: int) -> None:
-        """Nothing to write: whom it preempts, the next step says."""
+        """Nothing to write: the next step has the preemptions."""
 
     def committed(self, step: StepView) -> None:
         plan = step.plan
@@ -86,7 +86,7 @@ class RunRecorder(Recorder):
         if plan.preempted:
             num_recomputed, num_preempted = self._preempted(plan.preempted)
         for admission in plan.admitted:
-            if (request := self._open.get(admission.request_id)) is not None:  # it may have ended with a step before
+            if (request := self._open.get(admission.request_id)) is not None:  # it may have ended with an earlier step
                 request.admitted(admission, step.plan_ns)
         self._emitted(step.emitters, step.end_ns)
         if self._keeps_steps:
@@ -99,7 +99,7 @@ class RunRecorder(Recorder):
             self._decisions.write(json.dumps(whose | decision(step) | more) + "\n")
 
     def _recomputed(self, plan: BatchPlan) -> dict[str, int]:
-        """Tokens computed again so far, of the requests that the plan preempts, or takes back."""
+        """Returns the recomputed tokens so far of each request that the plan preempts or resumes."""
         names = [item.request_id for item in plan.preempted]
         names += [item.request_id for item in plan.admitted if item.is_resumed]
         return {name: self._open[name].num_recomputed_tokens for name in names if name in self._open}
@@ -114,7 +114,7 @@ class RunRecorder(Recorder):
                 request.sent(self._sender.send(seq.request_id, end_ns))
 
     def _preempted(self, preempted: tuple[Preemption, ...]) -> tuple[int, int]:
-        """How many requests are to be recomputed, and how many were preempted; the members of a group go together."""
+        """Counts the requests preempted by recompute, and all preempted ones. Members of a group count once."""
         modes: dict[str, PreemptionMode] = {}
         for preemption in preempted:
             is_first = preemption.request_id not in modes
@@ -153,9 +153,9 @@ class RunRecorder(Recorder):
 
 
 class OpenRequest:
-    """What is known of a request that has not ended.
+    """The recorder's state of a request that has not ended.
 
-    Tokens of several sequences of a group that come in one step have one instant. keeps_instants: of every one.
+    Tokens that several sequences of a group emit in one step have one instant. keeps_instants: whether all are kept.
     """
 
     def __init__(self, request: Request, queued_ns: int, keeps_instants: bool) -> None:
@@ -165,16 +165,16 @@ class OpenRequest:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
-        # by seq_id: tokens that were computed once, at the last preemption; those that the cache gave back since
+        # by seq_id: the most tokens computed before a preemption, and the prefix-cache hit of the last admission
         self.restarts: dict[int, tuple[int, int]] = {}
         self.num_tokens = self.num_token_steps = i64(0)
-        self.first_ns = self.last_ns = i64(-1)  # of a token
-        self.first_sent_ns = self.last_sent_ns = i64(-1)  # the same at the client, where a sender brings it
+        self.first_ns = self.last_ns = i64(-1)  # instants of the first and the last token
+        self.first_sent_ns = self.last_sent_ns = i64(-1)  # the same at the client, if there is a sender
         self.instants: vec[i64] = vec[i64]()
         self.keeps_instants = keeps_instants
 
     def emitted(self, now_ns: i64) -> None:
-        """One token."""
+        """Counts an emitted token."""
         self.num_tokens += 1
         if now_ns == self.last_ns:
             return
@@ -186,7 +186,7 @@ class OpenRequest:
             self.instants = append(self.instants, now_ns)
 
     def sent(self, now_ns: i64) -> None:
-        """The client has one token more."""
+        """Notes when the client has the newest token."""
         if self.first_sent_ns < 0:
             self.first_sent_ns = now_ns
         self.last_sent_ns = now_ns
@@ -199,7 +199,7 @@ class OpenRequest:
         self.num_recomputed_tokens += max(0, most_computed - admission.num_cached_tokens)
 
     def preempted(self, preemption: Preemption, is_first: bool) -> None:
-        """What it had not yet got back of an earlier preemption was not computed again after all."""
+        """Counts a preemption. Subtracts tokens of an earlier one that have not been computed again."""
         self.num_preemptions += is_first
         if preemption.mode is PreemptionMode.SWAP:
             return
@@ -209,7 +209,7 @@ class OpenRequest:
         self.restarts[preemption.seq_id] = max(most_computed, num_computed), restarted_at
 
     def row(self, reason: str | None, message: str | None, finish_ns: int | None, replica: int) -> tuple[Any, ...]:
-        """Its row of requests.parquet."""
+        """Returns the request's row of requests.parquet."""
         request, num_steps, arrival_ns = self.request, int(self.num_token_steps), self.request.arrival_ns
         is_sent = self.first_sent_ns >= 0
         first_ns = int(self.first_sent_ns if is_sent else self.first_ns)

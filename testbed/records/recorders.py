@@ -10,7 +10,7 @@ from testbed.core.request import Request
 
 
 class Recorders(Recorder):
-    """Shows the loop's events to several recorders, in order."""
+    """Passes the loop's events to several recorders, in order."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders = recorders
@@ -37,5 +37,5 @@ class Recorders(Recorder):
 
 
 def together(recorders: Sequence[Recorder]) -> Recorder:
-    """All of them as one."""
+    """Returns one recorder for all of them."""
     return recorders[0] if len(recorders) == 1 else Recorders(*recorders)

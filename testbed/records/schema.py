@@ -1,17 +1,17 @@
-"""The schema of a run's records. The one thing that `analysis/` shares with the core; `recorder.py` writes them.
+"""The schema of a run's records: `recorder.py` writes them, `analysis/` reads them.
 
 A run folder holds:
     config.yaml        the resolved configuration
     manifest.json      what made the run: code and package versions, device, seed, trace fingerprint, decision digest
     requests.parquet   REQUEST_COLUMNS, one row a request, unfinished ones included
-    steps.parquet      STEP_COLUMNS, one row a step; none with record.steps=false
+    steps.parquet      STEP_COLUMNS, one row a step; no rows with record.steps=false
     summary.json       the headline numbers (analysis.measures.summary.summarise)
-    decisions.jsonl    with record.decisions=true: one line a step; record.explain=true says more of preemptions
-    operators.json     with record.operators=true: where the time went, by operator (testbed/records/operators.py)
-    tape.jsonl         a real run only; tape-0.jsonl, … of each of several replicas
+    decisions.jsonl    with record.decisions=true: one line a step; record.explain=true explains preemptions
+    operators.json     with record.operators=true: the time by operator (testbed/records/operators.py)
+    tape.jsonl         real runs only; tape-0.jsonl, … with several replicas
     profile.json.gz    with record.profile: steps of a real run in torch's profiler
     run.log            the log
-    done               written last: the folder is whole
+    done               written last: the folder is complete
 Instants are int64 ns on the run's clock (0 is the start of the run); durations derived from them are seconds.
 """
 
@@ -23,7 +23,7 @@ from testbed.core.commands import StepView
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
 
-RUN_FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")  # a folder without them is no run
+RUN_FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")  # without them a folder is not a run
 STEP_TRACE_FILE = "profile.json.gz"
 
 REQUEST_COLUMNS: dict[str, str] = {
@@ -48,13 +48,13 @@ REQUEST_COLUMNS: dict[str, str] = {
     "finish_ns": "int64",  # when it left the engine, for any reason; null: unfinished when the run ended
     "token_ns": "list<int64>",  # the instant of every step that emitted; null with record.token_times=false
     "first_sent_ns": "int64",  # its client has the first token (backend.frontend_ns_per_token); null: at the commit
-    "last_sent_ns": "int64",  # its client has the newest token; after an abort both may be later: it had gone
+    "last_sent_ns": "int64",  # its client has the newest token; both may be later than an abort
     "ttft_s": "double",  # first token at the client - intended arrival
     "tpot_s": "double",  # (last - first token) / (n - 1), n the steps that emitted, at the client; null for n < 2
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
 }
 
-AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # runs from before there were these columns lack them
+AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # older runs do not have these columns
 
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # the replica of the step; 0 if there is only one. Rows of several are mixed, each in its order
@@ -66,10 +66,10 @@ STEP_COLUMNS: dict[str, str] = {
     "num_decode_tokens": "int32",  # computed by decode rows
     "num_prefill_tokens": "int32",  # computed by prefill rows; those found in the prefix cache are not
     "decode_context_tokens": "int64",  # positions that the decode rows attend to, summed
-    "num_emitted": "int32",  # tokens that came out
+    "num_emitted": "int32",  # emitted tokens
     "num_running": "int32",  # after the plan
     "num_waiting": "int32",  # after the plan, those preempted by recompute included
-    "num_swapped": "int32",  # after the plan, groups swapped out to the CPU
+    "num_swapped": "int32",  # after the plan, sequences swapped out to the CPU; a group counts once
     "free_gpu_blocks": "int32",  # after the plan, before its commit; cached and evictable ones count as free
     "free_cpu_blocks": "int32",  # after the plan
     "num_admitted": "int32",  # sequences taken from the waiting queue, preempted ones included
@@ -79,8 +79,8 @@ STEP_COLUMNS: dict[str, str] = {
     "num_swapped_in": "int32",  # requests that came back from the CPU
     "num_ignored": "int32",  # requests rejected because they can never fit
     "blocked_by": "string",  # why the head of the queue was not admitted; null: nothing kept it out
-    "schedule_ns": "int64",  # the core's own decision; the parts may overlap, and what they leave of a step is idle
-    "prepare_ns": "int64",  # inputs of the batch, launches, what the host adds to each step
+    "schedule_ns": "int64",  # the core's decision; the parts may overlap, and the rest of a step is idle time
+    "prepare_ns": "int64",  # inputs of the batch, launches, other host time of each step
     "swap_ns": "int64",  # block transfers and copies
     "forward_ns": "int64",  # the model
     "sample_ns": "int64",  # logits to tokens
@@ -90,59 +90,59 @@ STEP_COLUMNS: dict[str, str] = {
 COMPLETED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 MANIFEST_KEYS = (
-    "status",  # complete, partial (interrupted or failed), failed (a sweep's point that did not begin: nothing is kept)
-    "failure",  # why it is not complete; null where it is
+    "status",  # complete, partial (interrupted or failed), failed (a sweep point that did not start: no records)
+    "failure",  # why it is not complete; null if it is
     "backend",  # sim, real
     "created",  # ISO time
     "wall_s",  # wall clock of the run
     "code_version",
-    "identity",  # hashes of what it was made from: {config, files: {path: }, classes: {module: }, code, version}
+    "identity",  # hashes of its inputs: {config, files: {path: }, classes: {module: }, code, version}
     "versions",  # {package: version}
     "core",  # compiled, interpreted
     "compiler",  # of a compiled core: mypyc 2.4.1, gcc 12.2.0
     "machine",  # {platform, cpu, num_cores, gpu}
-    "command",  # the command line that made it
-    "started_in",  # the folder that it was given in: relative paths in it, and in the configuration, are from there
-    "given",  # {key: value} of what it sets, as typed; null: not known
-    "sweep",  # the command of its sweep; null: no sweep, or not one of ours
-    "swept",  # those of them that its sweep varies; null: no sweep
-    "point",  # its place in the sweep, from 0 on; null: no sweep
+    "command",  # the command line of the run
+    "started_in",  # the working directory of the command; relative paths in it and in the configuration start there
+    "given",  # {key: value} of the command's overrides, as typed; null: not known
+    "sweep",  # the command of its sweep; null: no sweep, or not a sweep of this testbed
+    "swept",  # those of the overrides that its sweep varies; null: no sweep
+    "point",  # its number in the sweep, from 0 on; null: no sweep
     "seed",
     "trace",  # {name, num_requests, fingerprint, notes}
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name
     "async_scheduling",  # whether a step was planned while the one before it ran
-    "frontend_ns",  # between a request's arrival and the engine; simulated runs only
-    "frontend_ns_per_token",  # that it takes to send one to its client; simulated runs only
+    "frontend_ns",  # time from a request's arrival until it reaches the engine; simulated runs only
+    "frontend_ns_per_token",  # time to send one token to its client; simulated runs only
     "device",  # name
     "attention",  # provider, real runs only
-    "attention_reasons",  # {provider: why it was taken, or not}, real runs only
+    "attention_reasons",  # {provider: why it was chosen or not}, real runs only
     "weights",  # safetensors, or dummy: random; real runs only
     "cost",  # cost model, simulated runs only
-    "cost_notes",  # what the cost model says of this run: prices that it extrapolated
+    "cost_notes",  # notes of the cost model on this run: step times that it extrapolated
     "num_extrapolated_steps",
-    "estimator",  # what prices recompute and swap for policies that ask, in both modes
+    "estimator",  # predicts the times of recompute and swap for policies, in simulated and real runs
     "num_gpu_blocks",
     "num_cpu_blocks",
     "block_size",
     "num_replicas",
-    "router",  # name; null where there is one replica
+    "router",  # name; null if there is one replica
     "num_steps",  # of all replicas
     "num_sent",  # requests that reached the scheduler
     "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
-    "num_cut_outputs",  # forced outputs that the model's length ended; of vLLM's own scheduler it is not known
-    "num_cut_output_tokens",  # what they lack
+    "num_cut_outputs",  # forced outputs cut by the model's length; not known for vLLM's own scheduler
+    "num_cut_output_tokens",  # the tokens that are missing from them
     "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
     "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each
     "replay",  # {pace, speed, lag of arrivals, notes}, real runs only
-    "host",  # means over the steps of the host's share of them, real runs only
-    "replicas",  # {num_steps, num_sent, prefix_cache, digest} of each; null where there is one
+    "host",  # the host's part of the steps, as means over all steps; real runs only
+    "replicas",  # {num_steps, num_sent, prefix_cache, digest} of each; null if there is one
 )
 
 
 def num_scheduled(plan: BatchPlan) -> dict[str, int]:
-    """Tokens computed by each request, in the order scheduled; those of a request's sequences are summed."""
+    """Returns the tokens computed by each request, in the order scheduled, summed over the request's sequences."""
     tokens: dict[str, int] = {}
     for request_id, count in plan.num_scheduled:
         tokens[request_id] = tokens.get(request_id, 0) + count
@@ -150,7 +150,7 @@ def num_scheduled(plan: BatchPlan) -> dict[str, int]:
 
 
 def decision(step: StepView) -> dict[str, Any]:
-    """One line of decisions.jsonl: what a step decided, ids in the order scheduled."""
+    """Returns one line of decisions.jsonl: the decisions of a step, with ids in the order scheduled."""
     plan = step.plan
     return {
         "step": plan.step,
@@ -167,19 +167,20 @@ def decision(step: StepView) -> dict[str, Any]:
 
 
 def explanation(plan: BatchPlan, before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """What record.explain=true adds to the line of a step that preempts, or takes back who was preempted.
+    """Returns what record.explain=true adds to the line of a step that preempts, or that resumes preempted requests.
 
-    preempted_for: whose growth took the blocks; null: nobody's, but the order of the queue; "": a reset of the prefix
-    cache; an empty object: it is not known.
-    lost_tokens: what the victim had computed (swapped out: it keeps them). recomputed_tokens: what will be computed
-    again; below 0 where it was preempted once more before that. before, after: that number, by request, so far.
+    preempted_for: by victim, the request that needed its blocks to grow; null: the victim yielded to the head of the
+    queue; "": a reset of the prefix cache; an empty object: not known.
+    lost_tokens: the victim's computed tokens (kept if it is swapped out). recomputed_tokens: tokens that will be
+    computed again; below 0 if the request was preempted again before they were. before, after: recomputed tokens so
+    far, by request, before and after this step.
     """
     if not (plan.preempted or after):
         return {}
     lost: dict[str, int] = {}
     for item in plan.preempted:
         lost[item.request_id] = lost.get(item.request_id, 0) + item.num_computed_tokens
-    growers = zip(plan.preempted, plan.preempted_for, strict=False)  # of a log of vLLM's they are not known
+    growers = zip(plan.preempted, plan.preempted_for, strict=False)  # not known for a log of vLLM
     return {
         "preempted_for": {item.request_id: name for item, name in growers},
         "lost_tokens": lost,
@@ -188,5 +189,5 @@ def explanation(plan: BatchPlan, before: dict[str, int], after: dict[str, int]) 
 
 
 def _requests(plan: BatchPlan, mode: PreemptionMode) -> list[str]:
-    """Ids of the requests that were preempted so, each once."""
+    """Returns the ids of the requests that were preempted in this mode, each once."""
     return list(dict.fromkeys(item.request_id for item in plan.preempted if item.mode is mode))

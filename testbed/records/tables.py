@@ -1,6 +1,6 @@
-"""Rows of a run's records until they are written, in groups, so that memory does not grow with their number.
+"""Buffers for the rows of a run's records. Rows are written in groups, so that memory does not grow with their number.
 
-Knows what numbers a step has.
+Knows which numbers of a step are recorded.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _SMALL_GROUPS: Final = 64
 
 
 class GroupSize:
-    """At how much a table writes a group, in whatever it counts: more after many groups, as what Parquet says of each
-    stays in memory to the end."""
+    """The size at which a table writes a group, in the table's unit. It grows after many groups, because Parquet's
+    metadata of each group stays in memory to the end."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._num_groups = 0
 
     def written(self) -> None:
-        """One more group is."""
+        """Counts a written group."""
         self._num_groups += 1
         if self._num_groups == _SMALL_GROUPS:
             self.size *= 8
 
 
 class RowTable:
-    """Rows of Python's values for a Parquet file. Raises OSError as that does."""
+    """Buffers rows of Python values for a Parquet file. Raises OSError as `ParquetFile` does."""
 
     def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor, flush_rows: int) -> None:
         from testbed.records.parquet import ParquetFile  # not at the top: the core runs without Arrow
@@ -63,7 +63,7 @@ class RowTable:
 
 
 class StepTable:
-    """steps.parquet: of each step a row of int64, in the order of the schema, until they are written."""
+    """Buffers the rows of steps.parquet: one row of int64 for each step, in the order of the schema."""
 
     def __init__(self, path: Path, worker: ThreadPoolExecutor, flush_rows: int) -> None:
         from testbed.records.parquet import ParquetFile  # not at the top, as above
@@ -73,7 +73,7 @@ class StepTable:
         self._rows = BytesWriter()
 
     def append(self, step: StepView, start_ns: int, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
-        """Takes the step's numbers: its view, which holds much more, is not kept."""
+        """Stores the step's numbers; the view itself, which is much larger, is not kept."""
         plan, shape, spans, rows = step.plan, step.plan.shape, step.spans, self._rows
         num_prefill_tokens = num_cached_tokens = 0
         for chunk in shape.prefills:

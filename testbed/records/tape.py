@@ -1,8 +1,8 @@
-"""The tape of a real run: what the outside world did to the core, so that the same decisions can be had again.
+"""The tape of a real run: all inputs of the core from outside, so that the same decisions can be replayed.
 
-Per step the instants that `plan` and `commit` were given and every outcome that was not forced; every arrival, abort
-and reset of the prefix cache with the step that first saw it. Lines of JSON, written as things happen: a killed run
-leaves a usable tape. The prompts themselves are in the run folder's trace.jsonl.
+It has, for each step, the instants passed to `plan` and `commit` and every outcome that was not forced; and every
+arrival, abort and reset of the prefix cache, with the step that first saw it. JSON lines, written as the run proceeds:
+a killed run leaves a usable tape. The prompts themselves are in the run folder's trace.jsonl.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from testbed.foreign_text import parsed, shown, whole
 VERSION = 1
 MAX_NS = 2**62
 RESET_PREFIXES = "reset_prefixes"  # the kind of an event
-NUM_FIELDS = 5  # of an outcome, and fork_stops if there are any: what decides; log-probabilities do not
+NUM_FIELDS = 5  # recorded fields of an outcome (and fork_stops, if any); log-probabilities do not affect decisions
 
 
 def tape_names(num_replicas: int) -> list[str]:
-    """The files in a run's folder, in the order of its replicas."""
+    """Returns the file names of the tapes in a run folder, in the order of its replicas."""
     return ["tape.jsonl"] if num_replicas == 1 else [f"tape-{number}.jsonl" for number in range(num_replicas)]
 
 
 class TapeStep(NamedTuple):
-    """One recorded step. decision: what it decided, in the form of decisions.jsonl. looked_ns: when, with it in flight,
-    nothing more was found to plan; older tapes do not say."""
+    """One recorded step. decision: its decisions, in the form of decisions.jsonl. looked_ns: when the loop found
+    nothing more to plan while the step was in flight; None: never, or not recorded (older tapes)."""
 
     plan_ns: int
     commit_ns: int
@@ -45,11 +45,11 @@ class TapeStep(NamedTuple):
 
 
 class TapeEvent(NamedTuple):
-    """What came from outside, first seen at the boundary before `step`, at `now_ns`. max_tokens: of an arrival at a
-    live loop, what it had leave for; the trace has what came of it."""
+    """An event from outside, first seen at the boundary before `step`, at `now_ns`. max_tokens: of an arrival at a live
+    loop, `sampling.max_tokens`; the trace has the actual output."""
 
     kind: str  # arrive, abort, reset_prefixes
-    request_id: str  # of a reset none
+    request_id: str  # empty for a reset
     step: int
     now_ns: int
     arrival_ns: int  # arrivals: the intended instant
@@ -58,7 +58,7 @@ class TapeEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """What a run recorded, to be replayed. is_live: its loop was asked for each step from outside."""
+    """The recording of a run, to be replayed. is_live: whether its loop had an open inbox (a live caller, a fleet)."""
 
     steps: tuple[TapeStep, ...]
     events: tuple[TapeEvent, ...]
@@ -66,13 +66,13 @@ class Tape:
 
     @property
     def last_ns(self) -> int:
-        """When the loop was last asked or told anything."""
+        """The last instant on the tape, of a commit or an event."""
         steps = max((step.commit_ns for step in self.steps), default=0)
         return max(steps, max((event.now_ns for event in self.events), default=0))
 
 
 class TapeWriter(Recorder):
-    """Records a run. One line an event, flushed at each step."""
+    """Records a run, with one line for each event and step; flushed at each step."""
 
     def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]], *, is_live: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -124,7 +124,7 @@ class TapeWriter(Recorder):
 
 
 def read_tape(path: Path) -> Tape:
-    """Reads a tape. A torn last line (a killed run) is left out. Raises RunFolderError if it is none."""
+    """Reads a tape. An incomplete last line (of a killed run) is left out. Raises RunFolderError for any other file."""
     if not path.is_file():
         raise RunFolderError(
             f"no tape at {path}: only runs with backend=real or backend=vllm have one (of what vLLM's own scheduler "
@@ -212,9 +212,9 @@ def _outcome(
 
 
 class TapeInbox:
-    """Gives the loop the events of a tape at the very boundaries that first saw them.
+    """Gives the loop the events of a tape at the same step boundaries as in the recorded run.
 
-    make_request: builds the request of an id, with the arrival instant that was recorded.
+    make_request: returns the request for an id and a recorded arrival instant.
     """
 
     def __init__(self, tape: Tape, make_request: Callable[[str, int], Request]) -> None:
@@ -225,7 +225,7 @@ class TapeInbox:
 
     @property
     def is_open(self) -> bool:
-        """Of a live one until it was asked for the last time."""
+        """True for a live tape, until the last instant on it."""
         return self._now_ns < self._open_until_ns
 
     def due(self, now_ns: int) -> list[Event]:
@@ -249,4 +249,4 @@ class TapeInbox:
         return self._events[self._next].now_ns if self._next < len(self._events) else None
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        """Nothing: what a finish led to is on the tape."""
+        """Does nothing: the events that followed an end are on the tape."""

@@ -1,6 +1,6 @@
 """The plan of one step, which the core passes to a backend.
 
-A plan contains everything that a device needs. From earlier steps a backend keeps only KV and tokens for PLACEHOLDER.
+A plan contains everything that a device needs, except the KV of earlier steps and the token behind a PLACEHOLDER.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class BatchPlan(Value):
     A device first swaps out, then swaps in, then copies, then computes. Pairs are (source, destination) block ids. Of
     each kind, all sources are read before any destination is written; sources of the same destination have equal
     content. swapped_in: ids of the requests that `swap_in` brings back. has_beams: whether any row belongs to a beam
-    search. preempted_for: for each of `preempted`, the request that needed its blocks to grow; None: the victim yields
+    search. preempted_for: for each of `preempted`, the request whose growth needed the blocks; None: the victim yields
     to the head of the queue; RESET: a reset of the prefix cache (these come first).
     """
 

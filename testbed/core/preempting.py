@@ -24,7 +24,7 @@ class Preempting:
         self, batch: Batch, blocks: BlockManager, running: Running, waiting: Waiting, policies: Policies, *, holds: bool
     ) -> None:
         self.preempted: tuple[Preemption, ...] = ()
-        self.preempted_for: tuple[str | None, ...] = ()  # for each of them, the request that needed its blocks
+        self.preempted_for: tuple[str | None, ...] = ()  # for each of them, the request whose growth needed the blocks
         self.num_reset = 0  # how many of them, at the front, were preempted by a reset
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that return to the queue after the step is decided

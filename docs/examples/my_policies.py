@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
+from testbed.blocks.demand import Verdict
 from testbed.blocks.interfaces import EvictionPolicy
-from testbed.blocks.verdict import Verdict
 from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.outcome import Spans

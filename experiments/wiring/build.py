@@ -137,6 +137,7 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
         rules=scheduler.kv_rules,
         eviction=made.eviction,
         key_source=TokenKeys(cache.block_size) if cache.prefix_caching else None,
+        max_model_len=config.limits.max_model_len,
         isolate_tenants=cache.isolate_tenants,
         lookahead_slots=scheduler.lookahead_slots,
         sliding_window=config.sliding_window,

@@ -63,7 +63,6 @@ class CopyOnWrite:
         return origins
 
     def unmoved_blocks(self) -> list[int]:
-        """Returns free blocks that are sources or destinations of this step's copies. Swap-ins, which a device makes
-        before the copies, must not take them."""
+        """Returns the free blocks of this step's copies, which come after swap-ins: these must not take them."""
         counts = self._gpu.pool.ref_counts
         return list(dict.fromkeys([block for pair in self.pairs for block in pair if not counts[block]]))

@@ -1,6 +1,8 @@
-"""Demand: how many blocks a number of tokens needs. Arithmetic over counts; knows no tables and no pools."""
+"""Demand: how many blocks a number of tokens needs, and the verdict. Arithmetic; knows no tables and no pools."""
 
 from __future__ import annotations
+
+from enum import Enum, auto
 
 from mypy_extensions import i64
 
@@ -9,34 +11,47 @@ from testbed.blocks.kv_sequence import KVSequence
 from testbed.errors import ConfigError
 
 
+class Verdict(Enum):
+    """Whether a sequence can be admitted or swapped: now, later, or never."""
+
+    OK = auto()
+    LATER = auto()
+    NEVER = auto()
+
+
 class Demand:
-    """The demand of sequences under the KV rules. lookahead_slots, sliding_window: as in `BlockManager`.
+    """The demand of sequences under the KV rules. The other arguments are those of `BlockManager`.
 
     Raises ConfigError for options that the rules do not support.
     """
 
-    def __init__(self, block_size: int, rules: KVRules, lookahead_slots: int, sliding_window: int | None) -> None:
-        _check_goes_together(rules, lookahead_slots, sliding_window)
+    def __init__(self, block_size: int, rules: KVRules, max_model_len: int, lookahead: int, window: int | None) -> None:
+        _check_goes_together(rules, lookahead, window)
         self.block_size: i64 = block_size
         self._is_by_chunk = rules.allocate == "chunk"
-        self.lookahead_slots: i64 = lookahead_slots
-        self.sliding_window = sliding_window
+        self.max_model_len: i64 = max_model_len
+        self.lookahead_slots: i64 = lookahead
+        self.sliding_window = window
 
     def num_blocks_for(self, num_tokens: i64) -> i64:
         return -(-num_tokens // self.block_size)
 
     def num_new_blocks(self, seq: KVSequence, num_tokens: i64, num_held: i64) -> i64:
         """Returns how many blocks, beyond `num_held`, a running sequence needs for its next `num_tokens` tokens."""
-        lookahead = i64(0) if seq.is_prefilling else self.lookahead_slots
-        missing = seq.num_computed_tokens + num_tokens + lookahead - num_held * self.block_size
+        end = seq.num_computed_tokens + num_tokens
+        missing = (end if seq.is_prefilling else self._with_lookahead(end)) - num_held * self.block_size
         return self.num_blocks_for(missing) if missing > 0 else 0
 
     def num_held_at_most(self, num_tokens: int) -> int:
         """Returns the most blocks that a sequence of `num_tokens` tokens holds at a time, if its chunks are small."""
-        num_blocks = self.num_blocks_for(num_tokens + self.lookahead_slots)
+        num_blocks = self.num_blocks_for(self._with_lookahead(num_tokens))
         if self.sliding_window is not None and self._is_by_chunk:
             num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
         return num_blocks
+
+    def _with_lookahead(self, num_tokens: i64) -> i64:
+        """Returns the slots for these tokens and the lookahead, which ends at `max_model_len` as in vLLM V1."""
+        return max(num_tokens, min(num_tokens + self.lookahead_slots, self.max_model_len))
 
     def num_touched(self, seq: KVSequence) -> int:
         """Returns what `swap_test=full_blocks` counts: the full blocks, and one for the next token. During the prefill

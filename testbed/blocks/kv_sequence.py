@@ -42,3 +42,10 @@ class KVSequence(TokenSource):
     def together(self) -> tuple[KVSequence, ...]:
         """The sequences that are scheduled together with this one, itself included."""
         return (self,)
+
+
+def num_distinct(tables: list[list[int]]) -> int:
+    """Returns the number of distinct blocks in some tables, without the released ones."""
+    if len(tables) == 1:
+        return len(tables[0]) - tables[0].count(RELEASED)
+    return len({block for table in tables for block in table if block != RELEASED})

@@ -10,7 +10,7 @@ from mypy_extensions import i64
 
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.copy_on_write import CopyOnWrite
-from testbed.blocks.demand import Demand
+from testbed.blocks.demand import Demand, Verdict
 from testbed.blocks.eviction import evictor
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.interfaces import EvictionPolicy
@@ -19,7 +19,6 @@ from testbed.blocks.kv_sequence import RELEASED, KVSequence
 from testbed.blocks.pool import Pair
 from testbed.blocks.prefixes import Prefixes, PrefixHit
 from testbed.blocks.swap import Swapping, SwapSpace
-from testbed.blocks.verdict import Verdict
 
 
 class BlockManager:
@@ -27,14 +26,14 @@ class BlockManager:
 
     num_cpu_blocks: size of the swap pool. watermark: share of the GPU blocks that admissions leave free.
     key_source: None disables prefix caching. isolate_tenants: tenants share no prefixes. lookahead_slots: extra slots
-    that a decoding sequence reserves (speculative decoding). sliding_window: tokens that attention looks back at
-    (None: all); blocks wholly outside the window are released.
+    that a decoding sequence reserves (speculative decoding), up to max_model_len. sliding_window: tokens that attention
+    looks back at (None: all); blocks wholly outside the window are released.
     Raises ConfigError for a pool larger than `MAX_NUM_BLOCKS`, and for options that exclude each other.
     """
 
     def __init__(
         self, *, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float, rules: KVRules,
-        eviction: EvictionPolicy, key_source: KeySource | None, isolate_tenants: bool = False,
+        eviction: EvictionPolicy, key_source: KeySource | None, max_model_len: int, isolate_tenants: bool = False,
         lookahead_slots: int = 0, sliding_window: int | None = None,
     ) -> None:  # fmt: skip
         check_pool_sizes(num_gpu_blocks, num_cpu_blocks)
@@ -48,13 +47,13 @@ class BlockManager:
         self.holds_victims = rules.victims_return == "next_step"
         self.fills_blocks = rules.chunks_fill_blocks and key_source is not None  # chunks do, except a prompt's last one
         self._wants_spare = rules.growth_test == "one_per_sequence"
-        self._demand = Demand(block_size, rules, lookahead_slots, sliding_window)
+        self.demand = Demand(block_size, rules, max_model_len, lookahead_slots, sliding_window)
         self._gpu = GPUBlocks(num_gpu_blocks, rules, evictor(eviction), key_source)
         self.prefixes = Prefixes(self._gpu, key_source, rules, isolate_tenants=isolate_tenants)
         self._copies = CopyOnWrite(self._gpu, block_size)
         self._cpu = SwapSpace(num_cpu_blocks)
         self.swapping = Swapping(
-            self._gpu, self._cpu, self.prefixes, self._copies, self._demand,
+            self._gpu, self._cpu, self.prefixes, self._copies, self.demand,
             watermark_blocks=self.watermark_blocks if rules.watermark_for_swapped_in else 0,
             counts_all=rules.swap_test == "all_blocks",
         )  # fmt: skip
@@ -83,7 +82,7 @@ class BlockManager:
 
     def never_fits_reason(self, seq: KVSequence) -> str:
         """Returns why the tokens so far and the watermark exceed the whole pool, or an empty string if they fit."""
-        num_blocks = self._demand.num_held_at_most(seq.num_tokens)
+        num_blocks = self.demand.num_held_at_most(seq.num_tokens)
         watermark = self.watermark_blocks if self.rules.watermark_when_idle else 0
         if self.num_gpu_blocks - num_blocks >= watermark:
             return ""
@@ -100,9 +99,9 @@ class BlockManager:
         watermark = self.watermark_blocks
         if (is_idle and not rules.watermark_when_idle) or (seq.num_preemptions and not rules.watermark_for_resumed):
             watermark = 0
-        needed = self._demand.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
+        needed = self.demand.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)
         if rules.full_length_must_fit:
-            needed = max(needed, self._demand.num_held_at_most(seq.num_tokens))
+            needed = max(needed, self.demand.num_held_at_most(seq.num_tokens))
         available = self.num_free_blocks
         if rules.admission_counts_hits:
             needed -= len(hit.blocks)
@@ -118,7 +117,7 @@ class BlockManager:
             self.prefixes.merged.fill(seq.block_table, seq.chain, num_tokens)
         else:
             self.prefixes.adopt(seq, hit)
-            self._take(seq, self._demand.num_blocks_for(num_tokens) - len(seq.block_table))
+            self._take(seq, self.demand.num_blocks_for(num_tokens) - len(seq.block_table))
         self.prefixes.count_hit(seq, hit.num_tokens)
 
     # --- growth ---
@@ -140,7 +139,7 @@ class BlockManager:
                 return False
         needed = i64(0)
         for one in unit:
-            needed += self._demand.num_new_blocks(one, num_tokens, len(one.block_table))
+            needed += self.demand.num_new_blocks(one, num_tokens, len(one.block_table))
         if seq.shares_blocks:
             needed += self._copies.num_needed(unit)
         return needed <= self._gpu.num_free
@@ -149,7 +148,7 @@ class BlockManager:
         """Gives one sequence slots for its next `num_tokens` tokens; copies a shared block that it will write."""
         if seq.shares_blocks:
             self._copies.write(seq)
-        self._take(seq, self._demand.num_new_blocks(seq, num_tokens, len(seq.block_table)))
+        self._take(seq, self.demand.num_new_blocks(seq, num_tokens, len(seq.block_table)))
 
     def _take(self, seq: KVSequence, num_blocks: i64) -> None:
         for _ in range(num_blocks):

@@ -98,8 +98,7 @@ class PrefixCache:
         return True
 
     def publish(self, block: int, chain: Chain, index: int, parent: CacheEntry | None) -> CacheEntry | None:
-        """Publishes `block` as the chain's block `index`, after `parent`, and returns its entry. None if a different
-        content has the key: the block stays uncached."""
+        """Publishes `block` as the chain's block `index`; returns its entry, or None if another content has the key."""
         assert self.content_of[block] is None, "a block is published twice"
         if self._is_newest_found and parent is not None:
             parent = self._alive(parent)

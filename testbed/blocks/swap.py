@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from testbed.blocks.chain import CacheEntry
 from testbed.blocks.copy_on_write import CopyOnWrite
-from testbed.blocks.demand import Demand
+from testbed.blocks.demand import Demand, Verdict
 from testbed.blocks.gpu_blocks import GPUBlocks
-from testbed.blocks.kv_sequence import RELEASED, KVSequence
+from testbed.blocks.kv_sequence import RELEASED, KVSequence, num_distinct
 from testbed.blocks.pool import BlockPool, Pair
 from testbed.blocks.prefix_cache import PrefixCache
 from testbed.blocks.prefixes import Prefixes
-from testbed.blocks.verdict import Verdict
 
 Unit = tuple[KVSequence, ...]  # sequences that are scheduled together
 
@@ -57,8 +56,7 @@ class SwapSpace:
             seq.cpu_table.append(moved[block])
 
     def drop(self, seq: KVSequence) -> list[int]:
-        """Removes a sequence; returns its CPU table. Its blocks are free only after the step is planned, as a device
-        swaps out before it swaps in."""
+        """Removes a sequence; returns its CPU table, whose blocks are free once the step is planned (out before in)."""
         table, seq.cpu_table = seq.cpu_table, []
         for block in reversed(table):
             if block != RELEASED and self.pool.drop(block):
@@ -172,9 +170,8 @@ class Swapping:
     # --- counts ---
 
     def _num_counted(self, seq: KVSequence, table: list[int]) -> int:
-        """Returns what `swap_test=full_blocks` counts, but at least the blocks that move: a withdrawn chunk may have
-        left blocks that are not full."""
-        return max(self._demand.num_touched(seq), sum([1 for block in table if block != RELEASED]))
+        """Returns what `swap_test=full_blocks` counts, but at least the blocks that move (a withdrawn chunk's, too)."""
+        return max(self._demand.num_touched(seq), num_distinct([table]))
 
     def _num_growing(self, unit: Unit) -> int:
         """Returns the blocks that the next tokens of these sequences need: new ones, and copies of shared blocks."""
@@ -195,8 +192,3 @@ class Swapping:
         num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
         return 0 if merged is None or chain is None else merged.num_referenced(chain, num_merged)
-
-
-def num_distinct(tables: list[list[int]]) -> int:
-    """Returns the number of distinct blocks in these tables."""
-    return len({block for table in tables for block in table if block != RELEASED})

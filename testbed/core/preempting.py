@@ -5,9 +5,9 @@ Owns the lists of these sequences; releases their blocks through the block manag
 
 from __future__ import annotations
 
+from testbed.blocks.demand import Verdict
+from testbed.blocks.kv_sequence import num_distinct
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.swap import num_distinct
-from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch
 from testbed.core.plan import RESET, Ignored, Pair, Preemption, PreemptionMode
 from testbed.core.policies import Policies

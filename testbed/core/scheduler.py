@@ -210,7 +210,7 @@ class Scheduler:
         self.num_known_tokens += self._commit.num_new_tokens
         if self.emitters:
             self._running.got_on()
-        self._tell_served(step, now_ns)
+        self._waiting.tell_served(step.batch, self.emitters, now_ns)
         for seq, reason in ending:
             self._leave(seq)
             self._digest.finished(seq.seq_id, reason)
@@ -222,18 +222,6 @@ class Scheduler:
         self.num_steps += 1
         self._digest.end()
         return finished
-
-    def _tell_served(self, step: Step, now_ns: int) -> None:
-        """Reports to the queue, if it has `served`, what each live sequence of the step got, and each new member."""
-        if self._waiting.served is None:
-            return
-        emitters = {seq.seq_id: seq for seq in self.emitters}
-        for index, seq in enumerate(step.batch.seqs):
-            if seq.state is not SequenceState.FINISHED:
-                num_emitted = int(emitters.pop(seq.seq_id, None) is not None)
-                self._waiting.served(seq, step.batch.counts[index], num_emitted, now_ns)
-        for seq in emitters.values():
-            self._waiting.served(seq, 0, 1, now_ns)
 
     def _end(self, seq: Sequence, reason: FinishReason, message: str, now_ns: int, finished: list[Finished]) -> None:
         """Ends a sequence; appends the result of its request to `finished` if it was the request's last one."""

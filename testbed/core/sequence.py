@@ -127,8 +127,7 @@ class Sequence(KVSequence):
         """Returns the `num_tokens` tokens to compute from position `start` on; PLACEHOLDER for one not sampled yet."""
         if num_tokens == 1 and len(self._newest) and start == self.num_known_tokens - 1:
             return (int(self._newest[-1]),)
-        tokens = self._content[start : start + num_tokens]
-        return tokens or (PLACEHOLDER,)
+        return self._content[start : start + num_tokens] or (PLACEHOLDER,)
 
     @property
     def num_output_tokens(self) -> i64:

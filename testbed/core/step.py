@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from mypy_extensions import i64
 
+from testbed.blocks.demand import Verdict
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
-from testbed.blocks.verdict import Verdict
 from testbed.core.batch import Batch, Row
 from testbed.core.limits import Limits
 from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
@@ -47,8 +47,7 @@ class Step:
     @property
     def rows(self) -> list[Row]:
         """(seq, start, num_tokens) of everything that the step computes so far."""
-        counts = self.batch.counts
-        return [(seq, seq.num_computed_tokens, counts[index]) for index, seq in enumerate(self.batch.seqs)]
+        return [(seq, seq.num_computed_tokens, self.batch.counts[index]) for index, seq in enumerate(self.batch.seqs)]
 
     @property
     def token_budget(self) -> i64:

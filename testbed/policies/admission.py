@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 
 from mypy_extensions import mypyc_attr
 
+from testbed.blocks.kv_sequence import num_distinct
+from testbed.blocks.manager import BlockManager
 from testbed.checks import choose, require, require_whole
 from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
@@ -56,13 +58,13 @@ class NoEvict:
         self._context = context
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        return not running or _fits(_bound(self._context), seq, running, self._last_slot)
+        return not running or _fits(_bound(self._context), seq, running, self._num_at_end)
 
-    def _last_slot(self, seq: Sequence) -> int:
-        """Returns the number of KV slots that the sequence holds when its last token is sampled."""
+    def _num_at_end(self, seq: Sequence) -> int:
+        """Returns the number of tokens whose KV is held when the last one is sampled."""
         context = _bound(self._context)
         oracle = context.oracle if self._reserve == "oracle" else None
-        return final_num_tokens(seq, context.limits, oracle) - 1 + context.blocks.lookahead_slots
+        return final_num_tokens(seq, context.limits, oracle) - 1
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -81,11 +83,7 @@ class MaxUtilization:
         self._context = context
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        return not running or _fits(_bound(self._context), seq, running, self._next_slot)
-
-    def _next_slot(self, seq: Sequence) -> int:
-        """Returns the number of KV slots that the sequence holds when its next token is sampled."""
-        return seq.num_tokens + _bound(self._context).blocks.lookahead_slots
+        return not running or _fits(_bound(self._context), seq, running, lambda one: one.num_tokens)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -119,8 +117,9 @@ class FuturePeak:
 
     def peak_blocks(self, seqs: Collection[Sequence]) -> int:
         """Returns the largest number of KV blocks that these sequences will hold at once."""
-        block_size: int = _bound(self._context).blocks.block_size
-        lookahead: int = _bound(self._context).blocks.lookahead_slots
+        blocks = _bound(self._context).blocks
+        block_size: int = blocks.block_size
+        lookahead: int = blocks.lookahead_slots
         num_with_residue = [0] * block_size
         full_blocks = peak = 0
         growing = sorted((item for seq in seqs for item in self._growing(seq, block_size)), reverse=True)
@@ -131,7 +130,8 @@ class FuturePeak:
             num_with_residue[residue] += 1
             more, rest = divmod(remaining, block_size)
             peak = max(peak, full_blocks + rank * more + sum(num_with_residue[block_size - rest :]))
-        return peak
+        at_most = sum(blocks.demand.num_held_at_most(num_tokens + remaining - 1) for remaining, num_tokens in growing)
+        return min(peak, at_most)  # a sliding window, or the model's length, keeps them from growing so far
 
     def _growing(self, seq: Sequence, block_size: int) -> list[tuple[int, int]]:
         """Returns (remaining tokens, tokens now) of each sequence of a request; the shared prompt counts once."""
@@ -213,14 +213,15 @@ def final_num_tokens(seq: Sequence, limits: Limits, oracle: LengthOracle | None)
 
 
 def _fits(
-    context: PolicyContext, seq: Sequence, running: Collection[Sequence], num_slots: Callable[[Sequence], int]
+    context: PolicyContext, seq: Sequence, running: Collection[Sequence], num_tokens: Callable[[Sequence], int]
 ) -> bool:
-    """Whether the free blocks are enough for `seq` and all running sequences to hold `num_slots` KV slots each."""
+    """Whether the free blocks are enough for `seq` and all running sequences to hold the KV of `num_tokens` each."""
     blocks = context.blocks
     available = blocks.num_free_blocks
     for other in running:
-        available -= max(_num_blocks(other, num_slots, blocks.block_size) - _num_held(other, context), 0)
-    needed = _num_blocks(seq, num_slots, blocks.block_size)
+        num_held = num_distinct([member.block_table for member in other.together])
+        available -= max(_num_blocks(other, num_tokens, blocks) - num_held, 0)
+    needed = _num_blocks(seq, num_tokens, blocks)
     if needed <= available:
         return True
     hit = blocks.lookup(seq)  # only now, as most answers do not depend on it
@@ -229,23 +230,15 @@ def _fits(
     return needed - num_shared <= available
 
 
-def _num_blocks(seq: Sequence, num_slots: Callable[[Sequence], int], block_size: int) -> int:
-    """Returns the number of distinct blocks that give every sequence of the request `num_slots` slots.
+def _num_blocks(seq: Sequence, num_tokens: Callable[[Sequence], int], blocks: BlockManager) -> int:
+    """Returns the number of distinct blocks in which every sequence of the request has `num_tokens` and the lookahead.
 
-    The full blocks of the prompt are shared; all others belong to one sequence each (for beams, an upper bound).
+    The full blocks of the prompt are shared; all others belong to one sequence each (for beams, an upper bound). Behind
+    a sliding window nothing stays shared.
     """
-    if seq.num_seqs == 1:
-        return -(-num_slots(seq) // block_size)
-    shared = seq.num_prompt_tokens // block_size
-    own = [-(-num_slots(member) // block_size) - shared for member in seq.together]
+    shared = 0 if blocks.sliding_window is not None or seq.num_seqs == 1 else seq.num_prompt_tokens // blocks.block_size
+    own = [blocks.demand.num_held_at_most(num_tokens(member)) - shared for member in seq.together]
     return shared + sum(own) + (seq.num_seqs - len(own)) * own[0]
-
-
-def _num_held(seq: Sequence, context: PolicyContext) -> int:
-    """Returns the number of distinct blocks that the running request holds."""
-    if seq.num_seqs == 1:
-        return len(seq.block_table)
-    return len({block for member in seq.together for block in member.block_table})
 
 
 def _context_tokens(seq: Sequence) -> int:

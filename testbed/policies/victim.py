@@ -15,6 +15,7 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
+from testbed.blocks.kv_sequence import num_distinct
 from testbed.core.interfaces import WaitingQueue
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
@@ -80,22 +81,8 @@ class MostBlocks:
     prompts may preempt each other forever.
     """
 
-    def __init__(self) -> None:
-        self._block_size = 0
-
-    def bind(self, context: PolicyContext) -> None:
-        self._block_size = context.blocks.block_size
-
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        assert self._block_size, "bind comes first"
-        return max(running.values(), key=lambda seq: (self._room(seq), seq.seq_id))
-
-    def _room(self, seq: Sequence) -> int:
-        """Returns the number of slots in the blocks of the request's sequences; the shared prompt counts once."""
-        size, prompt = self._block_size, seq.num_prompt_tokens
-        if seq.num_seqs == 1:
-            return len(seq.block_table) * size
-        return prompt + sum(max(len(member.block_table) * size - prompt, 0) for member in seq.together)
+        return max(running.values(), key=lambda seq: (_num_held(seq), seq.seq_id))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -143,3 +130,8 @@ def _num_emitted(seq: Sequence) -> int:
     if seq.num_seqs == 1:
         return seq.num_output_tokens
     return sum(member.num_output_tokens for member in seq.together)
+
+
+def _num_held(seq: Sequence) -> int:
+    """Returns the number of distinct KV blocks that the sequences of the request hold."""
+    return num_distinct([member.block_table for member in seq.together])

@@ -76,6 +76,7 @@ class Setup:
             rules=self.rules,
             eviction=evicts,
             key_source=keys if self.caching else None,
+            max_model_len=self.limits.max_model_len,
             lookahead_slots=self.lookahead,
             sliding_window=self.window,
         )

@@ -271,8 +271,8 @@ class Shadow:
         assert row.group_id == job.group_id
         assert row.sampling == job.request.sampling
         size = self.setup.block_size
-        lookahead = 0 if member.is_prefilling else self.setup.lookahead
-        assert len(row.block_table) * size >= end + lookahead, "no slot for a token"
+        ahead = end if member.is_prefilling else min(end + self.setup.lookahead, self.setup.limits.max_model_len)
+        assert len(row.block_table) * size >= max(end, ahead), "no slot for a token"
         first = self._first_read(row.start) // size
         held = list(row.block_table[first:])
         assert -1 not in held, "a block inside the window was released"

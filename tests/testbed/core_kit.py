@@ -66,6 +66,7 @@ def make_blocks(
     lookahead_slots: int = 0,
     sliding_window: int | None = None,
     isolate_tenants: bool = False,
+    max_model_len: int = 1 << 20,
 ) -> BlockManager:
     """Without `eviction` it is LRU, by what `rules.lru_by` says."""
     rules = rules or KVRules()
@@ -82,6 +83,7 @@ def make_blocks(
         lookahead_slots=lookahead_slots,
         sliding_window=sliding_window,
         isolate_tenants=isolate_tenants,
+        max_model_len=max_model_len,
     )
 
 

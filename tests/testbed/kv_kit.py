@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from testbed.blocks.demand import Verdict
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_request
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.blocks.demand import Verdict
 from testbed.blocks.prefixes import NO_HIT
-from testbed.blocks.verdict import Verdict
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence

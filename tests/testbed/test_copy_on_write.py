@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.blocks.kv_sequence import num_distinct
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.swap import num_distinct
 from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import add, make_blocks, make_request, make_scheduler, step

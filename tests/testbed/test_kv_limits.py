@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.swap import num_distinct
+from testbed.blocks.kv_sequence import RELEASED, num_distinct
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.request import SamplingParams
+from testbed.policies.admission import FuturePeak, MaxUtilization, NoEvict
+from testbed.policies.context import PolicyContext, bind
+from testbed.policies.oracle import NoOracle
 from testbed.policies.preemption import Recompute
+from testbed.policies.victim import MostBlocks
 from tests.testbed.core_kit import (
     add,
     drain,
@@ -222,3 +228,37 @@ def test_what_is_compared_with_the_models_length(length_limit: str, reason: Fini
     add(scheduler, make_request("a", 12, 3))
     (done,) = drain(scheduler)
     assert done.reason is reason
+
+
+def test_lookahead_ends_at_the_model_s_length() -> None:
+    """vLLM V1 reserves min(computed + new + lookahead, max_model_len); else the pool would be too small."""
+    blocks = make_blocks(block_size=16, num_blocks=4, caching=False, lookahead_slots=4, max_model_len=64)
+    scheduler = make_scheduler(blocks=blocks, limits=make_limits(model_len=64))
+    add(scheduler, make_request("a", 56, 8))
+    (done,) = drain(scheduler)
+    assert (done.reason, done.num_output_tokens) == (FinishReason.LENGTH, 8)
+
+
+@pytest.mark.parametrize("rule", [NoEvict, MaxUtilization, FuturePeak])
+def test_behind_a_sliding_window_admission_counts_what_a_sequence_can_hold(rule: Any) -> None:
+    """Of 150 tokens, 8 are looked back at: two requests hold 8 of the 40 blocks, and need not run one by one."""
+    by_chunk = KVRules(allocate="chunk")
+    blocks = make_blocks(num_blocks=40, caching=False, rules=by_chunk, sliding_window=8)
+    limits = make_limits(budget=16)
+    admission = rule()
+    bind(admission, PolicyContext(blocks, limits, NoOracle(), None, 0))
+    scheduler = make_scheduler(blocks=blocks, limits=limits, admission=admission)
+    for name in ("a", "b"):
+        add(scheduler, make_request(name, 100, 50, sampling=SamplingParams(max_tokens=50)))
+    most = 0
+    while scheduler.has_work:
+        step(scheduler)
+        most = max(most, scheduler.num_running)
+    assert most == 2
+
+
+def test_most_blocks_leaves_out_what_a_window_released() -> None:
+    long, short = sequence(0, range(8)), sequence(1, range(8))
+    long.block_table, short.block_table = [RELEASED] * 5 + [1, 2], [3, 4, 5]
+    assert num_distinct([long.block_table]) == 2
+    assert MostBlocks().choose({0: long, 1: short}) is short

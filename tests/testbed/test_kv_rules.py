@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.blocks.demand import Verdict
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import NO_HIT
-from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.compositions.decode_first import DecodeFirst

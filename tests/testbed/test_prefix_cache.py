@@ -296,7 +296,7 @@ class EvictsTheShallowest:
 def shallow_first(num_blocks: int) -> BlockManager:
     return BlockManager(
         block_size=1, num_gpu_blocks=num_blocks, num_cpu_blocks=0, watermark=0.0, rules=KVRules(),
-        eviction=EvictsTheShallowest(), key_source=TokenKeys(1),
+        eviction=EvictsTheShallowest(), key_source=TokenKeys(1), max_model_len=64,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
+from testbed.blocks.demand import Verdict
 from testbed.blocks.manager import BlockManager
-from testbed.blocks.verdict import Verdict
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, BatchShape, BlockedBy, PreemptionMode, PrefillChunk, Rows
 from testbed.core.request import SamplingParams

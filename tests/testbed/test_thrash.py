@@ -9,8 +9,6 @@ from testbed.core.outcome import StepResult
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import LivelockError
-from testbed.policies.context import PolicyContext
-from testbed.policies.oracle import NoOracle
 from testbed.policies.victim import MostBlocks
 from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
 from tests.testbed.test_serve import ListInbox, abort, arrive, drive
@@ -22,9 +20,7 @@ def make_world(num_blocks: int = 11) -> Scheduler:
         make_blocks(num_blocks=num_blocks, caching=False, rules=KVRules(allocate="chunk")),
         make_limits(threshold=4),
     )
-    victims = MostBlocks()
-    victims.bind(PolicyContext(blocks, limits, NoOracle(), None, 0))
-    return make_scheduler(limits=limits, blocks=blocks, victims=victims)
+    return make_scheduler(limits=limits, blocks=blocks, victims=MostBlocks())
 
 
 def test_prompts_that_preempt_each_other_for_ever_are_a_livelock_that_names_them() -> None:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
+from testbed.blocks.demand import Verdict
 from testbed.blocks.eviction import FIFO, LFU, LRU
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
-from testbed.blocks.verdict import Verdict
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.cost_aware import CostAware

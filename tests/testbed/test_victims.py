@@ -69,21 +69,17 @@ def test_least_progress_is_the_fewest_emitted_tokens_then_the_latest_arrival() -
     assert chosen(LeastProgress(), *(make_seq(seq_id, num_output_tokens=n) for seq_id, n in emitted.items())) == 5
 
 
-def most_blocks() -> MostBlocks:
-    return bound(MostBlocks(), make_pool(0))  # type: ignore[no-any-return]
-
-
 def test_most_blocks_is_the_most_room_then_the_latest_arrival() -> None:
     tables = {4: 4, 2: 8, 5: 8, 3: 11}
-    assert chosen(most_blocks(), *(make_seq(seq_id, num_blocks=n) for seq_id, n in tables.items())) == 3
-    assert chosen(most_blocks(), *(make_seq(seq_id, num_blocks=min(n, 8)) for seq_id, n in tables.items())) == 5
+    assert chosen(MostBlocks(), *(make_seq(seq_id, num_blocks=n) for seq_id, n in tables.items())) == 3
+    assert chosen(MostBlocks(), *(make_seq(seq_id, num_blocks=min(n, 8)) for seq_id, n in tables.items())) == 5
 
 
 def test_a_group_counts_with_all_its_members() -> None:
     """Two members of 8 + 4 and 8 + 8 slots share a prompt of 8: 20 together, more than 16; and emitted 3 + 3."""
     members = parted(*(make_seq(i, 8, num_output_tokens=3, num_blocks=3 + i, num_seqs=2) for i in (0, 1)))
     other = make_seq(2, 8, num_output_tokens=5, num_blocks=4)
-    assert chosen(most_blocks(), members[0], other) == 0
+    assert chosen(MostBlocks(), members[0], other) == 0
     assert chosen(LeastProgress(), members[0], other) == 2
 
 
@@ -219,7 +215,7 @@ def least_pool(lengths: list[tuple[int, int, int]]) -> int:
         (MostRecentlyAdmitted, (True, False)),
         (in_order_of_arrival, (True, False)),
         (LeastProgress, (True, False)),
-        (most_blocks, (True,)),
+        (MostBlocks, (True,)),
         (lambda: bound(LongestRemaining(), make_pool(0), Says({})), (True, False)),
         (LowestPriority, (True, False)),
     ],
@@ -239,7 +235,7 @@ class Oldest:
         return next(iter(running.values()))
 
 
-@pytest.mark.parametrize("rule", [Oldest, most_blocks])
+@pytest.mark.parametrize("rule", [Oldest, MostBlocks])
 def test_a_rule_that_spares_nobody_may_let_two_prompts_take_turns_for_ever(rule: Any) -> None:
     """Why the docstrings speak of progress: by chunks of 5, neither prompt gets to its end before it is preempted."""
     lengths = [(8, 18, 0), (10, 16, 0)]

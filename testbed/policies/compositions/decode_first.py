@@ -6,7 +6,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.verdict import Verdict
+from testbed.blocks.demand import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step

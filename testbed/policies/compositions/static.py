@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.verdict import Verdict
+from testbed.blocks.demand import Verdict
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 

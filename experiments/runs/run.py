@@ -277,6 +277,8 @@ def _close(
     from analysis.load import Run  # not at the top: Arrow is slow to import
     from analysis.measures.checks import failures
 
+    if failure is None and records.ignored:
+        manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
     try:
         write_json(folder / "manifest.json", manifest)
         summary = Run(folder, config.raw, manifest).summarise()
@@ -289,8 +291,7 @@ def _close(
     if failure is not None:
         message, exit_status = failure_message(failure, folder, manifest, records.num_finished), _exit_status(failure)
     elif records.ignored:
-        message = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
-        exit_status = 0 if config.allow_ignored else 1
+        message, exit_status = manifest["ignored"], 0 if config.allow_ignored else 1
     log = logging.getLogger("testbed")
     for sentence in (*failures(summary["checks"]), *warnings_of(manifest)):
         log.warning("%s", sentence)

@@ -29,6 +29,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
+from experiments.configuration.saved import read_manifest
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run import FailedError
@@ -73,9 +74,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     sweep = _Sweep(config, context, of_hydra, command, _combinations(choices, library_of(of_hydra)), root)
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
-    todo = _left_to_run(sweep, points)
+    todo, before = _left_to_run(sweep, points)
     outcomes = _launched(sweep, todo) if todo else []
-    _conclude(sweep, outcomes, len(todo) - len(outcomes))
+    _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +192,9 @@ def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
         print(f"note         report.baseline is {baseline!r}, and no arm of these points is: {'; '.join(names)}")
 
 
-def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[Point]:
-    """Returns the points that are not finished, after moving aside runs in their places. Prints what it found."""
+def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[list[Point], list[Outcome]]:
+    """Returns the points that are not finished, and the outcomes of finished ones that count as failed (requests could
+    never fit). Moves aside the runs in the places of the former. Prints what it found."""
     refuse_run(sweep.root, "hydra.sweep.dir")
     for board in say_killed(sweep.root):
         shutil.rmtree(board, ignore_errors=True)
@@ -200,6 +202,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
     todo: dict[Path, Point] = {}
     done: dict[Path, Point] = {}
     aside: list[tuple[str, Path]] = []
+    failed: list[Outcome] = []
     num_restated = 0
     if sweep.names_folders:
         places = [(Path(point.root, point.folder or ""), config) for point, config in points]
@@ -210,6 +213,8 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
         folder = point.place(identity)
         if not config.overwrite and is_done(folder, identity):
             done[folder] = point
+            if not config.allow_ignored and (said := read_manifest(folder).get("ignored")):
+                failed.append(Outcome(point.label, "failed", str(folder), said, exit_status=1))
             num_restated += restate(folder, config, point.command, point.origin)
             continue
         aside += [] if config.overwrite else known.make_room(folder, identity)
@@ -218,7 +223,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> list[P
     for folder, point in done.items() if after == 0 else ():
         point.origin.state(folder, point.command)
     _say_found(len(points), list(done), aside, num_restated)
-    return [replace(point, origin=point.origin.moved(after)) for point in todo.values()]
+    return [replace(point, origin=point.origin.moved(after)) for point in todo.values()], failed
 
 
 def _refuse_shared(places: list[tuple[Path, str]]) -> None:

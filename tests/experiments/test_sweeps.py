@@ -175,6 +175,10 @@ def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(
     said = sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128")
     assert "could never fit" in said.error()
     assert len(load_sweep(tmp_path / "s").runs) == 2
+    again = sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128")
+    assert "done before  2 of 2" in again.out
+    assert again.error() == said.error()
+    assert sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128", "allow_ignored=true").status == 0
 
 
 def test_another_configuration_in_folders_of_one_s_own_names_is_refused(

@@ -78,7 +78,7 @@ QUEUES: Mapping[str, Factory] = {
     "srpt, preemptive": lambda: orders.shortest_remaining(preemptive=True),
     "hrrn": orders.HighestResponseRatioNext,
     "lpm": lambda: orders.longest_prefix(max_waiting=5, max_cached_tokens=4, duplicate_tokens=4),
-    "dfs": lambda: orders.depth_first(max_waiting=5),
+    "dfs": lambda: orders.depth_first(max_waiting=5, tree="waiting"),
     "dfs, cached": lambda: orders.depth_first(tree="cached"),
     "edf": orders.earliest_deadline,
     "edf, preemptive": lambda: orders.earliest_deadline(preemptive=True),

@@ -106,7 +106,7 @@ def test_depth_first_serves_the_heavier_subtree_first_and_a_nodes_own_ones_last(
         make_seq(3, [*a, *c]),
         make_seq(4, [*a, *c, *b]),
     ]
-    assert drain(pushed(bound(orders.depth_first()), *seqs)) == [4, 3, 2, 1, 0]
+    assert drain(pushed(bound(orders.depth_first(tree="waiting")), *seqs)) == [4, 3, 2, 1, 0]
 
 
 def walk(seqs: list[Sequence], depth: int) -> list[int]:
@@ -125,7 +125,7 @@ def walk(seqs: list[Sequence], depth: int) -> list[int]:
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=20))
 def test_depth_first_is_a_walk_of_the_prefix_tree(paths: list[list[int]]) -> None:
     seqs = [make_seq(seq_id, [block for block in path for _ in range(4)]) for seq_id, path in enumerate(paths)]
-    assert drain(pushed(bound(orders.depth_first()), *seqs)) == walk(seqs, 0)
+    assert drain(pushed(bound(orders.depth_first(tree="waiting")), *seqs)) == walk(seqs, 0)
 
 
 def test_depth_first_through_the_cached_tree_knows_hits_alone() -> None:
@@ -135,18 +135,22 @@ def test_depth_first_through_the_cached_tree_knows_hits_alone() -> None:
     blocks = caching([*a, *b], [*d], [*a, *c])
     assert drain(pushed(bound(orders.depth_first(tree="cached"), blocks=blocks), *seqs)) == [1, 3, 2, 0, 4]
     assert drain(pushed(bound(orders.depth_first(tree="cached")), *seqs)) == [0, 1, 2, 3, 4]
-    assert drain(pushed(bound(orders.depth_first()), *seqs)) == [0, 4, 1, 3, 2], "through the waiting ones"
+    assert drain(pushed(bound(orders.depth_first(tree="waiting")), *seqs)) == [0, 4, 1, 3, 2], (
+        "through the waiting ones"
+    )
 
 
 def test_depth_first_keeps_salts_apart_and_takes_long_chains_of_prefixes() -> None:
     seqs = [make_seq(0, [1] * 8), make_seq(1, [1] * 8, salt="s"), make_seq(2, [1] * 12, salt="s")]
-    assert drain(pushed(bound(orders.depth_first()), *seqs)) == [2, 1, 0]
+    assert drain(pushed(bound(orders.depth_first(tree="waiting")), *seqs)) == [2, 1, 0]
     nested = [make_seq(seq_id, [1] * 4 * (seq_id + 1)) for seq_id in range(1500)]
-    assert drain(pushed(bound(orders.depth_first(max_waiting=2000)), *nested)) == list(range(1499, -1, -1))
+    assert drain(pushed(bound(orders.depth_first(max_waiting=2000, tree="waiting")), *nested)) == list(
+        range(1499, -1, -1)
+    )
 
 
 def test_depth_first_follows_a_sequence_that_comes_back_longer() -> None:
-    queue = bound(orders.depth_first())
+    queue = bound(orders.depth_first(tree="waiting"))
     seq, other, twin = make_seq(0, [1] * 4), make_seq(1, [2] * 4), make_seq(2, [1] * 4 + [0] * 4)
     pushed(queue, seq, other, twin)
     assert queue.head(1) is twin, "two share the first block; its own one comes last"

@@ -31,13 +31,14 @@ def longest_prefix(
     return WindowedQueue(LongestPrefix(max_cached_tokens, duplicate_tokens), max_waiting)
 
 
-def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "waiting") -> WindowedQueue:
+def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "cached") -> WindowedQueue:
     """Depth first through a tree of prefixes: children with more waiting sequences first, a node's own sequences last.
 
-    tree: `waiting`: the common prefixes of the waiting sequences, in whole blocks, cached or not (the order of SGLang's
-    paper, which is optimal if all requests are known); `cached`: only the prefixes that are cached now (SGLang's
-    `dfs-weight`; sequences without a hit are in order of arrival). Of equal weights, the subtree of the oldest sequence
-    comes first. First come, first served if more than `max_waiting` wait; SGLang has no such limit here.
+    tree: `cached`: only the prefixes that are cached now (SGLang's `dfs-weight`); sequences without a hit are in order
+    of arrival. `waiting`: the common prefixes of the waiting sequences, in whole blocks, cached or not (the order of
+    SGLang's paper). Its weights change with the queue, so it may leave a subtree early and find fewer hits. Of equal
+    weights, the subtree of the oldest sequence comes first. First come, first served if more than `max_waiting` wait;
+    SGLang has no such limit here.
     """
     return WindowedQueue(DepthFirst(choose("scheduler.queue_order.tree", tree, TREES)), max_waiting)
 

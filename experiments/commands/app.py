@@ -39,7 +39,7 @@ from experiments.configuration.overrides import (
     refuse_repeated,
     with_searched,
 )
-from experiments.configuration.saved import read_config
+from experiments.configuration.saved import read_config, read_manifest
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
@@ -299,9 +299,18 @@ def _finish(result: RunResult) -> dict[str, Any]:
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """Returns the configuration of a run folder with overrides applied, checked like any other configuration."""
     saved = read_config(source)
-    config = compose_from(saved, [*overrides, *_replicas_of(saved["backend"], overrides)])
+    added = [*_replicas_of(saved["backend"], overrides), *_pool_of(source, saved, overrides)]
+    config = compose_from(saved, [*overrides, *added])
     check_priced(source, config, overrides)
     return config
+
+
+def _pool_of(source: Path, saved: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Returns an override that gives a simulation the KV blocks that the saved real engine had, unless given."""
+    is_real = saved["backend"].get("name") == "real" and "backend=sim" in overrides
+    num_blocks = read_manifest(source).get("num_gpu_blocks")
+    is_given = saved["cache"].get("num_gpu_blocks") is not None or any("num_gpu_blocks=" in item for item in overrides)
+    return [f"cache.num_gpu_blocks={num_blocks}"] if is_real and num_blocks and not is_given else []
 
 
 def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
 from sim.cost.config import RooflineConfig
-from testbed.blocks.config import KVRules
+from testbed.blocks.config import CacheConfig, KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
@@ -58,10 +58,12 @@ def can_swap(config: RunConfig) -> bool:
 
 
 def simulated_pools(config: RunConfig) -> Pools:
-    """Returns the KV pools of a simulated engine; by default the blocks that fit into the device's memory, by the
-    formula of the real engine."""
+    """Returns the KV pools of a simulated engine; by default as many blocks as the real engine takes: on a GPU those
+    that fit into its memory, on a CPU those of its default budget."""
     num_gpu = config.cache.num_gpu_blocks
-    if num_gpu is None:
+    if num_gpu is None and config.device.kind == "cpu":
+        num_gpu = RealConfig().cpu_kv_bytes // block_bytes(config)
+    elif num_gpu is None:
         bounds = config.limits
         check_ranks(config.model, config.tensor_parallel_size)
         num_gpu = num_kv_blocks(
@@ -268,6 +270,8 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in ("top_p", "top_k", "min_p")
         if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
     ]
+    if config.device.kind == "cpu" and config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+        notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
     if not isinstance(backend, SimConfig):
         if config.cost != RooflineConfig() and not asks_step_times(config):
             notes.append(f"cost={config.cost_name} has no effect on measured times")

@@ -176,3 +176,12 @@ def test_every_model_that_counts_pairs_is_told_the_window():
     for cost in ("roofline", "linear"):
         assert attention_of_a_prompt(cost, window) < attention_of_a_prompt(cost) / 5
     assert attention_of_a_prompt("linear", window) == pytest.approx(64 * 65 // 2 + (8192 - 64) * 64, abs=1)  # 1 ns each
+
+
+def test_on_a_cpu_the_simulator_has_the_blocks_of_the_engine_s_default_budget():
+    """Weights and memory play no part: 256 MiB, as the engine takes; a run of it is simulated with what it had."""
+    config = compose_config(["model=tiny", "device=cpu", "cache.gpu_memory_utilization=0.5"])
+    assert build.simulated_pools(config).num_gpu_blocks == 256 * 2**20 // costs.block_bytes(config)
+    assert "cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks" in build.unused_settings(
+        config
+    )

@@ -175,3 +175,12 @@ def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_
     assert manifest_of(tmp_path / "again")["replay"]["probe"]["probe_ns"] == probe["probe_ns"]
     alone = say(capsys, "run", *TINY, *SHORT, *REAL, "backend.probe_ns=9", f"hydra.run.dir={tmp_path / 'no'}")
     assert "backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null" in alone.error()
+
+
+def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say(capsys, "run", *REAL, *TINY, *SHORT, "backend.cpu_kv_bytes=1000000", f"hydra.run.dir={tmp_path / 'real'}")
+    had = manifest_of(tmp_path / "real")["num_gpu_blocks"]
+    for name, options, expected in (("sim", (), had), ("given", ("cache.num_gpu_blocks=99",), 99)):
+        again = (f"from={tmp_path / 'real'}", "backend=sim", *options, f"hydra.run.dir={tmp_path / name}")
+        assert say(capsys, "run", *again).status == 0
+        assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected

@@ -133,7 +133,9 @@ CASES: dict[str, Case] = {
     ),
     "feedback levels, swap": _rows("scheduler=decode_first", "scheduler.queue_order=mlfq", *SWAPS),
     "depth first, tenants isolated": _rows(
-        "scheduler=unified", "scheduler.queue_order=dfs", "cache.isolate_tenants=true"
+        "scheduler=unified",
+        "scheduler.queue_order={_target_: testbed.policies.orders.depth_first, tree: waiting}",
+        "cache.isolate_tenants=true",
     ),
     "response ratio": _rows(
         "scheduler=trtllm_max_util", "scheduler.queue_order=hrrn", "scheduler.victim=least_progress"

@@ -16,8 +16,7 @@ from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
 from real.layers.packed import make_code
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
-from testbed.errors import DeviceError
-from testbed.specs.memory import num_kv_blocks
+from testbed.specs.memory import num_blocks_of_budget, num_kv_blocks
 
 WARM_UP_CONTEXT = 1024  # enough for several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for the kernels of measured prefills; the maximum would take seconds on a CPU
@@ -37,7 +36,7 @@ def fitting_num_blocks(
     block_size, device = runner.limits.block_size, runner.placement.device
     size = block_bytes(runner.spec, block_size, cache_dtype, runner.placement.group.size)
     if device.type == "cpu":
-        return _num_blocks_of_budget(size, block_size, cpu_kv_bytes)
+        return num_blocks_of_budget(cpu_kv_bytes, size, block_size)
     weights, temporaries = _measure(runner, cache_dtype)
     graphs = 0
     if captured is not None:
@@ -54,15 +53,6 @@ def fitting_num_blocks(
         graph_bytes=graphs,
         block_bytes=size,
     )
-
-
-def _num_blocks_of_budget(size: int, block_size: int, cpu_kv_bytes: int) -> int:
-    if cpu_kv_bytes < size:
-        raise DeviceError(
-            f"backend.cpu_kv_bytes is {cpu_kv_bytes:,}, but one KV block of {block_size} tokens takes {size:,} bytes; "
-            "raise it or choose a smaller cache.block_size"
-        )
-    return cpu_kv_bytes // size
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, replicates
+from analysis.comparison.arms import Arm, num_replicates
 from analysis.comparison.compare import Comparison
 from analysis.comparison.effects import Effect
 from analysis.comparison.wording import (
@@ -137,9 +137,10 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
 
 
-def limits(arms: Sequence[Arm], slo_given: bool) -> Iterator[str]:
-    """Sentences on limits of the numbers, in addition to the trust indicators and the cautions."""
-    least = min((len(replicates(arm)) for arm in arms), default=0)
+def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo_given: bool) -> Iterator[str]:
+    """Sentences on limits of the numbers, in addition to the trust indicators and the cautions. compared: the arms of
+    each load."""
+    least = min(map(num_replicates, compared), default=0)
     if 1 < least < 5:
         yield f"There are only {least} replicates: intervals over so few are wide and lean on normality."
     unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)

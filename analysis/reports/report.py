@@ -354,7 +354,11 @@ def _context(
         "plots": _run_plots(sections, groups, baseline, report),
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
-        "limits": [*findings.limits(report.arms, slo is not None), *sections.notes, *report.notes],
+        "limits": [
+            *findings.limits([one.arms for one in sections.compared], report.arms, slo is not None),
+            *sections.notes,
+            *report.notes,
+        ],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],
         "max_commands": _MAX_COMMANDS,

@@ -306,11 +306,14 @@ def config_from(source: Path, overrides: list[str]) -> RunConfig:
 
 
 def _pool_of(source: Path, saved: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Returns an override that gives a simulation the KV blocks that the saved real engine had, unless given."""
+    """Returns an override that gives a simulation the KV blocks that the saved real engine had, unless they are given,
+    or the simulation is of another model, device or cache."""
     is_real = saved["backend"].get("name") == "real" and "backend=sim" in overrides
+    is_other = any(item.startswith(("model", "device", "cache")) for item in overrides)
+    if not is_real or is_other or saved["cache"].get("num_gpu_blocks") is not None:
+        return []
     num_blocks = read_manifest(source).get("num_gpu_blocks")
-    is_given = saved["cache"].get("num_gpu_blocks") is not None or any("num_gpu_blocks=" in item for item in overrides)
-    return [f"cache.num_gpu_blocks={num_blocks}"] if is_real and num_blocks and not is_given else []
+    return [f"cache.num_gpu_blocks={num_blocks}"] if num_blocks else []
 
 
 def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:

@@ -32,7 +32,7 @@ from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Recompute, Swap
-from testbed.specs.memory import activation_bytes, graph_bytes, num_kv_blocks
+from testbed.specs.memory import activation_bytes, graph_bytes, num_blocks_of_budget, num_kv_blocks
 from testbed.specs.model import check_ranks
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 
@@ -62,7 +62,7 @@ def simulated_pools(config: RunConfig) -> Pools:
     that fit into its memory, on a CPU those of its default budget."""
     num_gpu = config.cache.num_gpu_blocks
     if num_gpu is None and config.device.kind == "cpu":
-        num_gpu = RealConfig().cpu_kv_bytes // block_bytes(config)
+        num_gpu = num_blocks_of_budget(RealConfig().cpu_kv_bytes, block_bytes(config), config.cache.block_size)
     elif num_gpu is None:
         bounds = config.limits
         check_ranks(config.model, config.tensor_parallel_size)
@@ -270,7 +270,12 @@ def unused_settings(config: RunConfig) -> list[str]:
         for name in ("top_p", "top_k", "min_p")
         if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
     ]
-    if config.device.kind == "cpu" and config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+    is_ours = isinstance(backend, SimConfig | RealConfig)
+    if (
+        is_ours
+        and config.device.kind == "cpu"
+        and config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
+    ):
         notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
     if not isinstance(backend, SimConfig):
         if config.cost != RooflineConfig() and not asks_step_times(config):

@@ -1,4 +1,4 @@
-"""Demand: how many blocks a number of tokens needs, and the verdict. Arithmetic; knows no tables and no pools."""
+"""Demand: how many blocks a number of tokens needs. Arithmetic over counts; knows no tables and no pools."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Demand:
         missing = (end if seq.is_prefilling else self._with_lookahead(end)) - num_held * self.block_size
         return self.num_blocks_for(missing) if missing > 0 else 0
 
-    def num_held_at_most(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence of `num_tokens` tokens holds at a time, if its chunks are small."""
+    def num_held_at_most(self, num_tokens: int, chunk: int = 1) -> int:
+        """Returns the most blocks that a sequence holds on the way to `num_tokens`, `chunk` tokens a step."""
         num_blocks = self.num_blocks_for(self._with_lookahead(num_tokens))
         if self.sliding_window is not None and self._is_by_chunk:
-            num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window) + 2)
+            num_blocks = min(num_blocks, self.num_blocks_for(self.sliding_window + chunk - 1) + 2)
         return num_blocks
 
     def _with_lookahead(self, num_tokens: i64) -> i64:

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from mypy_extensions import mypyc_attr
 
 from testbed.blocks.kv_sequence import num_distinct
-from testbed.blocks.manager import BlockManager
 from testbed.checks import choose, require, require_whole
 from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
@@ -117,7 +116,8 @@ class FuturePeak:
 
     def peak_blocks(self, seqs: Collection[Sequence]) -> int:
         """Returns the largest number of KV blocks that these sequences will hold at once."""
-        blocks = _bound(self._context).blocks
+        context = _bound(self._context)
+        blocks = context.blocks
         block_size: int = blocks.block_size
         lookahead: int = blocks.lookahead_slots
         num_with_residue = [0] * block_size
@@ -130,8 +130,13 @@ class FuturePeak:
             num_with_residue[residue] += 1
             more, rest = divmod(remaining, block_size)
             peak = max(peak, full_blocks + rank * more + sum(num_with_residue[block_size - rest :]))
-        at_most = sum(blocks.demand.num_held_at_most(num_tokens + remaining - 1) for remaining, num_tokens in growing)
-        return min(peak, at_most)  # a sliding window, or the model's length, keeps them from growing so far
+        if blocks.sliding_window is not None:  # it keeps them from growing so far
+            peak = min(peak, sum(_num_blocks(seq, self._num_at_end, context) for seq in seqs))
+        return peak
+
+    def _num_at_end(self, seq: Sequence) -> int:
+        context = _bound(self._context)
+        return final_num_tokens(seq, context.limits, context.oracle) - 1
 
     def _growing(self, seq: Sequence, block_size: int) -> list[tuple[int, int]]:
         """Returns (remaining tokens, tokens now) of each sequence of a request; the shared prompt counts once."""
@@ -220,8 +225,8 @@ def _fits(
     available = blocks.num_free_blocks
     for other in running:
         num_held = num_distinct([member.block_table for member in other.together])
-        available -= max(_num_blocks(other, num_tokens, blocks) - num_held, 0)
-    needed = _num_blocks(seq, num_tokens, blocks)
+        available -= max(_num_blocks(other, num_tokens, context) - num_held, 0)
+    needed = _num_blocks(seq, num_tokens, context)
     if needed <= available:
         return True
     hit = blocks.lookup(seq)  # only now, as most answers do not depend on it
@@ -230,14 +235,16 @@ def _fits(
     return needed - num_shared <= available
 
 
-def _num_blocks(seq: Sequence, num_tokens: Callable[[Sequence], int], blocks: BlockManager) -> int:
-    """Returns the number of distinct blocks in which every sequence of the request has `num_tokens` and the lookahead.
+def _num_blocks(seq: Sequence, num_tokens: Callable[[Sequence], int], context: PolicyContext) -> int:
+    """Returns the number of distinct blocks that the sequences of the request hold until each has `num_tokens`.
 
     The full blocks of the prompt are shared; all others belong to one sequence each (for beams, an upper bound). Behind
-    a sliding window nothing stays shared.
+    a sliding window nothing stays shared, and a chunk is held in addition to the window.
     """
+    blocks = context.blocks
     shared = 0 if blocks.sliding_window is not None or seq.num_seqs == 1 else seq.num_prompt_tokens // blocks.block_size
-    own = [blocks.demand.num_held_at_most(num_tokens(member)) - shared for member in seq.together]
+    chunk = max(1, min(seq.num_tokens - seq.num_computed_tokens, context.limits.max_num_batched_tokens))
+    own = [blocks.demand.num_held_at_most(num_tokens(member), chunk) - shared for member in seq.together]
     return shared + sum(own) + (seq.num_seqs - len(own)) * own[0]
 
 

@@ -32,6 +32,16 @@ def num_kv_blocks(
     return int(num_blocks)
 
 
+def num_blocks_of_budget(cpu_kv_bytes: int, block_bytes: int, block_size: int) -> int:
+    """Returns how many KV blocks fit into the budget of a CPU. Used by both backends. Raises DeviceError for none."""
+    if cpu_kv_bytes < block_bytes:
+        raise DeviceError(
+            f"backend.cpu_kv_bytes is {cpu_kv_bytes:,}, but one KV block of {block_size} tokens takes "
+            f"{block_bytes:,} bytes; raise it, set cache.num_gpu_blocks, or choose a smaller cache.block_size"
+        )
+    return cpu_kv_bytes // block_bytes
+
+
 def activation_bytes(
     model: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tensor_parallel_size: int = 1
 ) -> int:

@@ -162,6 +162,16 @@ def test_loads_become_conditions_and_a_curve(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_replicates_are_counted_at_each_load(tmp_path, seeds):
+    for rate in (4, 10):
+        for chunked in (False, True):
+            for seed in range(seeds):
+                write_run(tmp_path / f"{rate}-{chunked}-{seed}", seed=seed, rate=rate, chunked=chunked, num_requests=8)
+    text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
+    assert f"There are only {seeds} replicates" in text
+
+
 def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
     for chunked in (False, True):
         for rate in (6.0, 10.0) if chunked else (10.0,):

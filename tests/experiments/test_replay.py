@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
-from experiments.wiring.build import build_trace
+from experiments.wiring.build import build_trace, simulated_pools
 from experiments.wiring.traces import forcing
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
@@ -180,7 +180,9 @@ def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_
 def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say(capsys, "run", *REAL, *TINY, *SHORT, "backend.cpu_kv_bytes=1000000", f"hydra.run.dir={tmp_path / 'real'}")
     had = manifest_of(tmp_path / "real")["num_gpu_blocks"]
-    for name, options, expected in (("sim", (), had), ("given", ("cache.num_gpu_blocks=99",), 99)):
+    elsewhere = simulated_pools(config_of((*TINY, *SHORT, "device=h100"))).num_gpu_blocks
+    cases = (("sim", (), had), ("given", ("cache.num_gpu_blocks=99",), 99), ("other", ("device=h100",), elsewhere))
+    for name, options, expected in cases:
         again = (f"from={tmp_path / 'real'}", "backend=sim", *options, f"hydra.run.dir={tmp_path / name}")
         assert say(capsys, "run", *again).status == 0
         assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.blocks.config import KVRules
+from testbed.core.request import SamplingParams
 from testbed.errors import ConfigError
 from testbed.policies.admission import (
     All,
@@ -19,7 +21,10 @@ from testbed.policies.admission import (
     Watermark,
     final_num_tokens,
 )
+from testbed.policies.context import PolicyContext, bind
+from testbed.policies.oracle import NoOracle
 from tests.testbed.admission_kit import LIMITS, Says, bound, compute, make_pool, make_seq, parted
+from tests.testbed.core_kit import add, make_blocks, make_limits, make_request, make_scheduler, step
 
 # --- what they share ---
 
@@ -244,3 +249,26 @@ def test_all_asks_every_rule() -> None:
     assert not policy.allows(make_seq(1, 5), [*running, make_seq(2, 1, max_tokens=1, num_blocks=1)])
     with pytest.raises(ConfigError, match="of is empty"):
         All([])
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 30)), min_size=2, max_size=6),
+    window=st.none() | st.integers(2, 12),
+    budget=st.integers(6, 90),
+    num_blocks=st.integers(28, 40),
+)
+def test_no_evict_keeps_its_promise_behind_a_window_whatever_the_chunks(
+    sizes: list[tuple[int, int]], window: int | None, budget: int, num_blocks: int
+) -> None:
+    """A chunk is held in addition to the window while it is computed. The pool holds the largest request."""
+    limits, by_chunk = make_limits(budget=budget, model_len=128), KVRules(allocate="chunk")
+    blocks = make_blocks(num_blocks=num_blocks, caching=False, rules=by_chunk, sliding_window=window)
+    admission = NoEvict()
+    bind(admission, PolicyContext(blocks, limits, NoOracle(), None, 0))
+    scheduler = make_scheduler(blocks=blocks, limits=limits, admission=admission)
+    for index, (prompt, output) in enumerate(sizes):
+        add(scheduler, make_request(f"r{index}", prompt, output, sampling=SamplingParams(max_tokens=output)))
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        assert not plan.is_empty
+        assert not plan.preempted

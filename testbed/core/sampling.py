@@ -119,7 +119,9 @@ class SamplingParams:
             raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
         for token in self.stop_token_ids:
             if not _is_whole(token) or not 0 <= token <= INT32_MAX:
-                raise RequestError(f"sampling.stop_token_ids has {shown(token)}; token ids are from 0 to {INT32_MAX}")
+                raise RequestError(
+                    f"sampling.stop_token_ids has {shown(token)}; token ids are whole, from 0 to {INT32_MAX}"
+                )
         self._check_bias()
 
     def _normalise(self) -> None:

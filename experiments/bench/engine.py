@@ -3,12 +3,13 @@
 On a CPU: a model of about 20 million parameters against `transformers.generate`, transformers' continuous batching and,
 if installed, vLLM's CPU build. All use the same checkpoint, prompts and threads, in turns. On a GPU: steps of published
 model shapes with random weights, and 256 requests of 100 to 1,024 tokens in and out against vLLM and transformers'
-continuous batching, with every attention provider that can run.
+continuous batching, with every attention provider that can run; swaps against the measured link to the host.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -21,7 +22,8 @@ from experiments.tables.devices import model_spec
 from experiments.wiring.build_engine import real_packages
 from testbed.checks import choose, require_whole
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
-from testbed.core.request import GREEDY
+from testbed.core.request import GREEDY, SamplingParams
+from testbed.errors import ConfigError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
 
@@ -41,6 +43,11 @@ SMALL = ModelSpec(
 SHAPES = ("qwen3_0.6b", "qwen3_8b")
 BATCHES, CONTEXT = (1, 8, 64, 256), 1024
 PROMPTS = (512, 2048, 8192)
+MIXED = (64, 512)  # decodes, and tokens of the prompt beside them
+SAMPLED = 64  # rows of the steps that sample in other ways than greedily
+SAMPLINGS = {"temperature 1": SamplingParams(temperature=1.0), "top-k, top-p": SamplingParams(top_k=20, top_p=0.9)}
+SWAPPED = (34, 512)  # blocks
+PARTS = ("decode", "sampling", "prefill", "mixed", "swap", "offline")
 
 
 class Ceilings(NamedTuple):
@@ -106,18 +113,28 @@ def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_
         max_num_seqs=256,
         max_model_len=min(8192, spec.max_position_embeddings),
         num_gpu_blocks=num_blocks,
+        num_cpu_blocks=max(SWAPPED) if torch.cuda.is_available() and device != "cpu" else None,
     )
 
 
-def decode_time(backend: RealBackend, spec: ModelSpec, batch: int, context: int, num_steps: int) -> StepTime:
-    """Times decode steps of `batch` sequences that each attend to `context` positions."""
-    blocks = _tables(backend, batch, context)
+def decode_time(
+    backend: RealBackend, spec: ModelSpec, batch: int, context: int, num_steps: int,
+    sampling: SamplingParams = GREEDY, num_beside: int = 0,
+) -> StepTime:  # fmt: skip
+    """Times decode steps of `batch` sequences that each attend to `context` positions. num_beside: tokens of a prompt
+    that each step computes, too."""
+    *blocks, table = _tables(backend, batch + 1, context)
     rng = random.Random(batch)
     rows = tuple(
-        ScheduledSequence(i, context - 1, 1, [rng.randrange(spec.vocab_size)], True, False, blocks[i], GREEDY)
+        ScheduledSequence(i, context - 1, 1, [rng.randrange(spec.vocab_size)], True, False, blocks[i], sampling)
         for i in range(batch)
     )
-    return _time(backend, rows, BatchShape(batch, batch * context, (), batch), num_steps)
+    prefills: tuple[PrefillChunk, ...] = ()
+    if num_beside:
+        tokens = [rng.randrange(spec.vocab_size) for _ in range(num_beside)]
+        rows += (ScheduledSequence(batch, 0, num_beside, tokens, True, False, table, GREEDY),)
+        prefills = (PrefillChunk(0, num_beside),)
+    return _time(backend, rows, BatchShape(batch, batch * context, prefills, len(rows)), num_steps)
 
 
 def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_steps: int) -> StepTime:
@@ -127,6 +144,26 @@ def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_ste
     (table,) = _tables(backend, 1, num_tokens)
     row = ScheduledSequence(0, 0, num_tokens, tokens, True, False, table, GREEDY)
     return _time(backend, (row,), BatchShape(0, 0, (PrefillChunk(0, num_tokens),), 1), num_steps)
+
+
+def link_bytes_per_s(device: torch.device, to_host: bool) -> float:
+    """The rate of one large copy between the device and pinned memory of the host."""
+    import torch
+
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True).random_()
+    there = pinned.to(device)
+    source, target = (there, pinned) if to_host else (pinned, there)
+    return len(pinned) / _median_s(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def swap_time(backend: RealBackend, num_blocks: int, to_host: bool, num_steps: int) -> StepTime:
+    """Times steps that only move blocks, from random places to random places."""
+    draw = random.Random(num_blocks)
+    gpu, cpu = (draw.sample(range(pool), num_blocks) for pool in (backend.num_gpu_blocks, backend.num_cpu_blocks))
+    pairs = tuple(zip(gpu, cpu, strict=True)) if to_host else tuple(zip(cpu, gpu, strict=True))
+    kind = "out" if to_host else "in"
+    shape = BatchShape(0, 0, (), 0, **{f"num_blocks_swapped_{kind}": num_blocks})
+    return _time(backend, (), shape, num_steps, **{f"swap_{kind}": pairs})
 
 
 def decode_floor_s(spec: ModelSpec, batch: int, context: int, bytes_per_s: float) -> float:
@@ -151,14 +188,16 @@ def _tables(backend: RealBackend, num_rows: int, context: int) -> list[list[int]
     return [blocks[i * per_row : (i + 1) * per_row] for i in range(num_rows)]
 
 
-def _time(backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: BatchShape, num_steps: int) -> StepTime:
+def _time(
+    backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: BatchShape, num_steps: int, **moved: Any
+) -> StepTime:
     totals, device = [], []
     for step in range(WARM_UP_STEPS + num_steps):
-        plan = BatchPlan(step, shape, MadeRows(rows))
+        plan = BatchPlan(step, shape, MadeRows(rows), **moved)
         began = time.perf_counter()
         spans = backend.start(plan).wait().spans
         totals.append(time.perf_counter() - began)
-        device.append((spans.forward_ns + spans.sample_ns) / 1e9)
+        device.append((spans.swap_ns + spans.forward_ns + spans.sample_ns) / 1e9)
     return StepTime(statistics.median(totals[WARM_UP_STEPS:]), statistics.median(device[WARM_UP_STEPS:]))
 
 
@@ -168,9 +207,7 @@ def _time(backend: RealBackend, rows: tuple[ScheduledSequence, ...], shape: Batc
 def main(arguments: list[str]) -> int:
     parser = Parser("testbed bench engine", description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--parts", default="decode,prefill,offline", help="comma-separated, of decode, prefill, offline"
-    )
+    parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (all; swap only on a GPU)")
     parser.add_argument("--models", default=None, help="on a GPU: names of the model group (qwen3_0.6b,qwen3_8b)")
     parser.add_argument(
         "--dtypes", default="float32,bfloat16", help="on a CPU: comma-separated, of float32, bfloat16 (both)"
@@ -178,11 +215,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the whole runs, in turns (3)")
     parser.add_argument("--threads", type=int, default=None, help="of torch on the CPU; left out: torch's choice")
     options = parser.parse_args(arguments)
-    parts, dtypes = options.parts.split(","), options.dtypes.split(",")
+    parts, dtypes = (options.parts or ",".join(PARTS)).split(","), options.dtypes.split(",")
     for dtype in dtypes:
         choose("--dtypes", dtype, offline.CPU_DTYPES)
     for part in parts:
-        choose("--parts", part, ("decode", "prefill", "offline"))
+        choose("--parts", part, PARTS)
     require_whole("--repeats", options.repeats, 1)
     with real_packages("this benchmark"):
         import torch
@@ -197,7 +234,9 @@ def main(arguments: list[str]) -> int:
         if device.type == "cpu"
         else [model_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
     )
-    if {"decode", "prefill"} & set(parts):
+    if device.type == "cpu" and options.parts and "swap" in parts:
+        raise ConfigError("--parts swap needs a GPU: on a CPU both pools lie in the same memory")
+    if set(parts) - {"offline"}:
         _step_tables(specs, device, parts)
     if "offline" in parts:
         if device.type == "cpu":
@@ -210,29 +249,54 @@ def main(arguments: list[str]) -> int:
 def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
     import torch
 
+    from real.cache_engine import block_bytes
+
     is_cuda = device.type == "cuda"
     ceilings = measure_ceilings(device, torch.bfloat16 if is_cuda else torch.float32)
     rates = f"{ceilings.bytes_per_s / 1e9:,.0f} GB/s copied, {ceilings.flops_per_s / 1e12:,.2f} TFLOP/s"
+    links = {to_host: link_bytes_per_s(device, to_host) for to_host in (True, False)} if is_cuda else {}
+    if links:
+        rates += f", {links[True] / 1e9:.1f} GB/s to the host, {links[False] / 1e9:.1f} GB/s from it"
     print(f"  ceilings, measured: {rates}")
     context = CONTEXT if is_cuda else 256
     num_steps = 30 if is_cuda else 5
     prompts = [length for length in PROMPTS if is_cuda or length <= 2048]
     for spec in specs:
-        num_blocks = max(max(BATCHES) * -(-context // BLOCK_SIZE), -(-max(prompts) // BLOCK_SIZE)) + 1
+        num_blocks = (
+            max((max(*BATCHES, SAMPLED, MIXED[0]) + 1) * -(-context // BLOCK_SIZE), -(-max(prompts) // BLOCK_SIZE)) + 1
+        )
         backend = build_engine(spec, device.type, num_blocks, max(max(BATCHES), *prompts))
         size = f"{spec.num_parameters / 1e9:.2f} B parameters, {spec.dtype}"
         print(f"\n  {spec.name}, {size}, attention {backend.attention_name}")
-        print(f"  {'step':<34}{'ms':>9}{'device ms':>11}{'floor ms':>10}{'of floor':>10}{'host':>7}")
+        print(f"  {'step':<38}{'ms':>9}{'device ms':>11}{'floor ms':>10}{'of floor':>10}{'host':>7}")
+        rate, shown = ceilings.bytes_per_s, f"batch {{}}, context {context}"
         if "decode" in parts:
             for batch in BATCHES:
-                floor_s = decode_floor_s(spec, batch, context, ceilings.bytes_per_s)
                 taken = decode_time(backend, spec, batch, context, num_steps)
-                _show_step(f"decode, batch {batch}, context {context}", taken, floor_s)
+                _show_step(f"decode, {shown.format(batch)}", taken, decode_floor_s(spec, batch, context, rate))
+        if "sampling" in parts:
+            floor_s = decode_floor_s(spec, SAMPLED, context, rate)
+            for name, sampling in SAMPLINGS.items():
+                taken = decode_time(backend, spec, SAMPLED, context, num_steps, sampling)
+                _show_step(f"{name}, {shown.format(SAMPLED)}", taken, floor_s)
         if "prefill" in parts:
             for length in prompts:
                 floor_s = prefill_floor_s(spec, length, ceilings.flops_per_s)
                 taken = prefill_time(backend, spec, length, max(3, num_steps // 3))
                 _show_step(f"prefill, {length} tokens", taken, floor_s)
+        if "mixed" in parts:
+            batch, num_beside = MIXED
+            floor_s = decode_floor_s(spec, batch, context, rate) + prefill_floor_s(
+                spec, num_beside, ceilings.flops_per_s
+            )
+            taken = decode_time(backend, spec, batch, context, num_steps, num_beside=num_beside)
+            _show_step(f"mixed, {batch} and {num_beside} tokens", taken, floor_s)
+        if "swap" in parts and is_cuda:
+            for num_swapped, to_host in itertools.product(SWAPPED, (True, False)):
+                num_bytes = num_swapped * block_bytes(spec, BLOCK_SIZE, backend.cache.gpu.whole.dtype)
+                taken = swap_time(backend, num_swapped, to_host, num_steps)
+                floor_s = num_bytes / links[to_host]
+                _show_step(f"swap, {num_swapped} blocks {'out' if to_host else 'in'}", taken, floor_s)
         backend.close()
         del backend
         if is_cuda:
@@ -242,7 +306,7 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
 
 def _show_step(name: str, taken: StepTime, floor_s: float) -> None:
     print(
-        f"  {name:<34}{taken.total_s * 1e3:>9.3f}{taken.device_s * 1e3:>11.3f}{floor_s * 1e3:>10.3f}"
+        f"  {name:<38}{taken.total_s * 1e3:>9.3f}{taken.device_s * 1e3:>11.3f}{floor_s * 1e3:>10.3f}"
         f"{floor_s / taken.total_s:>10.0%}{taken.host_share:>7.1%}",
         flush=True,
     )

@@ -18,7 +18,8 @@ TINY = replace(engine.SMALL, hidden_size=32, intermediate_size=48, num_hidden_la
 
 
 def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
-    for name, value in {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,)}.items():
+    small = {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,), "SAMPLED": 2, "MIXED": (2, 5)}
+    for name, value in small.items():
         monkeypatch.setattr(engine, name, value)
     loads = [offline.Load("3 even", [[1, 2, 3]] * 3, [8] * 3), offline.Load("2 mixed", [[1, 2], [3]], [4, 6])]
     monkeypatch.setattr(offline, "cpu_loads", lambda vocab_size: loads)
@@ -27,7 +28,10 @@ def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
     said = say(capsys, "bench", "engine", *arguments)
     assert said.status == 0, said.err
     lines = said.out.splitlines()
-    for start in ("  decode, batch 3, context 256", "  prefill, 16 tokens", "  transformers.generate", "  this engine"):
+    for start in (
+        "  decode, batch 3, context 256", "  temperature 1, batch 2", "  prefill, 16 tokens", "  mixed, 2 and 5 tokens",
+        "  transformers.generate", "  this engine",
+    ):  # fmt: skip
         assert any(line.startswith(start) for line in lines), said.out
     assert "3 of 3 outputs are those of transformers.generate, token for token" in said.out
     _, _, mixed = said.out.partition("2 mixed")
@@ -76,7 +80,11 @@ def test_a_contender_that_fails_says_so_in_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--parts", "x"], "--parts is 'x'; choose one of decode"), (["--repeats", "0"], "--repeats is 0")],
+    [
+        (["--parts", "x"], "--parts is 'x'; choose one of decode"),
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--device", "cpu", "--parts", "swap"], "--parts swap needs a GPU"),
+    ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
     said = say(capsys, "bench", "engine", *arguments)

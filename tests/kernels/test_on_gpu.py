@@ -152,7 +152,7 @@ def captured_providers(spec: AttentionSpec) -> list[str]:
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_a_captured_step_with_prompts_gives_what_an_eager_one_gives(block_size, options):
     """Captured for 512 tokens of 12 rows, replayed with others, whose lengths the device alone knows."""
-    num_tokens, num_rows, num_blocks = 512, 12, 400
+    num_tokens, num_rows, num_blocks = 512, 12, 1000
     spec = model_spec(2, 4, 128, torch.bfloat16, block_size=block_size, **options)
     on_gpu = spec._replace(device=GPU)
     width = -(-2048 // block_size)

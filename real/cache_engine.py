@@ -1,8 +1,8 @@
 """KV memory on the device and on the host, and the block moves that a plan asks for.
 
 Owns the tensors. Which sequence a block belongs to is known only to the core, whose block ids are used here. On a GPU
-our kernels swap on a stream of their own, layer by layer: a layer's attention waits only for that layer's blocks. If
-the kernels cannot run, torch moves the blocks, and the host waits for it.
+our kernels swap on a stream of their own, a few layers at a time: a layer's attention does not wait for the blocks of
+later ones. If the kernels cannot run, torch moves the blocks, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from testbed.specs.model import ModelSpec
 
 Pairs = Sequence[tuple[int, int]]
 
-SWAP_PROGRAMS = 64  # of a launch, 8 KB in flight each: enough to saturate the link, few next to the computing kernels
+SWAP_PROGRAMS = 64  # of a launch: enough to saturate the link, few next to the computing kernels
+SWAP_LAYERS = 8  # of a launch: with one, small swaps take as long as the host needs to launch them
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, num_ranks: int = 1) -> int:
@@ -63,7 +64,7 @@ class LayerCaches:
 
 class CacheEngine:
     """A pool on the device and one on the host, each [num_layers, 2 (key, value), num_blocks, block_size, num_kv_heads,
-    head_dim]; `gpu` and `cpu` are their layers.
+    head_dim]; `gpu` has the layers of the former, `cpu` is the latter.
 
     `GPU` is the core's name for the device's pool, even if the device is a CPU. It has one block more than the core
     uses, `scratch_block`, to which padding rows and tokens write. Its memory starts as zeros: values at masked
@@ -99,7 +100,7 @@ class CacheEngine:
                 f"{size:,} bytes each ({first_line}); lower cache.num_gpu_blocks or cache.num_cpu_blocks"
             ) from None
         self.gpu = LayerCaches(gpu)
-        self.cpu = list(cpu.unbind(0))
+        self.cpu = cpu
         self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
         self._swaps = SwapStream(placement.device, layers) if self._has_kernels and num_cpu_blocks else None
 
@@ -114,8 +115,8 @@ class CacheEngine:
         if plan.swap_out or plan.swap_in:
             assert self.num_cpu_blocks, "this engine was made for plans that never swap"
             if self._swaps is None:
-                _move(list(self.gpu), self.cpu, plan.swap_out)
-                _move(self.cpu, list(self.gpu), plan.swap_in)
+                _move(list(self.gpu), list(self.cpu), plan.swap_out)
+                _move(list(self.cpu), list(self.gpu), plan.swap_in)
             else:
                 moved, swap_ns = self._swaps.launch(self.gpu.whole, self.cpu, plan.swap_out, plan.swap_in)
                 self.gpu.will_be_moved(moved)
@@ -150,17 +151,17 @@ class CacheEngine:
 
 
 class SwapStream:
-    """Moves blocks between the device and pinned host memory, in parallel to the computing stream. For each layer, all
-    swaps out are one launch, and all swaps in another."""
+    """Moves blocks between the device and pinned host memory, in parallel to the computing stream. For each few layers,
+    all swaps out are one launch, and all swaps in another."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._moved = [torch.cuda.Event() for _ in range(num_layers)]
+        self._moved = [torch.cuda.Event() for _ in range(0, num_layers, SWAP_LAYERS)]
         marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(2)]
         self._marks = cycle(marks)  # for two launches, as two steps can be in flight
 
     def launch(
-        self, gpu: Tensor, cpu: Sequence[Tensor], swap_out: Pairs, swap_in: Pairs
+        self, gpu: Tensor, cpu: Tensor, swap_out: Pairs, swap_in: Pairs
     ) -> tuple[list[torch.cuda.Event], Callable[[], int]]:
         """Launches swaps out, then swaps in. Returns for each layer the event after its swaps, and a function that
         waits and returns the duration of all in ns.
@@ -176,11 +177,12 @@ class SwapStream:
             out_pairs, in_pairs = (
                 send_array(np.array(pairs), gpu.device) if pairs else None for pairs in (swap_out, swap_in)
             )
-            for layer, moved in enumerate(self._moved):
+            planes = gpu.flatten(0, 1).split(2 * SWAP_LAYERS), cpu.flatten(0, 1).split(2 * SWAP_LAYERS)
+            for on_device, on_host, moved in zip(*planes, self._moved, strict=True):
                 if out_pairs is not None:
-                    move_blocks(cpu[layer], gpu[layer], out_pairs, SWAP_PROGRAMS)
+                    move_blocks(on_host, on_device, out_pairs, SWAP_PROGRAMS)
                 if in_pairs is not None:
-                    move_blocks(gpu[layer], cpu[layer], in_pairs, SWAP_PROGRAMS)
+                    move_blocks(on_device, on_host, in_pairs, SWAP_PROGRAMS)
                 moved.record()
             ended.record()
 
@@ -188,7 +190,7 @@ class SwapStream:
             ended.synchronize()
             return int(began.elapsed_time(ended) * 1e6)  # ms -> ns
 
-        return self._moved, elapsed_ns
+        return [self._moved[layer // SWAP_LAYERS] for layer in range(len(gpu))], elapsed_ns
 
 
 def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Pairs) -> None:

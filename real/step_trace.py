@@ -81,6 +81,6 @@ class StepTrace:
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)  # one cycle; without it, torch warns
         self._profile.start()
         self._backend.name_parts(named_range)

@@ -83,9 +83,11 @@ def attend(
             blocks = tl.load(table + at // BLOCK_SIZE)
         places = blocks.to(tl.int64) * stride_block + (at % BLOCK_SIZE) * stride_slot
         key = widen(load_tile(keys, places, dims, exists, IS_MASKED, HEAD_DIM, HEAD_PAD), query.dtype, KV_FORMAT)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * qk_scale  # [M, BLOCK_N]
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, BLOCK_N]
+        factor = qk_scale  # applied with the exponential, in one multiply-add
         if HAS_ALIBI:
-            scores += slopes[:, None] * (at[None, :] - positions[:, None])
+            scores = scores * qk_scale + slopes[:, None] * (at[None, :] - positions[:, None])
+            factor = 1.0
         if IS_MASKED:
             is_seen = exists[None, :]
             if IS_CAUSAL:
@@ -93,11 +95,11 @@ def attend(
                 if HAS_WINDOW:
                     is_seen = is_seen & (at[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        higher = tl.maximum(top, tl.max(scores, 1) * factor)
         shift = higher
         if IS_MASKED and HAS_WINDOW:  # a query can have no visible key yet: avoids -inf - -inf = NaN
             shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * factor - shift[:, None])
         fading = tl.exp2(top - shift)
         total = total * fading + tl.sum(weights, 1)
         top = higher

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1024  # words that a program moves in one iteration
+CHUNK = 2048  # words that a program moves in one iteration
 
 
 @triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["pairs"])

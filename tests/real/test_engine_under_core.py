@@ -96,7 +96,11 @@ def serve_on_engine(
         composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
     )
     inbox = Requests(requests, reset_at)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock() if plans == 1 or backend.probe is None else ProbingClock(backend))
+    run(
+        serve(inbox, scheduler, inbox),
+        backend,
+        TickingClock() if plans == 1 or backend.probe is None else ProbingClock(backend),
+    )
     return inbox
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from real import cache_engine
 from real.backend import RealBackend
 from real.clocks import SkippingClock
 from real.driver import run
@@ -312,15 +313,19 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
 
 
 @pytest.mark.parametrize("attention", PROVIDERS)
-def test_all_blocks_that_a_step_swaps_are_a_launch_a_layer_for_each_way(gpu, monkeypatch, attention):
+@pytest.mark.parametrize(("layers_of_a_launch", "num_launches"), [(1, 2), (8, 1)])
+def test_all_blocks_that_a_step_swaps_are_a_launch_a_few_layers_for_each_way(
+    gpu, monkeypatch, layers_of_a_launch, num_launches, attention
+):
+    monkeypatch.setattr(cache_engine, "SWAP_LAYERS", layers_of_a_launch)
     engine = on_gpu(gpu, attention=attention)
     launched: list[str] = []
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda work: (launched.append(work.what), launch(work)))
     out, back = ((1, 1), (7, 3), (9, 2), (4, 9)), ((5, 10), (0, 12))
     engine.step(swap_out=out, swap_in=back)
-    assert launched.count("move_kernel") == 2 * 2
-    assert len(launched) == 2 * 2 + 2  # and the pairs of each way, once for all layers
+    assert launched.count("move_kernel") == 2 * num_launches
+    assert len(launched) == 2 * num_launches + 2  # and the pairs of each way, once for all layers
 
 
 def test_the_swaps_of_a_step_are_waited_for_once(gpu, monkeypatch):
@@ -346,7 +351,7 @@ def test_an_engine_that_can_swap_has_done_so_once_before_it_serves(gpu, monkeypa
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda work: (launched.append(work.what), launch(work)))
     on_gpu(gpu)
-    assert launched.count("move_kernel") == 1 + 2 * 2  # a copy, and of each layer a block out and back
+    assert launched.count("move_kernel") == 1 + 2  # a copy, and a block of all layers out and back
     launched.clear()
     on_gpu(gpu, num_cpu_blocks=0)
     assert launched.count("move_kernel") == 1

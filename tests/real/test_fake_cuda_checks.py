@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from real import cache_engine
 from real.cache_engine import LayerCaches
 from real.graphs import CudaCapture
 from real.max_load import _small_cache
@@ -24,6 +25,7 @@ def two_prompts(engine: Watched) -> None:
 
 
 def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
+    monkeypatch.setattr(cache_engine, "SWAP_LAYERS", 1)
     engine = on_gpu(gpu, max_captured_tokens=0)
     two_prompts(engine)
     launch = engine.backend.cache._swaps.launch

@@ -177,8 +177,8 @@ class SwapStream:
             out_pairs, in_pairs = (
                 send_array(np.array(pairs), gpu.device) if pairs else None for pairs in (swap_out, swap_in)
             )
-            planes = gpu.flatten(0, 1).split(2 * SWAP_LAYERS), cpu.flatten(0, 1).split(2 * SWAP_LAYERS)
-            for on_device, on_host, moved in zip(*planes, self._moved, strict=True):
+            on_both = (torch.split(pool.flatten(0, 1), 2 * SWAP_LAYERS) for pool in (gpu, cpu))
+            for on_device, on_host, moved in zip(*on_both, self._moved, strict=True):
                 if out_pairs is not None:
                     move_blocks(on_host, on_device, out_pairs, SWAP_PROGRAMS)
                 if in_pairs is not None:

@@ -47,6 +47,7 @@ class Coefficients:
     sampled_row: float = 0.0
     host: float = 0.0  # each step
     host_row: float = 0.0  # a decode, a prompt or a chunk
+    host_prefills: float = 0.0  # a step with prompts or chunks: its batch is another than the last step's
     host_prefill_token: float = 0.0
     host_moved_block: float = 0.0
 
@@ -101,7 +102,7 @@ class CalibratedCost:
         num_prefill_tokens = prefill_ns = 0
         if has_prefills:
             num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
-        host_ns = self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved)
+        host_ns = self._host_ns(shape, num_prefill_tokens)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         if shape.num_blocks_copied:
             swap_ns += to_ns(shape.num_blocks_copied * c.copied_block)
@@ -118,7 +119,7 @@ class CalibratedCost:
         num_decodes, num_samples, has_prefills = shape.num_decodes, shape.num_samples, bool(shape.prefills)
         num_prefill_tokens, prefill_ns = self._prefill_attention(shape)
         parts = {
-            "host": self._host_ns(num_decodes + len(shape.prefills), num_prefill_tokens, shape.num_blocks_moved),
+            "host": self._host_ns(shape, num_prefill_tokens),
             "swap": self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in),
             "block_copy": to_ns(shape.num_blocks_copied * self._c.copied_block),
         }
@@ -132,10 +133,12 @@ class CalibratedCost:
             parts["sampler"] = to_ns(self._c.sampler + num_samples * self._c.sampled_row)
         return parts
 
-    def _host_ns(self, num_rows: int, num_prefill_tokens: int, num_moved: int) -> int:
-        c = self._c
-        host = c.host + num_rows * c.host_row + num_prefill_tokens * c.host_prefill_token
-        return max(1, to_ns(host + num_moved * c.host_moved_block))
+    def _host_ns(self, shape: BatchShape, num_prefill_tokens: int) -> int:
+        num_prefills, c = len(shape.prefills), self._c
+        host = c.host + (shape.num_decodes + num_prefills) * c.host_row
+        if num_prefills:
+            host += c.host_prefills + num_prefill_tokens * c.host_prefill_token
+        return max(1, to_ns(host + shape.num_blocks_moved * c.host_moved_block))
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         c = self._c

@@ -147,8 +147,9 @@ def _parts(step: MeasuredStep) -> tuple[int, int, int, int]:
 
 
 def _host(shape: BatchShape) -> tuple[int, ...]:
-    num_rows = shape.num_decodes + len(shape.prefills)
-    return 1, num_rows, shape.num_prefill_tokens, shape.num_blocks_moved
+    num_prefills = len(shape.prefills)
+    num_rows = shape.num_decodes + num_prefills
+    return 1, num_rows, int(num_prefills > 0), shape.num_prefill_tokens, shape.num_blocks_moved
 
 
 def _swap(shape: BatchShape) -> tuple[int, ...]:

@@ -31,7 +31,27 @@ KNOWN = Calibration(
     decode_curve=((1, 2e6), (32, 2.1e6), (256, 5e6)),
     prefill_curve=((16, 3e6), (2700, 60e6)),
     coefficients=Coefficients(
-        50.0, 7.0, 0.0, 80.0, 9.0, 4e4, 90.0, 1.5, 0.8, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 120.0, 700.0
+        50.0,
+        7.0,
+        0.0,
+        80.0,
+        9.0,
+        4e4,
+        90.0,
+        1.5,
+        0.8,
+        0.0,
+        2e4,
+        4e4,
+        3e4,
+        1500.0,
+        9e4,
+        800.0,
+        3e5,
+        4e3,
+        5e4,
+        120.0,
+        700.0,
     ),
     ranges=profiled_ranges(grid()),
     quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
@@ -56,7 +76,7 @@ def test_the_price_is_the_sum_of_its_parts():
     dense = 3e6 + (60e6 - 3e6) * (19 - 16) / (2700 - 16)
     assert CalibratedCost(KNOWN).price(shape) == Spans(
         0,
-        round(3e5 + 4 * 4e3 + 17 * 120 + 6 * 700),
+        round(3e5 + 4 * 4e3 + 5e4 + 17 * 120 + 6 * 700),
         round(2 * 2e4 + 1 * 4e4 + 2 * 3e4) + 3 * 1500,
         round(dense)
         + 30 * 80
@@ -210,7 +230,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 3'"),
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 4'"),
         (
             ["coefficients_ns", "prefill"],
             -1,

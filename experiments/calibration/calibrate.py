@@ -106,7 +106,8 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
             )
-    manifest = replace(_manifest(config, backend, command), probe_ns=getattr(clock, "probe_ns", None))
+        described = _manifest(config, backend, command)  # a closed engine has no captured steps
+    manifest = replace(described, probe_ns=getattr(clock, "probe_ns", None))
     profile = Profile(manifest, number_repeats(profiled.steps))
     return Measurement(profile, profiled, backend.num_gpu_blocks, clock.describe())
 

@@ -40,7 +40,7 @@ DESCRIPTIONS = {
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
         "tables": "operators looked up in measured tables of the device, else the roofline (cost.path; docs/tables.md)",
-        "calibrated": "a fit to measured steps (cost.profile or cost.path)",
+        "calibrated": "a fit to measured steps (cost.path or cost.profile; for some models on an H100 one is included)",
         "linear": "coefficients, fitted to measured steps",
         "constant": "every step takes cost.step_s seconds",
         "recorded": "the tape of a real run (cost.run)",

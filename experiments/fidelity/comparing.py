@@ -24,7 +24,8 @@ from experiments.console import milliseconds, percent, table
 from experiments.fidelity.fitting import KEYS, WHOLE_NS, Fit, fit, halves, overrides_of
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
-from sim.cost.calibration_file import load_calibration
+from experiments.wiring.costs import calibration_of
+from sim.cost.config import CalibratedConfig
 
 _WORDS = {
     "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",
@@ -90,7 +91,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     steps = step_errors(sim, load.measured)
     manifest, notes = load.measured.manifest, (*_of_device(load, config), *_of_prices(group, config))
     if manifest.get("backend") != "sim":
-        is_fitted = config.raw["cost"].get("name") == "calibrated" and not notes
+        is_fitted = isinstance(config.cost, CalibratedConfig) and not notes
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
     return Compared(
         load, tuple(group[1:]), sim, described(config), fidelity.error_table(*pair), fidelity.request_errors(matched),
@@ -115,8 +116,8 @@ def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
     times are not scaled in the same way (backend.pace=probe_scaled)."""
     clocks = {probe_of(one.measured.manifest) for one in group}
     notes: tuple[str, ...] = ()
-    if config.raw["cost"].get("name") == "calibrated":
-        fitted = load_calibration(Path(config.raw["cost"]["path"])).manifest
+    if isinstance(config.cost, CalibratedConfig):
+        fitted = calibration_of(config, config.cost).manifest
         clocks.add(fitted.probe_ns)
         manifest, fitted_on = group[0].measured.manifest, fitted.device_description
         measured_on = manifest.get("device")

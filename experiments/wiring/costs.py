@@ -13,6 +13,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.device_file import read_device_file
 from experiments.configuration.policies import instantiate
 from experiments.configuration.saved import read_manifest
+from experiments.fits import fit_of
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
@@ -217,11 +218,15 @@ def _measured(
 
 
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
-    """Makes a cost model fitted to a profile. Raises ConfigError if that is of another model, device or KV cache."""
-    file = options.path or options.profile
-    assert file is not None
+    return CalibratedCost(calibration_of(config, options), options.outside)
+
+
+def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
+    """Returns the fit from which a run's step times are taken. Raises ConfigError if there is none, or if it is of
+    another model, device or KV cache."""
+    file = options.path or options.profile or str(fit_of(config.model.name, config.device.name))
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
-    calibration = _calibration(file, options.path is None, modified_ns)
+    calibration = _calibration(file, options.profile is not None, modified_ns)
     calibration.manifest.check_matches(
         file,
         model=config.model,
@@ -231,7 +236,7 @@ def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
         kv_dtype=config.cache.kv_dtype,
         sliding_window=config.sliding_window,
     )
-    return CalibratedCost(calibration, options.outside)
+    return calibration
 
 
 @lru_cache(maxsize=8)

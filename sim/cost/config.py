@@ -57,17 +57,17 @@ class TablesConfig(RooflineConfig):
 
 @dataclass(frozen=True, slots=True)
 class CalibratedConfig:
-    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote."""
+    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote.
+    Neither: the fit that comes with the testbed for this model on this device (experiments/fits)."""
 
     profile: str | None = None
     path: str | None = None
     outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
 
     def __post_init__(self) -> None:
-        if (self.profile is None) == (self.path is None):
-            given = "neither is" if self.profile is None else "both are"
+        if self.profile is not None and self.path is not None:
             raise ConfigError(
-                f"cost=calibrated needs cost.profile=<profile>.parquet or cost.path=<fit>.json; {given} set"
+                "cost=calibrated takes cost.profile=<profile>.parquet or cost.path=<fit>.json; both are set"
             )
         choose("cost.outside", self.outside, OUTSIDE)
 

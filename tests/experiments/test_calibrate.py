@@ -47,6 +47,20 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
 
 
+def test_a_profile_says_what_the_engine_captured_which_a_closed_one_has_released(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch")
+    from real.backend import RealBackend
+
+    closed: list[RealBackend] = []
+    monkeypatch.setattr(RealBackend, "close", closed.append)
+    monkeypatch.setattr(RealBackend, "largest_captured", property(lambda self: (0, 0) if self in closed else (8, 64)))
+    file = tmp_path / "profile.parquet"
+    said = say(capsys, "calibrate", "profile", *ENGINE, *FAST, "--max-seconds", "1", "--out", str(file))
+    assert said.status == 0, said.err
+    manifest = read_profile(file).manifest
+    assert (manifest.captured_decodes, manifest.captured_tokens, len(closed)) == (8, 64, 1)
+
+
 @pytest.mark.parametrize("command", [("calibrate",), ("calibrate", "profile")], ids=" ".join)
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch, command):
     monkeypatch.setattr(calibrate, "measure_profile", lambda *_, **__: pytest.fail("it measured"))
@@ -171,6 +185,8 @@ def test_a_gpu_is_profiled_within_its_time_and_its_name_is_the_library_s(tmp_pat
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.device != "cpu"
     assert profile.manifest.driver
+    assert profile.manifest.captured_decodes > 0
+    assert profile.manifest.captured_tokens > 0
     for step in profile.steps:
         spans = step.spans
         assert sum(spans) - spans.swap_ns <= step.total_ns, "only swaps have a stream of their own"

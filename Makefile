@@ -22,7 +22,11 @@ OURS := testbed sim real experiments analysis tests setup.py
 VLLM_VERSIONS ?= 0.28.0 0.32.0
 NEWER_RUNNER := $(addprefix tests/vllm/,test_decides.py test_reset.py test_observed_and_served.py)
 
-.PHONY: demo test test-vllm setup compile lint types check bench flash clean
+# Models that `make gpu` measures, and the device of the library that the card is.
+GPU_MODELS ?= qwen3_0.6b qwen3_8b
+GPU_DEVICE ?= h100
+
+.PHONY: demo test test-vllm setup compile lint types check bench gpu flash clean
 
 demo: setup
 	$(BIN)/testbed demo
@@ -82,6 +86,20 @@ test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 
 bench: setup
 	$(BIN)/testbed bench
+
+# On a machine with an NVIDIA GPU: its tests, the engine's speed, and for each model a calibration, runs that it has not seen, and
+# how far simulations with it are from them.
+gpu: setup
+	$(BIN)/pytest -m gpu -n 8
+	$(BIN)/testbed bench engine
+	@for model in $(GPU_MODELS); do \
+	  out=runs/gpu/$$model; options="model=$$model device=$(GPU_DEVICE) scheduler.max_model_len=16384"; \
+	  $(BIN)/testbed calibrate $$options --max-seconds 120 --overwrite --out $$out/fit && \
+	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=4,8 trace.num_requests=100 \
+	    hydra.sweep.dir=$$out/real && \
+	  $(BIN)/testbed fidelity $$out/real/*/ cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
+	    --out $$out/fidelity || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build testbed/_compiled *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

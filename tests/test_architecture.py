@@ -334,7 +334,7 @@ BUILT_ON = {
         "reports",
     ),
     "experiments": (
-        "console", "configuration", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text", "observe",
+        "console", "configuration", "fits", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text", "observe",
         "sweeps", "commands", "calibration", "capacity", "fidelity", "demo", "serving", "bench", "cli",
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Fits of `cost=calibrated` that come with the testbed, and the profiles to which they were fitted: <model>-<device>.json
-and .parquet. Each was measured on the real engine, by the command in its manifest; docs/results has the errors on runs
-that the fits have not seen."""
+"""Fits of `cost=calibrated` that come with the testbed, and the profiles to which they were fitted, as files named
+<model>-<device>. Each was measured on the real engine by the command in its manifest; docs/results has the errors on
+runs that the fits have not seen."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_profile_says_what_the_engine_captured_which_a_closed_one_has_released
     from real.backend import RealBackend
 
     closed: list[RealBackend] = []
-    monkeypatch.setattr(RealBackend, "close", closed.append)
+    monkeypatch.setattr(RealBackend, "close", lambda self: closed.append(self))
     monkeypatch.setattr(RealBackend, "largest_captured", property(lambda self: (0, 0) if self in closed else (8, 64)))
     file = tmp_path / "profile.parquet"
     said = say(capsys, "calibrate", "profile", *ENGINE, *FAST, "--max-seconds", "1", "--out", str(file))

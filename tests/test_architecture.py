@@ -334,8 +334,8 @@ BUILT_ON = {
         "reports",
     ),
     "experiments": (
-        "console", "configuration", "fits", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text", "observe",
-        "sweeps", "commands", "calibration", "capacity", "fidelity", "demo", "serving", "bench", "cli",
+        "console", "configuration", "fits", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text",
+        "observe", "sweeps", "commands", "calibration", "capacity", "fidelity", "demo", "serving", "bench", "cli",
     ),
 }  # fmt: skip
 

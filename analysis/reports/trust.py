@@ -45,15 +45,15 @@ def trust(
     rankings: Mapping[str, pd.DataFrame] = {},
     num_left_out: int = 0,
 ) -> list[Trust]:
-    """The indicators: fidelity, prices (step times; only for simulated runs), replicates, load, records. errors:
+    """The indicators: fidelity, step times (only for simulated runs), replicates, load, records. errors:
     `fidelity.error_table` by pair label; rankings: `fidelity.ranking_agreement` by load. num_left_out: runs that failed
     or did not end."""
     arms = [arm for group in groups for arm in group.arms]
     runs = [run for arm in arms for run in arm.runs]
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
     fidelity = _fidelity(arms, pairs, errors, rankings) if is_simulated else _measured(arms)
-    prices = [_prices(runs)] if is_simulated else []
-    return [fidelity, *prices, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
+    step_times = [_step_times(runs)] if is_simulated else []
+    return [fidelity, *step_times, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
 
 
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
@@ -136,8 +136,7 @@ def _measured(arms: Sequence[Arm]) -> Trust:
     return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.significant(100 * max(known), 2)} %")
 
 
-_PRICES: dict[str, tuple[Level, str]] = {
-    "calibrated": ("good", "fitted to a measured profile, and inside of it"),
+_SOURCES: dict[str, tuple[Level, str]] = {
     "recorded": ("good", "a real run's own"),
     "tables": ("fair", "looked up in tables of measured operators"),
     "roofline": ("fair", "from a data sheet"),
@@ -145,6 +144,7 @@ _PRICES: dict[str, tuple[Level, str]] = {
 
 
 _MANY = 0.1  # share of steps outside of the profile above which step times are poor
+_SMALL, _LARGE = 0.05, 0.15  # median error of a fit up to which step times are good, and above which they are poor
 
 
 def _extrapolated(run: Run) -> float:
@@ -153,15 +153,31 @@ def _extrapolated(run: Run) -> float:
     return num_outside / max(1, num_steps)
 
 
-def _prices(runs: Sequence[Run]) -> Trust:
+def _step_times(runs: Sequence[Run]) -> Trust:
     doubted = [run for run in runs if run.manifest.get("cost_notes")]
     if doubted:
         worst_run = max(doubted, key=_extrapolated)
         level: Level = "poor" if _extrapolated(worst_run) > _MANY else "fair"
-        return Trust("prices", level, worst_run.manifest["cost_notes"][0])
-    known = [_PRICES.get(str(run.manifest.get("cost")), ("poor", "made up: they show a mechanism")) for run in runs]
-    worst = max(known, key=lambda one: _LEVELS.index(one[0]))
-    return Trust("prices", *worst)
+        return Trust("step times", level, worst_run.manifest["cost_notes"][0])
+    worst = max(map(_source_of, runs), key=lambda one: _LEVELS.index(one[0]))
+    return Trust("step times", *worst)
+
+
+def _source_of(run: Run) -> tuple[Level, str]:
+    cost = str(run.manifest.get("cost"))
+    if cost != "calibrated":
+        return _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+    said = "fitted to a measured profile, and inside of it"
+    error = run.manifest.get("cost_error")  # absent from older runs
+    if error is None:
+        return "good", said
+    median, p90 = error["median"], error["p90"]
+    level: Level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"
+    return level, f"{said}; steps left out of the fit are {_percent(median)} % off in the median, P90 {_percent(p90)} %"
+
+
+def _percent(share: float) -> str:
+    return fmt.significant(100 * share, 2)
 
 
 def _fidelity(

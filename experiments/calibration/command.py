@@ -16,7 +16,11 @@ from testbed.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from experiments.calibration.calibrate import Extent, Measurement
+    from sim.cost.calibrated import Quality
     from testbed.specs.profiles import Profile
+
+
+LARGE_ERROR = 0.15  # median relative error of left-out steps from which a fit is doubted
 
 
 def main(arguments: list[str]) -> int:
@@ -71,6 +75,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     if options.out is not None:
         save_calibration(calibration, options.out)
     print(describe(calibration))
+    _doubt(calibration.quality["all"])
     if options.out is not None:
         print(f"wrote {options.out}; use it with cost=calibrated cost.path={options.out}")
     return 0
@@ -107,6 +112,7 @@ def _all(options: argparse.Namespace, command: str) -> int:
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
     print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
+    _doubt(fitted.calibration.quality["all"])
     return _ending(measurement)
 
 
@@ -160,6 +166,17 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: 
 def _written(file: Path, profile: Profile) -> str:
     num_shapes = len({step.shape for step in profile.steps})
     return f"wrote {file}: {len(profile.steps):,} steps of {num_shapes:,} shapes on {profile.manifest.device}"
+
+
+def _doubt(quality: Quality) -> None:
+    """Prints a note if the fit is too far off to compare policies by it."""
+    if quality.median <= LARGE_ERROR:
+        return
+    noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"
+    print(
+        f"note         LARGE ERROR: steps left out of the fit are {quality.median:.0%} off in the median{noise}; "
+        "measure again while nothing else uses the machine or its GPU (backend.pace=probe_scaled on a shared CPU)"
+    )
 
 
 def _ending(measurement: Measurement) -> int:

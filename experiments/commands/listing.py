@@ -153,7 +153,9 @@ def _what(manifest: dict[str, Any], decides: str | None) -> str:
     own = " (vLLM's own)" if decides == "vllm" else ""
     by = f"scheduler={manifest['scheduler']}{own}, trace {trace}"
     if manifest["backend"] == "sim":
-        return f"simulated    {on}, cost={manifest['cost']}, {by}"
+        error = manifest["cost_error"]
+        errs = f" (left-out steps: {error['median']:.1%} off, P90 {error['p90']:.1%})" if error else ""
+        return f"simulated    {on}, cost={manifest['cost']}{errs}, {by}"
     return f"measured     {on}{', in vLLM' if manifest['backend'] == 'vllm' else ''}, {by}"
 
 

@@ -20,6 +20,7 @@ from real.late_records import LateRecords
 from real.replay import CoreWait, HostTimes, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
+from sim.cost.calibrated import CalibratedCost
 from sim.front_end import FrontEnd
 from testbed.core.commands import Recorder
 from testbed.core.interfaces import Inbox
@@ -125,7 +126,7 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
-    description = {**NO_ENGINE, "cost": config.cost_name, "device": config.device.name}
+    description = {**NO_ENGINE, "cost": config.cost_name, "cost_error": None, "device": config.device.name}
     if config.recorded_run is not None:
         engines.refuse_fleet(config)
         from experiments.runs.parity import num_tapes, recorded_inputs
@@ -153,10 +154,17 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         build.simulated_pools(config),
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
-        description,
+        description | {"cost_error": _error_of(priced.cost)},
         cost=priced.cost,
         sender=sender,
     )
+
+
+def _error_of(cost: CostModel) -> dict[str, float] | None:
+    if not isinstance(cost, CalibratedCost):
+        return None
+    quality = cost.calibration.quality["all"]
+    return {"median": quality.median, "p90": quality.p90}
 
 
 def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
@@ -209,7 +217,8 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
 
 def _described(engine: Any) -> dict[str, Any]:
     return {
-        "cost": None, "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
+        "cost": None, "cost_error": None,
+        "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
         "weights": engine.load_format, "device": engine.device_description,
     }  # fmt: skip
 

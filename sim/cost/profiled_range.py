@@ -117,7 +117,7 @@ class RangeWatch(Recorder):
         if found and self._policy == "refuse":
             raise ConfigError(
                 f"step {step.plan.step} leaves the profiled range: {found[0]}; profile such steps, or accept "
-                "extrapolated prices with cost.outside=warn"
+                "extrapolated step times with cost.outside=warn"
             )
         self.num_outside += bool(found)
         for item in found:
@@ -130,6 +130,6 @@ class RangeWatch(Recorder):
             return []
         parts = [f"{item} in {count:,} steps" for item, count in self._worst.values()]
         return [
-            f"EXTRAPOLATED PRICES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
+            f"EXTRAPOLATED STEP TIMES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
             f"{'; '.join(parts)}; profile such steps before trusting this run"
         ]

@@ -272,6 +272,29 @@ def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
     assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
 
 
+def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_noise(tmp_path, profile, capsys):
+    options = calibrated("cost.outside=allow")
+    _, folder = run(tmp_path / "run", *options, f"cost.profile={profile}")
+    error = json.loads((folder / "manifest.json").read_text())["cost_error"]
+    assert 0 < error["median"] < error["p90"] < 0.1
+    told = f"cost=calibrated (left-out steps: {error['median']:.1%} off, P90 {error['p90']:.1%}), scheduler="
+    assert told in capsys.readouterr().out
+    page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
+    assert (
+        "| step times | good | fitted to a measured profile, and inside of it; steps left out of the fit are " in page
+    )
+    noisy, file = (
+        measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), noise=0.9, repeats=2),
+        tmp_path / "noisy.parquet",
+    )
+    write_profile(file, manifest(), noisy)
+    assert main(["calibrate", "fit", str(file)]) == 0
+    assert "note         LARGE ERROR: steps left out of the fit are " in capsys.readouterr().out
+    _, folder = run(tmp_path / "noisy", *options, f"cost.profile={file}")
+    page = report_from_folders([folder], tmp_path / "noisy.html").with_suffix(".md").read_text()
+    assert "| step times | poor | fitted to a measured profile" in page
+
+
 def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
     far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))
@@ -279,15 +302,15 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     manifest = json.loads((folder / "manifest.json").read_text())
     (note,) = manifest["cost_notes"]
     told = f"{manifest['num_extrapolated_steps']:,} of {manifest['num_steps']:,} steps leave the profiled range"
-    assert note.startswith(f"EXTRAPOLATED PRICES: {told}")
+    assert note.startswith(f"EXTRAPOLATED STEP TIMES: {told}")
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert f"| prices | fair | EXTRAPOLATED PRICES: {told}" in page
+    assert f"| step times | fair | EXTRAPOLATED STEP TIMES: {told}" in page
     assert "x outside) in " in note
     assert capsys.readouterr().out.count(note) == 1
     assert note in (folder / "run.log").read_text()
     _, mostly = run(tmp_path / "mostly", *calibrated(*far, "trace.output={kind: constant, value: 1}"))
     page = report_from_folders([folder, mostly], tmp_path / "both.html").with_suffix(".md").read_text()
-    assert "| prices | poor | EXTRAPOLATED PRICES: " in page
+    assert "| step times | poor | EXTRAPOLATED STEP TIMES: " in page
     capsys.readouterr()
     status, folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
     assert (status, json.loads((folder / "manifest.json").read_text())["cost_notes"]) == (0, [])

@@ -283,11 +283,10 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     assert (
         "| step times | good | fitted to a measured profile, and inside of it; steps left out of the fit are " in page
     )
-    noisy, file = (
-        measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), noise=0.9, repeats=2),
-        tmp_path / "noisy.parquet",
-    )
-    write_profile(file, manifest(), noisy)
+    file, steps = tmp_path / "noisy.parquet", measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
+    slow = [Spans(*(3 * ns for ns in step.spans)) for step in steps]
+    busy = [one if i % 2 else one._replace(spans=slow[i], total_ns=sum(slow[i])) for i, one in enumerate(steps)]
+    write_profile(file, manifest(), busy)
     assert main(["calibrate", "fit", str(file)]) == 0
     assert "note         LARGE ERROR: steps left out of the fit are " in capsys.readouterr().out
     _, folder = run(tmp_path / "noisy", *options, f"cost.profile={file}")

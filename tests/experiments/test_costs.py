@@ -16,6 +16,7 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
 from sim.cost.linear import LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
+from testbed.core.outcome import Spans
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile

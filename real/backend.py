@@ -220,9 +220,8 @@ def _choose_attention(wanted: str, attention: AttentionSpec, placement: Placemen
     """Returns the provider that all ranks can run. On a GPU the first rank logs which ones `auto` passed over."""
     with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
         choice = choose_together(wanted, attention, lambda index: int(_of_ranks(index, placement).max()))
-    if wanted == "auto" and placement.device.type == "cuda" and placement.group.rank == 0:
-        for sentence in choice.passed_over:
-            logging.getLogger("testbed").warning("%s", sentence)
+    if wanted == "auto" and placement.device.type == "cuda" and placement.group.rank == 0 and choice.passed_over:
+        logging.getLogger("testbed").warning("%s", choice.passed_over)
     return choice
 
 

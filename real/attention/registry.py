@@ -45,10 +45,11 @@ class Choice(NamedTuple):
     reasons: dict[str, str]
 
     @property
-    def passed_over(self) -> list[str]:
-        """A sentence for each provider that comes before the chosen one in the order."""
+    def passed_over(self) -> str:
+        """One line with the providers that come before the chosen one in the order, and why; empty if none do."""
         before = list(self.reasons)[: list(self.reasons).index(self.provider.name)]
-        return [f"attention={name} is passed over for {self.provider.name}: {self.reasons[name]}" for name in before]
+        whys = ", ".join(f"{name} ({self.reasons[name]})" for name in before)
+        return f"attention={self.provider.name} is taken, as others cannot run: {whys}" if before else ""
 
 
 def choose_attention(name: str, spec: AttentionSpec) -> Choice:

@@ -198,7 +198,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
 def require_path(name: str, value: object) -> Path:
     """The argument `value`, called `name` in the error, as a Path. Raises ConfigError if it is not a path."""
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{name} is {shown(value)}; give a path, as a text or a pathlib.Path")
+        raise ConfigError(f"{name} is {shown(value)}; give a path, as a string or a pathlib.Path")
     return Path(value)
 
 
@@ -228,7 +228,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     return Run(folder, read_said(folder / "config.yaml"), read_said(folder / "manifest.json"))
 
 
-def _cure(folder: Path, why: str = "the run did not get to its end") -> str:
+def _cure(folder: Path, why: str = "the run did not finish") -> str:
     """What a user can do about a run that did not reach its end. Requests that a live vLLM served cannot be served
     again, but the tape has all decisions."""
     if str(read_manifest(folder).get("command")).startswith("scheduler_cls="):
@@ -247,7 +247,9 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     """
     root = require_path("the run folder", path)
     if not root.is_dir():
-        raise RunFolderError(f"{root}: {'a file, and no folder of runs' if root.is_file() else 'no such folder'}")
+        raise RunFolderError(
+            f"{root}: {'a file; give a run folder, or a folder of runs' if root.is_file() else 'no such folder'}"
+        )
     runs, incomplete = [], []
     for folder in run_folders(root):
         if _was_made_again(folder):

@@ -92,7 +92,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
     if isinstance(trace, str | PathLike):
         if trace in options("trace") and not Path(trace).exists():
             raise TraceError(
-                f"trace is {trace!r}, and a text is a file's path; give the group's keys, as {{'name': {trace!r}, ...}}"
+                f"trace is {trace!r}, and a string is a file's path; give the group's keys: {{'name': {trace!r}, …}}"
             )
         return read_own(fspath(trace))
     if not isinstance(trace, Iterable):

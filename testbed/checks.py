@@ -47,13 +47,13 @@ def require_type(key: str, value: Unchecked, annotation: Any) -> None:
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     kinds = tuple(get_origin(kind) or kind for kind in kinds)
     if float in kinds and isinstance(value, int) and abs(value) > sys.float_info.max:
-        require(key, value, False, "a number that a float holds")
+        require(key, value, False, "a number that fits a float")
     if not any(_is_of(value, kind) for kind in kinds):
         require(key, value, False, " or ".join(_KINDS.get(kind, "a list") for kind in kinds))
 
 
 _KINDS: dict[type, str] = {
-    float: "a number", int: "a whole number", str: "a text", bool: "true or false", NoneType: "null"
+    float: "a number", int: "a whole number", str: "a string", bool: "true or false", NoneType: "null"
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def stated(runs: Sequence[Run], name: str) -> Any:
         if value not in (None, "", []):
             found.setdefault(repr(value), value)
     if len(found) > 1:
-        raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; say which with --{name}")
+        raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; choose one with --{name}")
     return next(iter(found.values()), None)
 
 
@@ -131,5 +131,5 @@ def stated_slo(runs: Sequence[Run]) -> SLO | None:
     found = list(dict.fromkeys(run.slo for run in runs if run.slo is not None))
     if len(found) > 1:
         some = f"{len(found)} different SLOs ({found[0]}, {found[1]})"
-        raise RunFolderError(f"the runs state {some}; say which with --slo")
+        raise RunFolderError(f"the runs state {some}; choose one with --slo")
     return found[0] if found else None

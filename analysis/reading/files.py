@@ -54,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file}: cannot be read as JSON ({one_line(error)}); make the run again") from error
     if not isinstance(tree, dict):
-        raise RunFolderError(f"{file}: holds no JSON object")
+        raise RunFolderError(f"{file}: is not a JSON object")
     return tree
 
 

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     print(text)
     print(f"\nsource       {source}")
     if not is_complete:
-        print("partial      the run did not get to its end: all this is of the steps that it had")
+        print("partial      the run did not finish: all this is of the steps that it had")
     return 0
 
 

@@ -43,7 +43,7 @@ _KINDS: dict[Any, tuple[Any, str]] = {
     int: (IntegerNode, "a whole number"),
     float: (FloatNode, "a number"),
     bool: (BooleanNode, "true or false"),
-    str: (StringNode, "a text"),
+    str: (StringNode, "a string"),
 }
 _LISTS = {  # example values of keys that hold a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
@@ -292,4 +292,4 @@ def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
 def too_large(override: str) -> ConfigError:
     """Returns the error for an integer that is too large for a float, where a number is expected."""
     cut = override if len(override) <= 80 else override[:77] + "..."
-    return ConfigError(f"{cut}: it must be a number that a float holds")
+    return ConfigError(f"{cut}: it must be a number that fits a float")

@@ -171,8 +171,8 @@ def parsed(override: str) -> Override:
     if item is not None and item.key_or_group:
         return item
     raise ConfigError(
-        f"cannot read the override {override!r}: expected key=value; a value that is a text with a comma, a bracket or "
-        "a quote has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
+        f"cannot read the override {override!r}: expected key=value; a string with a comma, a bracket or a quote "
+        "has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
     )
 
 
@@ -210,7 +210,7 @@ def literal(value: Any, key: str = "a value") -> str:
         return "[" + ",".join(literal(item, key) for item in value) + "]"
     if not isinstance(value, str | PathLike | Number):
         raise ConfigError(
-            f"{key} is {shown(value)}; give a number, a text, a list or a dict. A class of your own goes by its "
+            f"{key} is {shown(value)}; give a number, a string, a list or a dict. A class of your own goes by its "
             "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
         )
     text = str(value)

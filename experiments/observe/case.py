@@ -85,7 +85,7 @@ def why_no_case(log: ObservedLog) -> str:
     if config["prefix_caching"] and any(isinstance(one.prompt, int) for one in log.requests.values()):
         return "prefix caching was on, and the log has lengths in place of token ids"
     if log.is_cut:
-        return "the run did not get to its end"
+        return "the run did not finish"
     return ""
 
 

@@ -108,7 +108,7 @@ def _check(settings: Any) -> None:
         if value == "":
             raise ConfigError(f"{place}: {key} is empty; leave it out, or say what it is to be")
         if not isinstance(value, KEYS[key]):
-            wanted = " or ".join({str: "a text", dict: "keys", int: "a number"}[kind] for kind in KEYS[key])
+            wanted = " or ".join({str: "a string", dict: "keys", int: "a number"}[kind] for kind in KEYS[key])
             raise ConfigError(f"{place}: {key} is {value!r}; it must be {wanted}")
 
 

@@ -87,7 +87,7 @@ def _meta(file: Path) -> dict[str, Any]:
         raise ProfileError(f"{file}: expected fields, as model and hardware")
     for name in ("model", "hardware", "variant", "vllm_version"):
         if not isinstance(meta.get(name), str):
-            raise ProfileError(f"{file}: {name!r} is {shown(meta.get(name))}; expected a text")
+            raise ProfileError(f"{file}: {name!r} is {shown(meta.get(name))}; expected a string")
     if meta["variant"] not in _DTYPES:
         raise ProfileError(f"{file}: 'variant' is {shown(meta['variant'])}; expected one of {', '.join(_DTYPES)}")
     return meta

@@ -109,7 +109,7 @@ def unread_settings(config: RunConfig) -> list[str]:
         return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
         is_priced = not isinstance(cost, LinearConfig | ConstantConfig) or is_plain(config.sampling)
-        return [] if is_priced else [f"sampling is no part of the prices of cost={config.cost_name}"]
+        return [] if is_priced else [f"sampling does not change the step times of cost={config.cost_name}"]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
         notes.append(

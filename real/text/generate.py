@@ -143,7 +143,7 @@ def _counted(num: int, what: str) -> str:
 def _messages(asked: Asked) -> list[dict[str, str]]:
     text = asked.prompt.get("prompt") if isinstance(asked.prompt, dict) else asked.prompt
     if not isinstance(text, str):
-        raise RequestError(f"{asked.place}: --chat needs a text, not token ids")
+        raise RequestError(f"{asked.place}: --chat needs a string, not token ids")
     return [{"role": "user", "content": text}]
 
 

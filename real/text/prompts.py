@@ -32,7 +32,9 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of these")
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a string, token ids, a dict, or a list of these"
+        )
     return [_read(item, f"prompt {index}", tokenizer) for index, item in enumerate(prompts)]
 
 
@@ -44,7 +46,7 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
             raise RequestError(f"{where} has the key {shown(strange[0])}; valid: {', '.join(KEYS)}")
         more = {key: item[key] for key in ("cache_salt", "priority") if item.get(key) is not None}
         if not isinstance(more.get("cache_salt", ""), str):
-            raise RequestError(f"{where} has cache_salt {shown(more['cache_salt'])}; it must be a text")
+            raise RequestError(f"{where} has cache_salt {shown(more['cache_salt'])}; it must be a string")
         if not isinstance(priority := more.get("priority", 0), Integral):
             raise RequestError(f"{where} has priority {shown(priority)}; it must be a whole number")
         more["priority"] = int(priority)
@@ -57,7 +59,7 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
     if isinstance(item, str):
         return Prompt(item, _encode(item, where, tokenizer), **more)
     if not _is_token_ids(item) and not (isinstance(item, Sequence) and len(item) == 0):
-        raise RequestError(f"{where} is {shown(item)}; it must be a text, token ids, or a dict")
+        raise RequestError(f"{where} is {shown(item)}; it must be a string, token ids, or a dict")
     if len(item) == 0:
         raise RequestError(f"{where} is empty; give it at least one token")
     return Prompt(None, [int(token) for token in item], **more)
@@ -66,7 +68,7 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
 def _encode(text: str, where: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise RequestError(
-            f"{where} is a text, and the model's folder has no tokenizer; pass token ids, or tokenizer=<folder>"
+            f"{where} is a string, and the model's folder has no tokenizer; pass token ids, or tokenizer=<folder>"
         )
     check_text(text, where)
     ids = tokenizer.encode(text)

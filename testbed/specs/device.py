@@ -94,5 +94,5 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "kernel_floor_ns": _NS,
     "kernel_factor": _FACTOR,
     "step_overhead_ns": _NS,
-    "source": Expected("a text", lambda value: isinstance(value, str)),
+    "source": Expected("a string", lambda value: isinstance(value, str)),
 }

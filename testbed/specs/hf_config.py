@@ -64,7 +64,7 @@ def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     except ValueError as error:  # also a number of too many digits
         raise ModelError(f"{file} is not JSON: {error}; expected a Hugging Face config.json") from None
     if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds no JSON object; expected a Hugging Face config.json")
+        raise ModelError(f"{file} is not a JSON object; expected a Hugging Face config.json")
     return file, raw
 
 
@@ -243,7 +243,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ModelError(f"{file} holds no JSON object")
+        raise ModelError(f"{file} is not a JSON object")
     return values
 
 

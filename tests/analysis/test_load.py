@@ -71,7 +71,7 @@ def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, na
     (folder / "done").unlink()
     refused(
         lambda: load_run(folder),
-        "its records end in the middle; the run did not get to its end: run its command again with overwrite=true",
+        "its records end in the middle; the run did not finish: run its command again with overwrite=true",
     )
     said = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(said | {"command": "scheduler_cls=real.vllm.TestbedScheduler"}))

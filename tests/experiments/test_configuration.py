@@ -343,7 +343,7 @@ def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None
     file.write_text(json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 7, "eos_token_id": 2}))
     assert drawn(path) == drawn(f"{path}/config.json") == (0.3, 1.0, 7, 0.0, 1.0)
     for text, said in (
-        ("[]", f"{file} holds no JSON object"),
+        ("[]", f"{file} is not a JSON object"),
         ("{", f"{file} cannot be read"),
         ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a finite number"),
         ('{"top_k": 20.5}', f"{file}: 'top_k' is 20.5; it must be a whole number"),

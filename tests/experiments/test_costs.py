@@ -150,7 +150,7 @@ def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys)
     capsys.readouterr()
     assert main(["costs", str(folder)]) == 1
     assert "has no operators.json; run it with record.operators=true" in capsys.readouterr().err
-    for text, message in (("{", "Expecting"), ("[]", "holds no JSON object"), ("[" * 100_000, "nested too deeply")):
+    for text, message in (("{", "Expecting"), ("[]", "is not a JSON object"), ("[" * 100_000, "nested too deeply")):
         (folder / "operators.json").write_text(text)
         with pytest.raises(RunFolderError, match=rf"operators\.json.*{message}"):
             load_operators(folder)
@@ -227,8 +227,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
          ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
-        (["cost=constant", "sampling.logprobs=3"], ["sampling is no part of the prices of cost=constant"]),
-        (["cost=linear", "sampling=recommended"], ["sampling is no part of the prices of cost=linear"]),
+        (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
+        (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
     )):  # fmt: skip
         assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0

@@ -175,7 +175,7 @@ def test_an_interrupted_run_is_told_as_far_as_it_came(
     said = say(capsys, "explain", str(cut), "r15", "--keep", str(tmp_path / "kept"))
     assert said.status == 0, said.err
     assert "It had not ended when the run was interrupted." in said.out
-    assert said.out.splitlines()[-1].startswith("partial      the run did not get to its end")
+    assert said.out.splitlines()[-1].startswith("partial      the run did not finish")
     assert "the run was simulated again" in said.out
     steps = [pq.read_metadata(folder / "steps.parquet").num_rows for folder in (cut, tmp_path / "kept")]
     assert len((tmp_path / "kept" / "decisions.jsonl").read_text().splitlines()) == steps[0] == steps[1] > 0

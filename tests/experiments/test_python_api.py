@@ -157,7 +157,7 @@ NONE: Any = None
         (lambda: simulate(pd.DataFrame(ROWS)), "df.to_dict('records')"),
         (lambda: simulate([THREE]), "the trace has 3 where a row is expected"),
         (lambda: simulate([{"arrival_time": object()}]), "the trace's row {'arrival_time': <object"),
-        (lambda: simulate("synthetic"), "trace is 'synthetic', and a text is a file's path; give the group's keys, "),
+        (lambda: simulate("synthetic"), "trace is 'synthetic', and a string is a file's path; give the group's keys: "),
         (lambda: simulate(ROWS, folder=THREE), "folder is 3; give a path"),
         (lambda: simulate(ROWS, scheduler={"queue_order": min}), "scheduler.queue_order is <built-in function min>"),
         (lambda: simulate(ROWS, cache={"watermark": object()}), "cache.watermark is <object"),

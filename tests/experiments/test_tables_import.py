@@ -225,7 +225,7 @@ def test_a_csv_that_is_none_is_named_without_its_bytes(tmp_path: Path, content: 
             ConfigError,
             "the library has no device 'TPU'; say which it is with",
         ),
-        ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a text"),
+        ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a string"),
         ("variant: bf16", "variant: int3", ProfileError, "'variant' is 'int3'; expected one of bf16"),
         ("intermediate_size: 7168", "intermediate_size: 7000", ProfileError, "7000, which is no share of 14336"),
         ("model: meta", "model: [", ProfileError, "meta.yaml cannot be read as YAML"),

@@ -151,7 +151,7 @@ def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixt
         (["freeze", "out.jsonl"], "out.jsonl: a trace is frozen to a Parquet file"),
         (["synthesise", "out.jsonl", "rat=3"], "unknown key 'trace.rat'; did you mean 'trace.rate'?"),
         (["synthesise", "out.jsonl", "rate=0"], "trace.rate is 0"),
-        (["synthesise", "out.jsonl", "rate=1" + 400 * "0"], "0...: it must be a number that a float holds"),
+        (["synthesise", "out.jsonl", "rate=1" + 400 * "0"], "0...: it must be a number that fits a float"),
         (
             ["synthesise", "out.jsonl", "turn_prompt.value=6"],
             "trace.turn_prompt is given whole, as in 'trace.turn_prompt={value: …}'",

@@ -46,7 +46,7 @@ def test_what_is_absent_has_the_defaults_of_hugging_face(tmp_path: Path) -> None
         ("{", "is not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "is not JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
     ],
     ids=range(5),
 )

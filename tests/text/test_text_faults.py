@@ -130,14 +130,14 @@ def test_closing_twice_is_fine_and_a_closed_llm_says_so(own: LLM) -> None:
         ([[1], [2, 512]], None, "prompt 1 has token id 512; the model's vocabulary has ids 0 to 511"),
         ([[1, -1]], None, "prompt 0 has token id -1"),
         ([[1] * 257], None, r"prompt 0 has 257 tokens, more than max_model_len \(256\)"),
-        ([3.5], None, "prompt 0 is 3.5; it must be a text, token ids, or a dict"),
-        ([{"prompt": 10**5000}], None, "prompt 0 is a whole number of about 5,001 digits; it must be a text"),
+        ([3.5], None, "prompt 0 is 3.5; it must be a string, token ids, or a dict"),
+        ([{"prompt": 10**5000}], None, "prompt 0 is a whole number of about 5,001 digits; it must be a string"),
         ([[10**5000]], None, "prompt 0 has token id a whole number of about 5,001 digits"),
         (7, None, "prompts is a int"),
         ([[1, "a"]], None, "prompt 0 is"),
         ({"promt": "a"}, None, "prompt 0 has the key 'promt'; valid: prompt,"),
         ({"prompt": "a", "priority": 1.5}, None, "prompt 0 has priority 1.5; it must be a whole number"),
-        ({"prompt": "a", "cache_salt": 5}, None, "prompt 0 has cache_salt 5; it must be a text"),
+        ({"prompt": "a", "cache_salt": 5}, None, "prompt 0 has cache_salt 5; it must be a string"),
         ({"prompt": "a", "prompt_token_ids": [1]}, None, "either prompt or prompt_token_ids"),
         ({"cache_salt": "a"}, None, "either prompt or prompt_token_ids"),
         ("a", {"temperature": 1}, "sampling_params is a dict; give SamplingParams"),
@@ -191,7 +191,7 @@ def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_texts_without_a_tokenizer_are_refused_with_the_way_out(tmp_path: Path) -> None:
     bare = LLM(make_folder(tmp_path / "model", tokenizer=None), **ROOMY)
-    with pytest.raises(RequestError, match="prompt 0 is a text, and the model's folder has no tokenizer; pass token"):
+    with pytest.raises(RequestError, match="prompt 0 is a string, and the model's folder has no tokenizer; pass token"):
         bare.generate("a", greedy())
     with pytest.raises(RequestError, match="stop strings, and there is no tokenizer"):
         bare.generate([1, 2], greedy(stop="a"))

@@ -89,7 +89,7 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
         (clients("0,0,0,,0,0\n"), "chunk-7-trace.csv has other windows than the first client"),
         (clients(""), "no windows"),
         (clients(data="[]"), r"chunk-0-dataset\.json: found a JSON list"),
-        (clients(data='{"0": {"input_tokens": 3}}'), "field 'input_tokens' is 3; expected a text of"),
+        (clients(data='{"0": {"input_tokens": 3}}'), "field 'input_tokens' is 3; expected a string of"),
         (clients(data=dataset("{}")), "no window has lengths"),
         (clients(data=dataset("{10: 0.2}")), r"window 0: field 'tokens' is '\{10: 0.2\}'; expected .* sum to 1"),
         (clients(data=dataset("{-1: 1.0}")), "whole lengths from 0"),

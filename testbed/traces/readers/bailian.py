@@ -123,7 +123,7 @@ def _chats(path: str | Path, limit: int | None) -> Iterator[_Chat]:
         num_output = token_count(present(fields, "output_length", place), place, "output_length")
         tenant = fields.get("type")
         if tenant is not None and not isinstance(tenant, str):
-            raise refuse(place, "type", tenant, "a text")
+            raise refuse(place, "type", tenant, "a string")
         row = TraceRequest(
             request_id=f"bailian-{number}",
             arrival_ns=seconds(present(fields, "timestamp", place), place, "timestamp"),

@@ -178,7 +178,7 @@ def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
         chosen = {}
         for field in ("input_tokens", "output_tokens"):
             if not isinstance(given.get(field), str):
-                raise refuse(f"{place}: window {start}", field, given.get(field), "a text of {length: probability}")
+                raise refuse(f"{place}: window {start}", field, given.get(field), "a string of {length: probability}")
             chosen[field] = given[field]
         if all(pdf.strip() not in ("", "{}") for pdf in chosen.values()):
             found[number] = chosen
@@ -190,7 +190,7 @@ def _lengths(text: str, place: str) -> dict[int, dict[str, str]]:
 def _pdf(text: str, place: str) -> _Pdf:
     """Reads a text of {length: probability}; lengths of probability 0 are left out. Raises TraceError."""
     expected = (
-        f"a text of {{length: probability}}, whole lengths from 0 to {MAX_NUM_TOKENS:,}, probabilities that sum to 1"
+        f"a string of {{length: probability}}, whole lengths from 0 to {MAX_NUM_TOKENS:,}, probabilities that sum to 1"
     )
     body = text.strip()
     is_object = body[:1] == "{" and body[-1:] == "}" and is_plain(body)

@@ -100,7 +100,7 @@ def _turns(chat: Any, place: str) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("from", "value")):
-            raise refuse(place, "conversations", message, '{"from": "human" or "gpt", "value": a text}')
+            raise refuse(place, "conversations", message, '{"from": "human" or "gpt", "value": a string}')
         said.append((message["from"], message["value"]))
     if said and said[0][0] not in _HUMAN:
         said = said[1:]  # a system message, or the tail of an earlier part

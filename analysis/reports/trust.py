@@ -137,6 +137,7 @@ def _measured(arms: Sequence[Arm]) -> Trust:
 
 
 _SOURCES: dict[str, tuple[Level, str]] = {
+    "calibrated": ("good", "fitted to measured steps"),
     "recorded": ("good", "a real run's own"),
     "tables": ("fair", "looked up in tables of measured operators"),
     "roofline": ("fair", "from a data sheet"),
@@ -154,26 +155,29 @@ def _extrapolated(run: Run) -> float:
 
 
 def _step_times(runs: Sequence[Run]) -> Trust:
-    doubted = [run for run in runs if run.manifest.get("cost_notes")]
-    if doubted:
-        worst_run = max(doubted, key=_extrapolated)
-        level: Level = "poor" if _extrapolated(worst_run) > _MANY else "fair"
-        return Trust("step times", level, worst_run.manifest["cost_notes"][0])
-    worst = max(map(_source_of, runs), key=lambda one: _LEVELS.index(one[0]))
-    return Trust("step times", *worst)
+    """The worst of the simulated runs decides the level; of each cost model the worst run is described."""
+    worst: dict[str, tuple[Level, str]] = {}
+    for run in (one for one in runs if one.manifest.get("backend") == "sim"):
+        cost, found = str(run.manifest.get("cost")), _source_of(run)
+        if cost not in worst or _LEVELS.index(found[0]) > _LEVELS.index(worst[cost][0]):
+            worst[cost] = found
+    said = [text if len(worst) == 1 else f"{cost}: {text}" for cost, (_, text) in worst.items()]
+    return Trust("step times", _worst([level for level, _ in worst.values()]), "; ".join(said))
 
 
 def _source_of(run: Run) -> tuple[Level, str]:
-    cost = str(run.manifest.get("cost"))
-    if cost != "calibrated":
-        return _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
-    said = "fitted to a measured profile, and inside of it"
-    error = run.manifest.get("cost_error")  # absent from older runs
-    if error is None:
-        return "good", said
-    median, p90 = error["median"], error["p90"]
-    level: Level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"
-    return level, f"{said}; steps left out of the fit are {_percent(median)} % off in the median, P90 {_percent(p90)} %"
+    """The level of a run's step times, and a text: their source, the error of a fit, the steps outside its range."""
+    cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")  # absent from older runs
+    level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+    if error is not None:
+        median, p90 = error["median"], error["p90"]
+        level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"
+        said = f"fitted to measured steps; those left out of the fit are {_percent(median)} % off in the median, P90 "
+        said += f"{_percent(p90)} %"
+    if share := _extrapolated(run):
+        notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
+        level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
+    return level, said
 
 
 def _percent(share: float) -> str:

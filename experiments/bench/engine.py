@@ -20,7 +20,8 @@ from experiments.bench import offline
 from experiments.console import Parser
 from experiments.tables.devices import model_spec
 from experiments.wiring.build_engine import real_packages
-from testbed.checks import choose, require_whole
+from real.config import MAX_NUM_THREADS
+from testbed.checks import choose, require_whole, require_whole_or_null
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import ConfigError
@@ -215,12 +216,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the whole runs, in turns (3)")
     parser.add_argument("--threads", type=int, default=None, help="of torch on the CPU; left out: torch's choice")
     options = parser.parse_args(arguments)
-    parts, dtypes = (options.parts or ",".join(PARTS)).split(","), options.dtypes.split(",")
+    parts, dtypes = (",".join(PARTS) if options.parts is None else options.parts).split(","), options.dtypes.split(",")
     for dtype in dtypes:
         choose("--dtypes", dtype, offline.CPU_DTYPES)
     for part in parts:
         choose("--parts", part, PARTS)
     require_whole("--repeats", options.repeats, 1)
+    require_whole_or_null("--threads", options.threads, 1, MAX_NUM_THREADS)
     with real_packages("this benchmark"):
         import torch
 
@@ -234,6 +236,8 @@ def main(arguments: list[str]) -> int:
         if device.type == "cpu"
         else [model_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
     )
+    if device.type == "cpu" and options.models is not None:
+        raise ConfigError("--models is for a GPU: on a CPU one small model is measured")
     if device.type == "cpu" and options.parts and "swap" in parts:
         raise ConfigError("--parts swap needs a GPU: on a CPU both pools lie in the same memory")
     if set(parts) - {"offline"}:

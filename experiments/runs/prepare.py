@@ -21,6 +21,8 @@ from real.replay import CoreWait, HostTimes, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
+from sim.cost.config import LinearConfig
+from sim.cost.linear import error_of_fit
 from sim.front_end import FrontEnd
 from testbed.core.commands import Recorder
 from testbed.core.interfaces import Inbox
@@ -154,17 +156,21 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         build.simulated_pools(config),
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
-        description | {"cost_error": _error_of(priced.cost)},
+        description | {"cost_error": _error_of(config, priced.cost)},
         cost=priced.cost,
         sender=sender,
     )
 
 
-def _error_of(cost: CostModel) -> dict[str, float] | None:
-    if not isinstance(cost, CalibratedCost):
-        return None
-    quality = cost.calibration.quality["all"]
-    return {"median": quality.median, "p90": quality.p90}
+def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:
+    """The errors of a fit on the steps that were left out of it; None for other cost models."""
+    if isinstance(cost, CalibratedCost):
+        quality = cost.calibration.quality["all"]
+        return {"median": quality.median, "p90": quality.p90}
+    if isinstance(config.cost, LinearConfig) and config.cost.path is not None:
+        errors = error_of_fit(config.cost.path)
+        return None if errors is None else {"median": errors[0], "p90": errors[1]}
+    return None
 
 
 def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:

@@ -40,6 +40,10 @@ MEASURED_FIELDS = (  # device fields whose change does not affect operators that
     "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "attention_packs_heads",
     "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
 )  # fmt: skip
+PRICED_FIELDS = (  # device fields on which only step times depend
+    *MEASURED_FIELDS, "interconnect_factor", "host_link_bytes_per_s", "host_link_latency_ns", "kernel_factor",
+    "step_overhead_ns",
+)  # fmt: skip
 _Cost = TypeVar("_Cost", bound=RooflineCost)
 
 
@@ -59,7 +63,7 @@ def build_cost(config: RunConfig) -> CostModel:
         case ConstantConfig() as options:
             return ConstantCost(options)
         case LinearConfig() as options:
-            return LinearCost(options, config.sliding_window)
+            return LinearCost(options, config.sliding_window, config.model.name)
         case CalibratedConfig() as options:
             return _calibrated(config, options)
         case TablesConfig() as options:
@@ -108,8 +112,11 @@ def unread_settings(config: RunConfig) -> list[str]:
     if isinstance(cost, LinearConfig) and cost.path is not None:
         return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
-        is_priced = not isinstance(cost, LinearConfig | ConstantConfig) or is_plain(config.sampling)
-        return [] if is_priced else [f"sampling does not change the step times of cost={config.cost_name}"]
+        unread = [] if is_plain(config.sampling) else ["sampling"]
+        if isinstance(cost, CalibratedConfig):
+            unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
+        is_own = isinstance(cost, dict)
+        return [] if is_own else [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
         notes.append(
@@ -119,7 +126,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     if isinstance(cost, TablesConfig):
         notes += [
             f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"
-            for name in _unlike_the_library(config.device)
+            for name in unlike_the_library(config.device, MEASURED_FIELDS)
         ]
     if is_cpu:
         notes += _changed(cost, ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing")
@@ -133,13 +140,13 @@ def unread_settings(config: RunConfig) -> list[str]:
     return notes
 
 
-def _unlike_the_library(device: DeviceSpec) -> list[str]:
-    """Returns the MEASURED_FIELDS in which a device differs from the library's device of the same name."""
+def unlike_the_library(device: DeviceSpec, names: tuple[str, ...]) -> list[str]:
+    """Returns those of the fields in which a device differs from the library's device of the same name."""
     file = files("experiments.conf") / "device" / f"{device.name}.yaml"
     if not file.is_file():
         return []
     known = read_device_file(str(file))
-    return [name for name, value in known.items() if name in MEASURED_FIELDS and getattr(device, name) != value]
+    return [name for name, value in known.items() if name in names and getattr(device, name) != value]
 
 
 def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: str) -> list[str]:
@@ -212,7 +219,7 @@ def _measured(
         return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
 
     measured = measure(tables, model, size, kv_dtype, window, make)
-    if "interconnect" in _unlike_the_library(device):  # another interconnect than the measured one
+    if "interconnect" in unlike_the_library(device, MEASURED_FIELDS):  # another interconnect than the measured one
         return measured.replace(all_reduce=None, all_gather=None)
     return measured
 

@@ -46,6 +46,8 @@ def load_calibration(path: str | Path) -> Calibration:
     if not file.is_file():
         wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
         raise ProfileError(f"cost.path: {wrong}; `testbed calibrate fit <profile> --out <json>` writes one")
+    if file.suffix == ".parquet":
+        raise ProfileError(f"cost.path: {path} is no fit, which is a .json; if it is a profile: cost.profile={path}")
     try:
         document = parsed(json.loads, file.read_bytes())
     except ValueError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sim.cost.config import COEFFICIENTS, LinearConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
-from testbed.foreign_text import parsed, shown, whole
+from testbed.foreign_text import number, parsed, shown, whole
 from testbed.specs.ranges import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
@@ -54,13 +55,13 @@ class LinearCost:
     Terms are summed in a fixed order, with copies after all others except swaps, which are rounded on their own. The ns
     of a term are what it adds to the rounded sum.
 
-    sliding_window: of the attention; None: it attends to everything. Raises ConfigError if the file at `config.path`
-    was fitted with another window.
+    sliding_window: of the attention; None: it attends to everything. model: the name of the run's. Raises ConfigError
+    if the file at `config.path` was fitted with another window or model.
     """
 
-    def __init__(self, config: LinearConfig, sliding_window: int | None = None) -> None:
+    def __init__(self, config: LinearConfig, sliding_window: int | None = None, model: str | None = None) -> None:
         self._window = sliding_window
-        self.config = config = config if config.path is None else load_linear(config.path, sliding_window)
+        self.config = config = config if config.path is None else load_linear(config.path, sliding_window, model)
         self._base_ns = config.base_s * 1e9
         self._prefill_ns = config.per_prefill_token_s * 1e9
         self._decode_ns = config.per_decode_s * 1e9
@@ -122,8 +123,8 @@ def fit_linear(steps: Sequence[MeasuredStep], num_folds: int = 5, *, sliding_win
     measured = np.array([measured_ns for _, measured_ns in steps], dtype=np.float64)  # [num_steps]
     fold = np.random.Generator(np.random.PCG64(0)).permutation(len(steps)) % num_folds
     errors = np.empty(len(steps))
-    for number in range(num_folds):
-        out = fold == number
+    for index in range(num_folds):
+        out = fold == index
         predicted = features[out] @ _solve(features[~out], measured[~out])
         errors[out] = np.abs(predicted - measured[out]) / measured[out]
     coefficients = (_solve(features, measured) / 1e9).tolist()
@@ -145,10 +146,19 @@ def save_fit(fit: LinearFit, path: str | Path, **about: Any) -> None:
     Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearConfig:
+def error_of_fit(path: str | Path) -> tuple[float, float] | None:
+    """Returns median and P90 of the relative errors of left-out steps, of a file that load_linear has read; None if it
+    does not have them."""
+    document = json.loads(Path(path).read_bytes())
+    found = [document.get(name) for name in ("median_relative_error", "p90_relative_error")]
+    return (float(found[0]), float(found[1])) if all(number(0, inf)(value) for value in found) else None
+
+
+def load_linear(path: str | Path, sliding_window: int | None = None, model: str | None = None) -> LinearConfig:
     """Returns the coefficients of a file that save_fit wrote.
 
-    Raises ConfigError with the file and the fault, also if it was fitted with another window than `sliding_window`.
+    Raises ConfigError with the file and the fault, also if it was fitted with another window than `sliding_window`, or
+    to another model than `model` (None: any).
     """
     file = Path(path)
     if not file.is_file():
@@ -161,8 +171,16 @@ def load_linear(path: str | Path, sliding_window: int | None = None) -> LinearCo
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ConfigError(
             f"cost.path: {path} is no linear cost: its 'format' is {shown(found)}; expected {FORMAT!r}: fit it again"
+            f"{', or use it with cost=calibrated' if 'calibrated' in str(found) else ''}"
         )
     _check_window(document, path, sliding_window)
+    about = document.get("about")
+    fitted = about.get("model") if isinstance(about, dict) else None
+    if None not in (fitted, model) and fitted != model:
+        raise ConfigError(
+            f"cost.path: {path} was fitted to model {shown(fitted)}, and the run's is {model!r}; choose the model that "
+            "was measured, or measure this one with `testbed calibrate`"
+        )
     coefficients = document.get("coefficients")
     if not isinstance(coefficients, dict) or sorted(coefficients) != sorted(COEFFICIENTS):
         raise ConfigError(f"cost.path: {path}: 'coefficients' must hold exactly {', '.join(COEFFICIENTS)}")

@@ -107,8 +107,6 @@ class RangeWatch(Recorder):
 
     def committed(self, step: StepView) -> None:
         """Counts a step. With the policy `refuse` raises ConfigError at the first step outside."""
-        if self._policy == "allow":
-            return
         self.num_steps += 1
         shape = step.plan.shape
         if shape.is_empty:  # a step that only preempts
@@ -126,7 +124,7 @@ class RangeWatch(Recorder):
 
     def notes(self) -> list[str]:
         """Returns one line with the features that left the range, how far, and in how many steps; none if none did."""
-        if not self.num_outside:
+        if not self.num_outside or self._policy == "allow":
             return []
         parts = [f"{item} in {count:,} steps" for item, count in self._worst.values()]
         return [

@@ -147,7 +147,8 @@ class ProfileManifest:
             if theirs.get(name) != own[name]:
                 raise ConfigError(
                     f"{place} is of model {self.model['name']!r} ({name} {_text(theirs.get(name))}), and the run's is "
-                    f"{model.name!r} ({name} {_text(own[name])}); choose the model that was profiled, or profile this"
+                    f"{model.name!r} ({name} {_text(own[name])}); choose the model that was profiled, or measure "
+                    "this one with `testbed calibrate`"
                 )
         run = {
             "device": device, "block_size": block_size, "tensor_parallel_size": tensor_parallel_size,
@@ -160,7 +161,7 @@ class ProfileManifest:
                 key = keys.get(name, f"cache.{name}")
                 raise ConfigError(
                     f"{place} was measured with {name} {_text(profiled[name])}, and the run has {_text(value)}; "
-                    f"set {key}={_text(profiled[name])}, or profile this"
+                    f"set {key}={_text(profiled[name])}, or measure this with `testbed calibrate`"
                 )
 
 
@@ -248,7 +249,9 @@ def read_profile(path: str | Path) -> Profile:
 
     file = Path(path)
     if not file.is_file():
-        raise ProfileError(f"no profile at {path}; docs/calibration.md says how one is made")
+        raise ProfileError(f"no profile at {path}; `testbed calibrate` makes one (docs/calibration.md)")
+    if file.suffix == ".json":
+        raise ProfileError(f"{path} is no profile, which is a .parquet; if it is a fit, give it as cost.path={path}")
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

@@ -83,6 +83,9 @@ def test_a_contender_that_fails_says_so_in_one_line(tmp_path):
     [
         (["--parts", "x"], "--parts is 'x'; choose one of decode"),
         (["--repeats", "0"], "--repeats is 0"),
+        (["--threads", "-1"], "--threads is -1"),
+        (["--parts", ""], "--parts is ''; choose one of decode"),
+        (["--device", "cpu", "--models", "qwen3_8b"], "--models is for a GPU"),
         (["--device", "cpu", "--parts", "swap"], "--parts swap needs a GPU"),
     ],
 )

@@ -281,9 +281,8 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     told = f"cost=calibrated (left-out steps: {error['median']:.1%} off, P90 {error['p90']:.1%}), scheduler="
     assert told in capsys.readouterr().out
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert (
-        "| step times | good | fitted to a measured profile, and inside of it; steps left out of the fit are " in page
-    )
+    assert "fitted to measured steps; those left out of the fit are " in page
+    assert "of the steps leave the profiled range |" in page, "what is allowed is counted, and not said in the run"
     file, steps = tmp_path / "noisy.parquet", measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
     slow = [Spans(*(3 * ns for ns in step.spans)) for step in steps]
     busy = [one if i % 2 else one._replace(spans=slow[i], total_ns=sum(slow[i])) for i, one in enumerate(steps)]
@@ -292,7 +291,7 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     assert "note         LARGE ERROR: steps left out of the fit are " in capsys.readouterr().out
     _, folder = run(tmp_path / "noisy", *options, f"cost.profile={file}")
     page = report_from_folders([folder], tmp_path / "noisy.html").with_suffix(".md").read_text()
-    assert "| step times | poor | fitted to a measured profile" in page
+    assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
 
 def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
@@ -304,13 +303,14 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     told = f"{manifest['num_extrapolated_steps']:,} of {manifest['num_steps']:,} steps leave the profiled range"
     assert note.startswith(f"EXTRAPOLATED STEP TIMES: {told}")
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert f"| step times | fair | EXTRAPOLATED STEP TIMES: {told}" in page
+    assert "| step times | fair | fitted to measured steps; those left out of the fit are " in page
+    assert f" %; EXTRAPOLATED STEP TIMES: {told}" in page
     assert "x outside) in " in note
     assert capsys.readouterr().out.count(note) == 1
     assert note in (folder / "run.log").read_text()
     _, mostly = run(tmp_path / "mostly", *calibrated(*far, "trace.output={kind: constant, value: 1}"))
     page = report_from_folders([folder, mostly], tmp_path / "both.html").with_suffix(".md").read_text()
-    assert "| step times | poor | EXTRAPOLATED STEP TIMES: " in page
+    assert "| step times | poor | fitted to measured steps; " in page
     capsys.readouterr()
     status, folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
     assert (status, json.loads((folder / "manifest.json").read_text())["cost_notes"]) == (0, [])

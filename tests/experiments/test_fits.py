@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.fits import FOLDER, fit_of
-from experiments.wiring.costs import build_cost
+from experiments.wiring.costs import build_cost, unread_settings
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration
+from sim.cost.config import LinearConfig
+from sim.cost.linear import LinearFit, save_fit
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
@@ -43,6 +46,10 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     assert main(["run", *options, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["cost"], manifest["cost_notes"]) == ("calibrated", [])
+    page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
+    assert (
+        "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
+    )
 
 
 def test_what_is_not_there_is_one_line_with_what_is(capsys):
@@ -56,3 +63,32 @@ def test_a_changed_model_is_refused():
     config = compose_config(["model=qwen3_8b", "cost=calibrated", "cache.block_size=32"])
     with pytest.raises(Exception, match="measured with block_size 16, and the run has 32"):
         build_cost(replace(config))
+
+
+def test_what_a_fit_does_not_read_is_noted(capsys):
+    config = compose_config(["model=qwen3_8b", "cost=calibrated", "device.kernel_factor=5", "sampling.temperature=1"])
+    said = "does not change the step times of cost=calibrated"
+    assert unread_settings(config) == [f"sampling {said}", f"device.kernel_factor {said}"]
+    assert unread_settings(compose_config(["model=qwen3_8b", "cost=calibrated", "device.memory_bytes=40000000000"])) == []
+
+
+def test_a_fit_and_its_profile_are_told_apart(capsys):
+    fit, profile = FITS[0], FITS[0].with_suffix(".parquet")
+    assert main(["run", "cost=calibrated", f"cost.profile={fit}"]) == 1
+    assert f"if it is a fit, give it as cost.path={fit}" in capsys.readouterr().err
+    assert main(["run", "cost=calibrated", f"cost.path={profile}"]) == 1
+    assert f"if it is a profile: cost.profile={profile}" in capsys.readouterr().err
+    assert main(["run", "cost=linear", f"cost.path={fit}"]) == 1
+    assert "fit it again, or use it with cost=calibrated" in capsys.readouterr().err
+
+
+def test_a_linear_fit_says_its_error_and_is_of_its_model_alone(tmp_path, capsys):
+    measured = LinearFit(LinearConfig(), 0.04, 0.2, num_steps=100, num_folds=5)
+    save_fit(measured, tmp_path / "fit.json", model="qwen3_8b", block_size=16)
+    options = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "trace.num_requests=4"]
+    assert main(["run", *options, "model=qwen3_8b", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert "cost=linear (left-out steps: 4.0% off, P90 20.0%), " in capsys.readouterr().out
+    page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
+    assert "| step times | good | fitted to measured steps; those left out of the fit are 4.0 % off" in page
+    assert main(["run", *options, "model=qwen3_0.6b"]) == 1
+    assert "was fitted to model 'qwen3_8b', and the run's is 'qwen3_0.6b'" in capsys.readouterr().err

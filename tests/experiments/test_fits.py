@@ -47,9 +47,7 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["cost"], manifest["cost_notes"]) == ("calibrated", [])
     page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert (
-        "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
-    )
+    assert "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
 
 
 def test_what_is_not_there_is_one_line_with_what_is(capsys):
@@ -69,7 +67,8 @@ def test_what_a_fit_does_not_read_is_noted(capsys):
     config = compose_config(["model=qwen3_8b", "cost=calibrated", "device.kernel_factor=5", "sampling.temperature=1"])
     said = "does not change the step times of cost=calibrated"
     assert unread_settings(config) == [f"sampling {said}", f"device.kernel_factor {said}"]
-    assert unread_settings(compose_config(["model=qwen3_8b", "cost=calibrated", "device.memory_bytes=40000000000"])) == []
+    read = compose_config(["model=qwen3_8b", "cost=calibrated", "device.memory_bytes=40000000000"])
+    assert unread_settings(read) == []
 
 
 def test_a_fit_and_its_profile_are_told_apart(capsys):

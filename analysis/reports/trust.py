@@ -169,6 +169,8 @@ def _source_of(run: Run) -> tuple[Level, str]:
     """The level of a run's step times, and a text: their source, the error of a fit, the steps outside its range."""
     cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")  # absent from older runs
     level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+    if cost == "roofline" and run.manifest.get("device") == "cpu":
+        level, said = "poor", "made up: no data sheet gives a CPU's; `testbed calibrate` measures them"
     if error is not None:
         median, p90 = error["median"], error["p90"]
         level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"

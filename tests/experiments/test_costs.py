@@ -294,6 +294,12 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
 
+def test_a_cpu_has_no_data_sheet_to_trust(tmp_path):
+    _, folder = run(tmp_path / "run", *FEW, *TINY, "device=cpu")
+    page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
+    assert "| step times | poor | made up: no data sheet gives a CPU's; `testbed calibrate` measures them |" in page
+
+
 def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
     far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))

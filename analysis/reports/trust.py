@@ -170,7 +170,7 @@ def _source_of(run: Run) -> tuple[Level, str]:
     cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")  # absent from older runs
     level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
     if cost == "roofline" and run.manifest.get("device") == "cpu":
-        level, said = "poor", "made up: no data sheet gives a CPU's; `testbed calibrate` measures them"
+        level, said = "poor", "made up: no data sheet gives a CPU's; testbed calibrate measures them"
     if error is not None:
         median, p90 = error["median"], error["p90"]
         level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"

@@ -295,9 +295,9 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
 
 
 def test_a_cpu_has_no_data_sheet_to_trust(tmp_path):
-    _, folder = run(tmp_path / "run", *FEW, *TINY, "device=cpu")
+    _, folder = run(tmp_path / "run", *TINY, *SHORT, "device=cpu")
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert "| step times | poor | made up: no data sheet gives a CPU's; `testbed calibrate` measures them |" in page
+    assert "| step times | poor | made up: no data sheet gives a CPU's; testbed calibrate measures them |" in page
 
 
 def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):

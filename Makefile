@@ -90,13 +90,14 @@ bench: setup
 # On a machine with an NVIDIA GPU: its tests, the engine's speed, and for each model a calibration, runs that it has not seen, and
 # how far simulations with it are from them.
 gpu: setup
-	$(BIN)/pytest -m gpu -n 8
-	$(BIN)/testbed bench engine
+	$(BIN)/pytest -m gpu -n 8 -k 'not cuda_memory_is_measured'
+	$(BIN)/pytest -m gpu -k cuda_memory_is_measured
+	$(BIN)/testbed bench engine --parts decode,sampling,prefill,mixed,swap
 	@for model in $(GPU_MODELS); do \
 	  out=runs/gpu/$$model; options="model=$$model device=$(GPU_DEVICE) scheduler.max_model_len=16384"; \
 	  $(BIN)/testbed calibrate $$options --max-seconds 120 --overwrite --out $$out/fit && \
 	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=4,8 trace.num_requests=100 \
-	    hydra.sweep.dir=$$out/real && \
+	    hydra.sweep.dir=$$out/real overwrite=true && \
 	  $(BIN)/testbed fidelity $$out/real/*/ cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
 	    --out $$out/fidelity || exit 1; \
 	done

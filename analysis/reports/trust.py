@@ -137,7 +137,7 @@ def _measured(arms: Sequence[Arm]) -> Trust:
 
 
 _SOURCES: dict[str, tuple[Level, str]] = {
-    "calibrated": ("good", "fitted to measured steps"),
+    "calibrated": ("fair", "fitted to measured steps; the error of the fit is not recorded"),
     "recorded": ("good", "a real run's own"),
     "tables": ("fair", "looked up in tables of measured operators"),
     "roofline": ("fair", "from a data sheet"),

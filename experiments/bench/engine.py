@@ -290,9 +290,9 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
                 _show_step(f"prefill, {length} tokens", taken, floor_s)
         if "mixed" in parts:
             batch, num_beside = MIXED
-            floor_s = decode_floor_s(spec, batch, context, rate) + prefill_floor_s(
-                spec, num_beside, ceilings.flops_per_s
-            )
+            products_s = prefill_floor_s(spec, num_beside, ceilings.flops_per_s)
+            products_s += prefill_floor_s(spec, 1, ceilings.flops_per_s) * batch
+            floor_s = max(decode_floor_s(spec, batch, context, rate), products_s)
             taken = decode_time(backend, spec, batch, context, num_steps, num_beside=num_beside)
             _show_step(f"mixed, {batch} and {num_beside} tokens", taken, floor_s)
         if "swap" in parts and is_cuda:

@@ -174,8 +174,9 @@ def _doubt(quality: Quality) -> None:
         return
     noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"
     print(
-        f"note         LARGE ERROR: steps left out of the fit are {quality.median:.0%} off in the median{noise}; "
-        "measure again while nothing else uses the machine or its GPU (backend.pace=probe_scaled on a shared CPU)"
+        "note         LARGE ERROR: steps left out of the calibrated fit are "
+        f"{quality.median:.0%} off in the median{noise}; measure again while nothing else uses the machine "
+        "or its GPU (backend.pace=probe_scaled on a shared CPU)"
     )
 
 

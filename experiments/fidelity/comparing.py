@@ -33,6 +33,9 @@ _WORDS = {
 }  # fmt: skip
 
 
+DOUBTED = 0.05  # median error of a fit's left-out steps from which it is noted
+
+
 @dataclass(frozen=True)
 class Compared:
     """One compared load. again: its repeats. errors: against the mean of the load and its repeats; requests, matched,
@@ -112,17 +115,22 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
 
 
 def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
-    """A note if step times were fitted on another device, or to another number of threads. Another note if the compared
-    times are not scaled in the same way (backend.pace=probe_scaled)."""
+    """Notes: step times that were fitted badly, on another device, or to another number of threads; compared times that
+    are not scaled in the same way (backend.pace=probe_scaled)."""
     clocks = {probe_of(one.measured.manifest) for one in group}
     notes: tuple[str, ...] = ()
     if isinstance(config.cost, CalibratedConfig):
-        fitted = calibration_of(config, config.cost).manifest
+        calibration = calibration_of(config, config.cost)
+        fitted, own = calibration.manifest, calibration.quality["all"]
+        if own.median > DOUBTED:
+            notes += (
+                f"the fit is {own.median:.1%} off in the median on steps that were left out of it, P90 {own.p90:.1%}",
+            )
         clocks.add(fitted.probe_ns)
         manifest, fitted_on = group[0].measured.manifest, fitted.device_description
         measured_on = manifest.get("device")
         if manifest.get("backend") != "sim" and fitted_on and measured_on not in (None, fitted_on):
-            notes = (f"measured on {measured_on!r}, and priced by what was fitted on {fitted_on!r}",)
+            notes += (f"measured on {measured_on!r}, and priced by what was fitted on {fitted_on!r}",)
     return *notes, *unlike_clocks(clocks)
 
 

@@ -78,7 +78,7 @@ def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> d
         "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
         "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
         "device": said["device"]["name"], "attention": None, "attention_reasons": None, "weights": None,
-        "cost": None, "cost_error": None, "estimator": None,
+        "cost": None, "cost_fit": None, "cost_error": None, "estimator": None,
         "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
         "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
         "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [], "num_extrapolated_steps": 0,

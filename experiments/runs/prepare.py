@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh64_hexdigest
+
 from experiments.configuration.config import RunConfig
 from experiments.configuration.settings import SimConfig
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
+from experiments.wiring.costs import fit_file
 from experiments.wiring.traces import check_simulated_output, forcing
 from real.clocks import RealTimeClock
 from real.config import RealConfig
@@ -128,7 +131,13 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
-    description = {**NO_ENGINE, "cost": config.cost_name, "cost_error": None, "device": config.device.name}
+    description = {
+        **NO_ENGINE,
+        "cost": config.cost_name,
+        "cost_fit": None,
+        "cost_error": None,
+        "device": config.device.name,
+    }
     if config.recorded_run is not None:
         engines.refuse_fleet(config)
         from experiments.runs.parity import num_tapes, recorded_inputs
@@ -156,10 +165,15 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         build.simulated_pools(config),
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
-        description | {"cost_error": _error_of(config, priced.cost)},
+        description | {"cost_fit": _fit_of(config), "cost_error": _error_of(config, priced.cost)},
         cost=priced.cost,
         sender=sender,
     )
+
+
+def _fit_of(config: RunConfig) -> dict[str, str] | None:
+    file = fit_file(config)
+    return None if file is None else {"file": file.name, "digest": xxh64_hexdigest(file.read_bytes())}
 
 
 def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:
@@ -223,7 +237,7 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
 
 def _described(engine: Any) -> dict[str, Any]:
     return {
-        "cost": None, "cost_error": None,
+        "cost": None, "cost_fit": None, "cost_error": None,
         "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
         "weights": engine.load_format, "device": engine.device_description,
     }  # fmt: skip

@@ -224,6 +224,16 @@ def _measured(
     return measured
 
 
+def fit_file(config: RunConfig) -> Path | None:
+    """Returns the file that a run's step times are fitted in or to; None if they come from no such file."""
+    match config.cost:
+        case CalibratedConfig() as options:
+            return Path(options.path or options.profile or fit_of(config.model.name, config.device.name))
+        case LinearConfig(path=str() as path):
+            return Path(path)
+    return None
+
+
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
     return CalibratedCost(calibration_of(config, options), options.outside)
 
@@ -231,7 +241,7 @@ def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
 def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
     """Returns the fit from which a run's step times are taken. Raises ConfigError if there is none, or if it is of
     another model, device or KV cache."""
-    file = options.path or options.profile or str(fit_of(config.model.name, config.device.name))
+    file = str(fit_file(config))
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
     calibration = _calibration(file, options.profile is not None, modified_ns)
     calibration.manifest.check_matches(

@@ -57,7 +57,8 @@ def load_calibration(path: str | Path) -> Calibration:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ProfileError(
-            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
+            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r} (an older "
+            "fit: `testbed calibrate fit <its profile> --out <json>` makes it again)"
         )
     for key in _KEYS:
         if key not in document:

@@ -288,7 +288,7 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     busy = [one if i % 2 else one._replace(spans=slow[i], total_ns=sum(slow[i])) for i, one in enumerate(steps)]
     write_profile(file, manifest(), busy)
     assert main(["calibrate", "fit", str(file)]) == 0
-    assert "note         LARGE ERROR: steps left out of the fit are " in capsys.readouterr().out
+    assert "note         LARGE ERROR: steps left out of the calibrated fit are " in capsys.readouterr().out
     _, folder = run(tmp_path / "noisy", *options, f"cost.profile={file}")
     page = report_from_folders([folder], tmp_path / "noisy.html").with_suffix(".md").read_text()
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from xxhash import xxh64_hexdigest
 
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
@@ -22,6 +22,7 @@ from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 
 FITS = sorted(FOLDER.glob("*.json"))
+assert len(FITS) >= 2
 
 
 @pytest.mark.parametrize("file", FITS, ids=lambda file: file.stem)
@@ -46,6 +47,9 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     assert main(["run", *options, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["cost"], manifest["cost_notes"]) == ("calibrated", [])
+    assert manifest["cost_error"]["median"] == pytest.approx(0.018, abs=1e-3)
+    digest = xxh64_hexdigest(fit_of("qwen3_8b", "h100").read_bytes())
+    assert manifest["cost_fit"] == {"file": "qwen3_8b-h100.json", "digest": digest}
     page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
     assert "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
 
@@ -59,8 +63,11 @@ def test_what_is_not_there_is_one_line_with_what_is(capsys):
 
 def test_a_changed_model_is_refused():
     config = compose_config(["model=qwen3_8b", "cost=calibrated", "cache.block_size=32"])
-    with pytest.raises(Exception, match="measured with block_size 16, and the run has 32"):
-        build_cost(replace(config))
+    with pytest.raises(ConfigError, match="measured with block_size 16, and the run has 32"):
+        build_cost(config)
+    config = compose_config(["model=qwen3_8b", "cost=calibrated", "model.num_hidden_layers=35"])
+    with pytest.raises(ConfigError, match="num_hidden_layers 36"):
+        build_cost(config)
 
 
 def test_what_a_fit_does_not_read_is_noted(capsys):

@@ -313,12 +313,12 @@ def test_episodes_of_a_profile_wait_once_a_step(gpu):
 
 
 @pytest.mark.parametrize("attention", PROVIDERS)
-@pytest.mark.parametrize(("layers_of_a_launch", "num_launches"), [(1, 2), (8, 1)])
+@pytest.mark.parametrize(("layers_of_a_launch", "num_launches"), [(1, 5), (2, 3), (8, 1)])
 def test_all_blocks_that_a_step_swaps_are_a_launch_a_few_layers_for_each_way(
     gpu, monkeypatch, layers_of_a_launch, num_launches, attention
 ):
     monkeypatch.setattr(cache_engine, "SWAP_LAYERS", layers_of_a_launch)
-    engine = on_gpu(gpu, attention=attention)
+    engine = on_gpu(gpu, tiny_spec(num_hidden_layers=5), attention=attention)
     launched: list[str] = []
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda work: (launched.append(work.what), launch(work)))

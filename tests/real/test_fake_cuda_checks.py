@@ -14,7 +14,7 @@ from real.cache_engine import LayerCaches
 from real.graphs import CudaCapture
 from real.max_load import _small_cache
 from real.staging import Staging, send_array
-from tests.real.engine_helpers import plan_of, row
+from tests.real.engine_helpers import plan_of, row, tiny_spec
 from tests.real.fake_cuda import CONTEXT_BYTES, GRAPH_BYTES
 from tests.real.fake_engine import Watched, on_gpu
 from tests.real.fake_streams import TroubleError
@@ -24,19 +24,21 @@ def two_prompts(engine: Watched) -> None:
     engine.step(row(0, [1, 2, 3, 4, 5], [1, 2]), row(1, [6, 7, 8], [3]))
 
 
-def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch):
-    monkeypatch.setattr(cache_engine, "SWAP_LAYERS", 1)
-    engine = on_gpu(gpu, max_captured_tokens=0)
+@pytest.mark.parametrize(("num_layers", "layers_of_a_launch"), [(2, 1), (5, 2)])
+def test_a_layer_that_does_not_wait_for_its_blocks_is_found(gpu, monkeypatch, num_layers, layers_of_a_launch):
+    monkeypatch.setattr(cache_engine, "SWAP_LAYERS", layers_of_a_launch)
+    engine = on_gpu(gpu, tiny_spec(num_hidden_layers=num_layers), max_captured_tokens=0)
     two_prompts(engine)
+    engine.step(row(1, [6, 7, 8, 9], [3], start=3), swap_out=((7, 3),))  # each layer waits for its own
     launch = engine.backend.cache._swaps.launch
 
     def one_layer_early(*arguments: Any) -> Any:
         events, elapsed_ns = launch(*arguments)
-        return [events[0], events[0]], elapsed_ns
+        return [events[0]] * num_layers, elapsed_ns
 
     monkeypatch.setattr(engine.backend.cache._swaps, "launch", one_layer_early)
     with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
-        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_out=((1, 1),))
+        engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=4), swap_out=((1, 1),))
     monkeypatch.setattr(LayerCaches, "will_be_moved", lambda self, events: None)
     with pytest.raises(TroubleError, match=r"does not wait for move_kernel"):
         engine.step(row(1, [6, 7, 8, 9, 10], [3, 4], start=3), swap_in=((1, 1),))

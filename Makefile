@@ -87,8 +87,8 @@ test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 bench: setup
 	$(BIN)/testbed bench
 
-# On a machine with an NVIDIA GPU: its tests, the engine's speed, and for each model a calibration, runs that it has not seen, and
-# how far simulations with it are from them.
+# On a machine with an NVIDIA GPU: its tests, the speed of steps, for each model a calibration and how far simulations are from
+# runs that it has not seen, and whole runs beside other engines.
 gpu: setup
 	$(BIN)/pytest -m gpu -n 8 -k 'not cuda_memory_is_measured'
 	$(BIN)/pytest -m gpu -k cuda_memory_is_measured
@@ -101,6 +101,7 @@ gpu: setup
 	  $(BIN)/testbed fidelity $$out/real/*/ cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
 	    --out $$out/fidelity || exit 1; \
 	done
+	$(BIN)/testbed bench engine --parts offline
 
 clean:
 	rm -rf $(VENV) build testbed/_compiled *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, judged, serves_nothing, who
 from analysis.reports.replicates import Level, drawn_by, shared
+from testbed.records.schema import GOOD_FIT, POOR_FIT
 
 _FEW = 5  # replicates; with fewer, intervals are wide
 _NEAR, _FAR = 0.05, 0.15  # relative errors up to which fidelity is good, and fair
@@ -145,7 +146,6 @@ _SOURCES: dict[str, tuple[Level, str]] = {
 
 
 _MANY = 0.1  # share of steps outside of the profile above which step times are poor
-_SMALL, _LARGE = 0.05, 0.15  # median error of a fit up to which step times are good, and above which they are poor
 
 
 def _extrapolated(run: Run) -> float:
@@ -173,7 +173,7 @@ def _source_of(run: Run) -> tuple[Level, str]:
         level, said = "poor", "made up: no data sheet gives a CPU's; testbed calibrate measures them"
     if error is not None:
         median, p90 = error["median"], error["p90"]
-        level = "good" if median <= _SMALL else "fair" if median <= _LARGE else "poor"
+        level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
         said = f"fitted to measured steps; those left out of the fit are {_percent(median)} % off in the median, P90 "
         said += f"{_percent(p90)} %"
     if share := _extrapolated(run):

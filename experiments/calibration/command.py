@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from testbed.specs.profiles import Profile
 
 
-LARGE_ERROR = 0.15  # median relative error of left-out steps from which a fit is doubted
-
-
 def main(arguments: list[str]) -> int:
     from experiments.configuration.overrides import with_searched
 
@@ -170,7 +167,9 @@ def _written(file: Path, profile: Profile) -> str:
 
 def _doubt(quality: Quality) -> None:
     """Prints a note if the fit is too far off to compare policies by it."""
-    if quality.median <= LARGE_ERROR:
+    from testbed.records.schema import POOR_FIT
+
+    if quality.median <= POOR_FIT:
         return
     noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"
     print(

@@ -26,14 +26,12 @@ from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.wiring.costs import calibration_of
 from sim.cost.config import CalibratedConfig
+from testbed.records.schema import GOOD_FIT
 
 _WORDS = {
     "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",
     "p99": "P99", "requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s",
 }  # fmt: skip
-
-
-DOUBTED = 0.05  # median error of a fit's left-out steps from which it is noted
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
     if isinstance(config.cost, CalibratedConfig):
         calibration = calibration_of(config, config.cost)
         fitted, own = calibration.manifest, calibration.quality["all"]
-        if own.median > DOUBTED:
+        if own.median > GOOD_FIT:
             notes += (
                 f"the fit is {own.median:.1%} off in the median on steps that were left out of it, P90 {own.p90:.1%}",
             )

@@ -49,7 +49,7 @@ class Choice(NamedTuple):
         """One line with the providers that come before the chosen one in the order, and why; empty if none do."""
         before = list(self.reasons)[: list(self.reasons).index(self.provider.name)]
         whys = ", ".join(f"{name} ({self.reasons[name]})" for name in before)
-        return f"attention={self.provider.name} is taken, as others cannot run: {whys}" if before else ""
+        return f"attention={self.provider.name} is taken; before it in the order: {whys}" if before else ""
 
 
 def choose_attention(name: str, spec: AttentionSpec) -> Choice:

@@ -89,6 +89,9 @@ STEP_COLUMNS: dict[str, str] = {
 
 COMPLETED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
+# `cost_error.median` of a manifest up to which a fit is good, and above which it is poor
+GOOD_FIT, POOR_FIT = 0.05, 0.15
+
 MANIFEST_KEYS = (
     "status",  # complete, partial (interrupted or failed), failed (a sweep point that did not start: no records)
     "failure",  # why it is not complete; null if it is

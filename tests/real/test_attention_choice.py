@@ -331,7 +331,7 @@ def test_on_a_gpu_auto_passes_over_what_fails_at_its_first_step(monkeypatch, fai
     spec = make_spec(**HALF, block_size=256)
     choice = choose_attention("auto", spec)
     assert choice.provider.name == chosen
-    before = f"attention={chosen} is taken, as others cannot run: flash_attn_3 (it needs compute"
+    before = f"attention={chosen} is taken; before it in the order: flash_attn_3 (it needs compute"
     assert choice.passed_over.startswith(before)
     failed = "".join(f", {name} (it failed)" for name in failing if chosen != "flash_attn")
     assert choice.passed_over.endswith(failed + ", cpu (it is for CPUs, the device is cuda)" * (chosen == "torch"))

@@ -22,6 +22,7 @@ from testbed.errors import ConfigError, TraceError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from analysis.load import Run
     from experiments.fidelity.study import StudyRun
 
 RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
@@ -121,18 +122,24 @@ def _loads(
 
 
 def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
-    from analysis.load import load_sweep, relative
+    from analysis.load import load_sweep, relative, swept_keys
+    from analysis.naming import labels_of
 
     if folders and format_name not in (None, RUN_FOLDER):
         raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
-    found: list[Load] = []
+    found: dict[str, Run] = {}  # by the name of the folder in the output
     for folder in folders:
         for run in load_sweep(folder).runs:
             inside = relative(run.path, folder)
             name = folder.resolve().name + ("" if inside == "." else "-" + inside.replace("/", "-"))
-            number = sum(load.name.partition("~")[0] == name for load in found)
-            found.append(folder_load(run, f"{name}~{number + 1}" if number else name, runs))
-    return found
+            number = sum(place.partition("~")[0] == name for place in found)
+            found[f"{name}~{number + 1}" if number else name] = run
+    points = {place: run for place, run in found.items() if run.manifest.get("swept")}
+    labels = labels_of(
+        [(run.flat_config, Path(place)) for place, run in points.items()], swept_keys(list(points.values()))
+    )  # fmt: skip
+    names = dict(zip(found, found, strict=True)) | dict(zip(points, labels, strict=True))
+    return [folder_load(run, names[place], place, runs) for place, run in found.items()]
 
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:

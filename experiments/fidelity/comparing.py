@@ -21,7 +21,7 @@ from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clock
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.console import milliseconds, percent, table
-from experiments.fidelity.fitting import KEYS, WHOLE_NS, Fit, fit, halves, overrides_of
+from experiments.fidelity.fitting import KEYS, Fit, fit, halves, is_time, overrides_of
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.wiring.costs import calibration_of
@@ -59,7 +59,7 @@ class Comparison:
     """All compared loads. rankings: for each trace that ran under several policies (names, table)."""
 
     loads: tuple[Compared, ...]
-    rankings: tuple[tuple[str, pd.DataFrame], ...]
+    rankings: tuple[tuple[list[str], pd.DataFrame], ...]
     fit: Fit | None
 
 
@@ -86,7 +86,7 @@ def compare(
 def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, command: str) -> Compared:
     load = group[0]
     config = load.config(overrides)
-    sim = simulate(config, load.trace, folder / load.name / "simulated", command)
+    sim = simulate(config, load.trace, folder / load.place / "simulated", command)
     matched = fidelity.match_requests(sim, load.measured)
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     steps = step_errors(sim, load.measured)
@@ -138,7 +138,7 @@ def _second_half(
     ids = halves(one.load.trace)[1]
     values = overrides_of(fitted.found.fitted)
     config = one.load.config(replaced(overrides, values))
-    sim = simulate(config, one.load.trace, folder / one.load.name / "fitted", command)
+    sim = simulate(config, one.load.trace, folder / one.load.place / "fitted", command)
     return fidelity.part_errors(one.sim, one.load.measured, ids), fidelity.part_errors(sim, one.load.measured, ids)
 
 
@@ -147,7 +147,7 @@ def _named(run: Run, key: str) -> Run:
     return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
 
 
-def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
+def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame]]:
     found = []
     for members in grouped(compared, lambda one: one.load.key).values():
         if len(members) > 1:
@@ -155,7 +155,7 @@ def _rankings(compared: Sequence[Compared]) -> list[tuple[str, pd.DataFrame]]:
             noise: dict[str, float] = {}
             for one in members:
                 noise |= {path: max(value, noise.get(path, 0.0)) for path, value in one.noise.items()}
-            found.append((", ".join(pairs), fidelity.ranking_agreement(pairs, noise=noise)))
+            found.append((list(pairs), fidelity.ranking_agreement(pairs, noise=noise)))
     return found
 
 
@@ -168,7 +168,8 @@ def _policy_name(one: Compared, members: Sequence[Compared]) -> str:
 def as_json(found: Comparison) -> dict[str, Any]:
     loads = [
         {
-            "name": one.load.name, "source": one.load.source, "used": one.used, "notes": [*one.load.notes, *one.notes],
+            "name": one.load.name, "folder": one.load.place, "source": one.load.source, "used": one.used,
+            "notes": [*one.load.notes, *one.notes],
             "num_requests": len(one.matched), "repeats": [again.name for again in one.again], "errors": one.errors,
             "requests": one.requests, "noise": one.noise, "steps": one.steps,
             "second_half": one.second and dict(zip(("as_given", "fitted"), one.second, strict=True)),
@@ -200,7 +201,7 @@ def comparison_lines(found: Comparison) -> list[str]:
         for one in found.loads:
             lines += [*_second_half_lines(one), ""]
     for names, frame in found.rankings:
-        lines += [f"## Ranking of {names}", "", _ranking(frame), ""]
+        lines += ["## Ranking", "", *(f"- {name}" for name in names), "", _ranking(frame), ""]
     return lines[:-1]
 
 
@@ -263,7 +264,7 @@ def _fitted(fit: Fit) -> list[str]:
         f"{num} of {name} ({'all' if name in fit.not_apart else 'that ended before the last one came'})"
         for name, num in fit.num_scored.items()
     )
-    metrics = "mean TPOT, E2E and TTFT" if "frontend" in found.given else "mean TPOT and E2E"
+    metrics = "mean TPOT, E2E and TTFT" if KEYS["frontend"] in found.given else "mean TPOT and E2E"
     lines = [
         "## Fitted", "",
         f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of {metrics}: "
@@ -275,9 +276,9 @@ def _fitted(fit: Fit) -> list[str]:
             "half's arrivals and lengths are load, and what was measured there is not looked at", "",
         ]  # fmt: skip
     rows = []
-    for name, value in found.fitted.items():
-        texts = [f"{number:.0f}" if name in WHOLE_NS else f"{number:.3f}" for number in (found.given[name], value)]
-        rows.append([f"{name}: {KEYS[name]}", *texts])
+    for key, value in found.fitted.items():
+        texts = [f"{number:.0f}" if is_time(key) else f"{number:.3f}" for number in (found.given[key], value)]
+        rows.append([key, *texts])
     return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in found.notes)]
 
 

@@ -2,6 +2,7 @@
 
 host: device.step_overhead_ns. kernels: device.kernel_factor, a factor on the times of kernels. link:
 device.interconnect_factor, the same for collectives. frontend: backend.frontend_ns, before a request is in the engine.
+With cost=calibrated, host and kernels are factors on the calibrated times: cost.host_factor and cost.device_factor.
 
 The fit does not use the second half. Only the first half's requests are simulated. Of these, only requests are scored
 that had ended in the measured run before the half's last one arrived, so the second half cannot have slowed them down.
@@ -32,6 +33,7 @@ from experiments.configuration.config import RunConfig
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import composed, replaced, simulate, variant
 from experiments.fidelity.study import OURS, RECORDED, Parts, StudyRun, means, trace_of
+from sim.cost.config import CalibratedConfig
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces.schema import Trace
@@ -40,15 +42,15 @@ KEYS = {
     "host": "device.step_overhead_ns", "kernels": "device.kernel_factor", "link": "device.interconnect_factor",
     "frontend": "backend.frontend_ns",
 }  # fmt: skip
+KEYS_OF_CALIBRATED = {"host": "cost.host_factor", "kernels": "cost.device_factor"}
 NAMES = tuple(KEYS)
 MAX_NAMES = 2
-WHOLE_NS = ("host", "frontend")
 _NS = (1e3, 1e8)  # searched: from 1 us to 100 ms
 _SOME_NS = 1e6  # start of the search for a smaller given value, as around 0 nothing changes
 _FACTOR = (1 / 64, 64.0)
 _NEAR = (1.0, 0.95, 0.965, 0.98, 0.99, 1.01, 1.02, 1.035, 1.05)  # tried around a minimum: the loss is not smooth
 
-Scalars = dict[str, float]  # name -> value of its key: ns, or a factor
+Scalars = dict[str, float]  # key of the configuration -> its value: ns, or a factor
 Loss = Callable[[Scalars], float]
 MIN_REQUESTS = 4  # of a half
 MIN_APART = 0.25  # share of a half; if fewer had ended in time, the second half is needed as load
@@ -88,13 +90,21 @@ def check_config(names: Sequence[str], config: RunConfig, who: str) -> None:
         )
 
 
+def is_time(key: str) -> bool:
+    """Whether the scalar of this key is a whole number of ns; others are factors."""
+    return key.endswith("_ns")
+
+
 def overrides_of(values: Scalars) -> list[str]:
-    return [f"{KEYS[name]}={round(value) if name in WHOLE_NS else value}" for name, value in values.items()]
+    return [f"{key}={round(value) if is_time(key) else value}" for key, value in values.items()]
 
 
-def given_by(config: RunConfig, name: str) -> float:
-    group, _, key = KEYS[name].partition(".")
-    return float(getattr(getattr(config, group), key))
+def given_by(config: RunConfig, name: str) -> tuple[str, float]:
+    """The key of a scalar under the configuration's cost model, and its value there."""
+    own = KEYS_OF_CALIBRATED if isinstance(config.cost, CalibratedConfig) else {}
+    key = own.get(name, KEYS[name])
+    group, _, field = key.partition(".")
+    return key, float(getattr(getattr(config, group), field))
 
 
 def _metrics(names: Sequence[str]) -> tuple[str, ...]:
@@ -105,14 +115,14 @@ def _metrics(names: Sequence[str]) -> tuple[str, ...]:
 def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     """The scalars with the smallest loss; the search starts at those of the configuration. Raises ConfigError with a
     message of one line, also if a scalar has no effect."""
-    given = {name: given_by(config, name) for name in names}
+    given = dict(given_by(config, name) for name in names)
     base = loss(given)
-    for changed in given:
+    for name, changed in zip(names, given, strict=True):
         other = max(given[changed] * 4, 4 * _edges(changed)[0])
-        if loss({name: other if name == changed else value for name, value in given.items()}) == base:
+        if loss({key: other if key == changed else value for key, value in given.items()}) == base:
             raise ConfigError(
-                f"--fit {changed}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=roofline "
-                "or cost=tables"
+                f"--fit {name}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=calibrated, "
+                "cost=roofline or cost=tables"
             )
     fitted, notes = _search(loss, given)
     losses = loss(given), loss(fitted)
@@ -127,7 +137,7 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
     from scipy import optimize  # slow to import
 
     def values(logs: Sequence[float]) -> Scalars:
-        return {name: math.exp(float(log)) for name, log in zip(given, logs, strict=True)}
+        return {key: math.exp(float(log)) for key, log in zip(given, logs, strict=True)}
 
     bounds = [(math.log(low), math.log(high)) for low, high in map(_edges, given)]
     if len(given) == 1:
@@ -135,7 +145,7 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
             lambda log: loss(values([log])), bounds=bounds[0], method="bounded", options={"xatol": 1e-3, "maxiter": 60}
         )
         return min((values([one.x + math.log(near)]) for near in _NEAR), key=loss), []
-    logs = [math.log(max(value, _SOME_NS if name in WHOLE_NS else 1e-9)) for name, value in given.items()]
+    logs = [math.log(max(value, _SOME_NS if is_time(key) else 1e-9)) for key, value in given.items()]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
     options: Any = {
         "xatol": 2e-3, "fatol": 1e-7, "maxfev": MAX_TRIED,
@@ -151,20 +161,20 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
     return values(both.x), [f"{ended}: what fits best may lie further on"]
 
 
-def _edges(name: str) -> tuple[float, float]:
-    return _NS if name in WHOLE_NS else _FACTOR
+def _edges(key: str) -> tuple[float, float]:
+    return _NS if is_time(key) else _FACTOR
 
 
 def _at_edge(given: Scalars, fitted: Scalars) -> list[str]:
     """Notes on scalars at the edge of the search range, except for given values and times near 0."""
     said = []
-    for name, value in fitted.items():
-        low, high = _edges(name)
-        is_inside = value < high / 1.05 and (value > low * 1.05 or name in WHOLE_NS)
-        if not is_inside and value != given[name]:
-            unit = " ns" if name in WHOLE_NS else ""
+    for key, value in fitted.items():
+        low, high = _edges(key)
+        is_inside = value < high / 1.05 and (value > low * 1.05 or is_time(key))
+        if not is_inside and value != given[key]:
+            unit = " ns" if is_time(key) else ""
             said.append(
-                f"{name} came to the edge of what is searched ({low:g} to {high:g}{unit}): something else is off"
+                f"{key} came to the edge of what is searched ({low:g} to {high:g}{unit}): something else is off"
             )
     return said
 
@@ -222,8 +232,9 @@ def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunCon
     for load, config in zip(loads, configs, strict=True):
         check_config(names, config, load.name)
     for name in names:
-        if len({given_by(config, name) for config in configs}) > 1:
-            raise ConfigError(f"--fit {name}: the loads have different {KEYS[name]}; fit those of one at a time")
+        if len(values := {given_by(config, name) for config in configs}) > 1:
+            keys = " and ".join(sorted({key for key, _ in values}))
+            raise ConfigError(f"--fit {name}: the loads have different {keys}; fit those of one at a time")
 
 
 def _first_half(load: Load, metrics: Sequence[str]) -> _Half:

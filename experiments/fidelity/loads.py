@@ -41,12 +41,14 @@ _TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that do not b
 
 @dataclass(frozen=True)
 class Load:
-    """One measured run. settings: the run's own, before the user's overrides. saved: a run folder's configuration.
+    """One measured run. place: the name of its folder in the output. settings: the run's own, before the user's
+    overrides. saved: a run folder's configuration.
 
     key: equal for runs of one trace. policy: equal for runs under one policy.
     """
 
     name: str
+    place: str
     source: str
     trace: Trace
     measured: Run
@@ -92,7 +94,7 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
         written = write_measured(run, trace, config.raw, folder / run.name / "measured")
         same = next((other.name for other in loads if _is_repeat(other.trace, trace)), run.name)
         loads.append(Load(
-            run.name, run.source, trace, written, tuple(settings), None, f"file {same}", "as measured",
+            run.name, run.name, run.source, trace, written, tuple(settings), None, f"file {same}", "as measured",
             run.notes,
         ))  # fmt: skip
     return loads
@@ -109,7 +111,7 @@ def _is_repeat(one: Trace, other: Trace) -> bool:
 # --- from run folders ---
 
 
-def folder_load(run: Run, name: str, folder: Path) -> Load:
+def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
     """The load of a run folder: backend real, vllm (also imported), or sim. Raises TestbedError with one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
@@ -142,9 +144,9 @@ def folder_load(run: Run, name: str, folder: Path) -> Load:
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
-    written = write_folder(folder / name / "measured", kept, steps, run.config, run.manifest, trace)
+    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest, trace)
     return Load(
-        name, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
+        name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
         {**saved, "trace": kept_trace},
         f"{run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run), tuple(notes),
     )  # fmt: skip

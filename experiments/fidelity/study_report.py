@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from experiments.console import percent, table
-from experiments.fidelity.fitting import WHOLE_NS, Fitted
+from experiments.fidelity.fitting import Fitted, is_time
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
@@ -157,7 +157,7 @@ def _fitted(fits: Sequence[Fitted]) -> str:
     for who, name, found in ((one.who, name, found) for one in fits for name, found in one.found.items()):
         for scalar in found.fitted:
             values = (found.given[scalar], found.fitted[scalar])
-            said = [f"{value / 1e3:,.0f} us" if scalar in WHOLE_NS else f"{value:.3g}" for value in values]
+            said = [f"{value / 1e3:,.0f} us" if is_time(scalar) else f"{value:.3g}" for value in values]
             rows.append([f"{who}: {name}", *(f"{scalar} {text}" for text in said)])
     return table(["run", "as given", "fitted"], rows)
 

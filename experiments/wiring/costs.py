@@ -253,7 +253,7 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
         kv_dtype=config.cache.kv_dtype,
         sliding_window=config.sliding_window,
     )
-    return calibration
+    return calibration.scaled(options.host_factor, options.device_factor)
 
 
 @lru_cache(maxsize=8)

@@ -11,7 +11,7 @@ Step times are integers from plain arithmetic. sim/cost/calibration.py makes the
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
@@ -78,6 +78,15 @@ class Calibration:
     ranges: Ranges
     quality: dict[str, Quality]
     num_folds: int
+
+    def scaled(self, host: float, device: float) -> Calibration:
+        """Returns the fit for a machine whose host takes `host` times as long, and everything else `device` times."""
+        factors = {name: host if name.startswith("host") else device for name in COEFFICIENTS}
+        values = {name: getattr(self.coefficients, name) * factor for name, factor in factors.items()}
+        curves = [tuple((rows, ns * device) for rows, ns in curve) for curve in (self.decode_curve, self.prefill_curve)]
+        return replace(
+            self, decode_curve=curves[0], prefill_curve=curves[1], coefficients=Coefficients(**values)
+        )  # fmt: skip
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

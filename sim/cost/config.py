@@ -58,13 +58,21 @@ class TablesConfig(RooflineConfig):
 @dataclass(frozen=True, slots=True)
 class CalibratedConfig:
     """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote.
-    Neither: the fit that comes with the testbed for this model on this device (experiments/fits)."""
+    Neither: the fit that comes with the testbed for this model on this device (experiments/fits).
+
+    The factors adapt a fit to another machine: its host time, and everything else.
+    """
 
     profile: str | None = None
     path: str | None = None
     outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
+    host_factor: float = 1.0
+    device_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("host_factor", "device_factor"):
+            value = getattr(self, name)
+            require(f"cost.{name}", value, 0.001 <= value <= 1000, "from 0.001 to 1000")
         if self.profile is not None and self.path is not None:
             raise ConfigError(
                 "cost=calibrated takes cost.profile=<profile>.parquet or cost.path=<fit>.json; both are set"

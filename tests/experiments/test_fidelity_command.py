@@ -119,6 +119,7 @@ def slower_ttft(folder: Path, factor: float) -> None:
 
 
 FEW = {**TRACE, "num_requests": 24}
+HOST = "device.step_overhead_ns"
 
 
 def fitted(folder: Path, *arguments: object) -> dict:
@@ -130,8 +131,8 @@ def fitted(folder: Path, *arguments: object) -> dict:
 @pytest.mark.usefixtures("unrendered")
 def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path):
     found = fitted(ran(tmp_path / "planted", PLANTED_NS, trace=FEW).path)
-    assert found["fit"]["given"] == {"host": GIVEN_NS}
-    assert found["fit"]["fitted"]["host"] == pytest.approx(PLANTED_NS, rel=0.02)
+    assert found["fit"]["given"] == {HOST: GIVEN_NS}
+    assert found["fit"]["fitted"][HOST] == pytest.approx(PLANTED_NS, rel=0.02)
     halves = found["loads"][0]["second_half"]
     for given, after in zip(halves["as_given"], halves["fitted"], strict=True):
         if given["metric"] in ("tpot_s.mean", "e2e_s.mean"):
@@ -165,7 +166,7 @@ def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(
     slower_ttft_of_second_half(runs[1], {f"r{i}" for i in range(12, 24)})
     fits = [fitted(folder)["fit"] for folder in runs]
     assert fits[0]["fitted"] == fits[1]["fitted"]
-    assert fits[0]["fitted"]["host"] == pytest.approx(PLANTED_NS, rel=0.02)
+    assert fits[0]["fitted"][HOST] == pytest.approx(PLANTED_NS, rel=0.02)
     assert fits[0]["not_apart"] == ["one"]
     assert "too few of one had ended by then" in capsys.readouterr().out
 
@@ -187,9 +188,47 @@ def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
     device = {"name": "l40s", "tensor_parallel_size": 2, "interconnect_factor": 2.5}
     run = simulate(trace, folder=tmp_path / "pcie", device=device, **ENGINE)
     assert fidelity(run.path, "device.interconnect_factor=1", "--fit", "link", "--out", tmp_path / "out") == 0
-    assert result(tmp_path / "out")["fit"]["given"] == {"link": 1.0}
-    assert result(tmp_path / "out")["fit"]["fitted"]["link"] == pytest.approx(2.5, rel=0.02)
-    assert "| link: device.interconnect_factor |" in capsys.readouterr().out
+    assert result(tmp_path / "out")["fit"]["given"] == {"device.interconnect_factor": 1.0}
+    assert result(tmp_path / "out")["fit"]["fitted"]["device.interconnect_factor"] == pytest.approx(2.5, rel=0.02)
+    assert "| device.interconnect_factor |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "planted", [{"host_factor": 0.6}, {"device_factor": 1.3}, {"host_factor": 2.0, "device_factor": 0.8}]
+)
+@pytest.mark.usefixtures("unrendered")
+def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
+    cost = {"name": "calibrated", **planted}
+    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
+    runs = [
+        simulate({**FEW, "rate": rate}, folder=tmp_path / str(rate), cost=cost, device={"name": "h100"}, **engine).path
+        for rate in (4, 60)
+    ]
+    names = {"host_factor": "host", "device_factor": "kernels"}
+    given = [f"cost.{key}=1" for key in planted]
+    asked = ",".join(names[key] for key in planted)
+    assert fidelity(*runs, *given, "--fit", asked, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    assert found["fit"]["fitted"] == {f"cost.{key}": pytest.approx(value, rel=0.03) for key, value in planted.items()}
+    for load in found["loads"]:
+        errors = {row["metric"]: row["error"] for row in load["second_half"]["fitted"]}
+        assert abs(errors["e2e_s.mean"]) < 0.002
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    words = ["scheduler.watermark=0,0.1", "scheduler.queue_order=fcfs,sjf", "trace.num_requests=20", "cost=constant"]
+    assert main(["run", "-m", *words, "cache.num_gpu_blocks=400", f"hydra.sweep.dir={folder}"]) == 0
+    assert fidelity(folder, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    said = {load["name"] for load in found["loads"]}
+    assert said == {f"queue order {order}, watermark {mark}" for order in ("fcfs", "sjf") for mark in ("0", "0.1")}
+    points = {f"sweep-{path.parent.name}" for path in folder.glob("*/manifest.json")}
+    assert {load["folder"] for load in found["loads"]} == points
+    (ranking,) = found["rankings"]
+    assert set(ranking["policies"]) == said
+    assert "- queue order fcfs" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -197,10 +236,10 @@ def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
     planted = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
     assert fidelity(planted.path, "backend.frontend_ns=0", "--fit", "frontend", "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
-    assert found["fit"]["fitted"]["frontend"] == pytest.approx(9e6, rel=0.02)
+    assert found["fit"]["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.02)
     (after,) = [row for row in found["loads"][0]["second_half"]["fitted"] if row["metric"] == "ttft_s.mean"]
     assert abs(after["error"]) < 0.01
-    assert "| frontend: backend.frontend_ns |" in (said := capsys.readouterr().out)
+    assert "| backend.frontend_ns |" in (said := capsys.readouterr().out)
     assert "Squared log errors of mean TPOT, E2E and TTFT" in said
 
 
@@ -213,8 +252,8 @@ def test_a_front_end_is_found_beside_kernels_from_nothing(tmp_path, capsys):
     given = ["backend.frontend_ns=0", "device.kernel_factor=1"]
     assert fidelity(planted.path, *given, "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")["fit"]
-    assert found["fitted"]["kernels"] == pytest.approx(1.2, rel=0.02)
-    assert found["fitted"]["frontend"] == pytest.approx(9e6, rel=0.1)
+    assert found["fitted"]["device.kernel_factor"] == pytest.approx(1.2, rel=0.02)
+    assert found["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.1)
     assert "edge" not in capsys.readouterr().out
 
 
@@ -223,7 +262,9 @@ def test_a_search_that_ends_before_it_came_to_rest_says_so(tmp_path, capsys, mon
     monkeypatch.setattr(fitting, "MAX_TRIED", 7)
     run = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
     assert fidelity(run.path, "backend.frontend_ns=0", "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
-    said = "the search for kernels and frontend ended after 7 simulations, before it came to rest"
+    said = (
+        "the search for device.kernel_factor and backend.frontend_ns ended after 7 simulations, before it came to rest"
+    )
     assert said in capsys.readouterr().out
     assert any(note.startswith(said) for note in result(tmp_path / "out")["fit"]["notes"])
 
@@ -325,7 +366,7 @@ def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_s
     row = {"metric": "ttft_s.mean", "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a", "same_winner": True}
     told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
     ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
-    lines = comparison_lines(Comparison((), (("a, b", ranking),), None))[-1].splitlines()[-2:]
+    lines = comparison_lines(Comparison((), ((["a", "b"], ranking),), None))[-1].splitlines()[-2:]
     assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
         ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
         ["TTFT mean", "–", "a", "a", "–", "none told apart"],

@@ -54,14 +54,14 @@ def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(t
     assert plain["who"] == "this simulator, kernels fitted"
     assert beside["who"] == "this simulator, device.gemm_floor_ns=5000, kernels fitted"
     assert list(plain["runs"]) == ["run-0"]
-    assert plain["runs"]["run-0"]["given"] == {"kernels": 1.0}
-    assert plain["runs"]["run-0"]["fitted"]["kernels"] == pytest.approx(1.4, rel=0.01)
-    assert beside["runs"]["run-0"]["fitted"]["kernels"] < 1.4
+    assert plain["runs"]["run-0"]["given"] == {"device.kernel_factor": 1.0}
+    assert plain["runs"]["run-0"]["fitted"]["device.kernel_factor"] == pytest.approx(1.4, rel=0.01)
+    assert beside["runs"]["run-0"]["fitted"]["device.kernel_factor"] < 1.4
     assert set(found["runs"][0]["predicted_ms"]["this simulator, kernels fitted"]) == {"stage1"}
     scores = {score["who"]: score for score in found["mape"]["stage1"]}
     assert scores["this simulator"]["errors"]["tpot_mean"] > 0.1
     assert scores["this simulator, kernels fitted"]["errors"]["tpot_mean"] < 0.01
-    assert "| this simulator, kernels fitted: run-0 | kernels 1 | kernels 1.4 |" in " ".join(
+    assert "| this simulator, kernels fitted: run-0 | device.kernel_factor 1 | device.kernel_factor 1.4 |" in " ".join(
         capsys.readouterr().out.split()
     )
 

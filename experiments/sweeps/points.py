@@ -275,8 +275,17 @@ def _run(point: Point) -> Outcome:
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:
         return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
-    notes = (*result.notes, result.message) if result.message else result.notes
-    return Outcome(point.label, "complete", folder, notes=notes)
+    said = [result.message] if result.message else []
+    return Outcome(point.label, "complete", folder, notes=(*_error_of_fit(result.manifest), *result.notes, *said))
+
+
+def _error_of_fit(manifest: dict[str, Any]) -> list[str]:
+    """A note for simulated runs whose step times are fitted; the first line of a single run has the same numbers."""
+    error = manifest["cost_error"]
+    if error is None:
+        return []
+    of = f"{manifest['model']} on {manifest['device']}, cost={manifest['cost']}"
+    return [f"{of}: left-out steps are {error['median']:.1%} off, P90 {error['p90']:.1%}"]
 
 
 def say_not_begun(point: Point, why: str) -> None:

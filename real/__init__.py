@@ -2,6 +2,12 @@
 
 `from experiments import LLM` creates an engine that generates text; the classes of its sampling parameters and outputs
 are exported here. Importing `real` does not load torch.
+
+`driver` answers the loop's commands in real time (`clocks`). `backend.RealBackend` is one engine: `runner` turns a plan
+into tensors (`batch`, `block_tables`, `staging`) and runs a model of `models/` over the KV of `cache_engine`, by replay
+of `graphs` where the step's shape was captured; `sampling/` draws the tokens. `loader` reads weights, `max_load` finds
+how many KV blocks fit. `fleet` and `parallel/` run several engines and ranks, `profiler/` measures steps for a fit,
+`text/` generates text, and `vllm/` is this testbed inside vLLM.
 """
 
 from __future__ import annotations

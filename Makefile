@@ -98,7 +98,7 @@ gpu: setup
 	  $(BIN)/testbed calibrate $$options --max-seconds 120 --overwrite --out $$out/fit && \
 	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=4,8 trace.num_requests=100 \
 	    hydra.sweep.dir=$$out/real overwrite=true && \
-	  $(BIN)/testbed fidelity $$out/real/*/ cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
+	  $(BIN)/testbed fidelity $$out/real cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
 	    --out $$out/fidelity || exit 1; \
 	done
 	$(BIN)/testbed bench engine --parts offline

@@ -12,8 +12,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from real.clocks import Clock, scaled
 from testbed.core.commands import Execute, Resume, WaitUntil
+from testbed.core.interfaces import Backend
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
-from testbed.core.plan import BatchPlan
 from testbed.errors import LivelockError
 
 Result = TypeVar("Result")
@@ -35,12 +35,6 @@ class Work(NamedTuple):
     is_done: Callable[[], bool] = lambda: False
 
 
-class RunningBackend(Protocol):
-    """The part of an engine that the driver needs; RealBackend implements it."""
-
-    def start(self, plan: BatchPlan) -> Work: ...
-
-
 class StepLog(Protocol):
     """Is called for each step that was waited for; real.replay.HostTimes implements it."""
 
@@ -52,7 +46,7 @@ class StepLog(Protocol):
 
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
-    backend: RunningBackend,
+    backend: Backend[Work],
     clock: Clock,
     log: StepLog | None = None,
     catch_up: Callable[[], None] | None = None,
@@ -80,7 +74,7 @@ class Drive(Generic[Result]):
     def __init__(
         self,
         loop: Generator[WaitUntil | Execute, Resume, Result],
-        backend: RunningBackend,
+        backend: Backend[Work],
         clock: Clock,
         log: StepLog | None = None,
         catch_up: Callable[[], None] | None = None,

@@ -12,15 +12,15 @@ from itertools import zip_longest
 from typing import Protocol
 
 from real.clocks import SLEEP_SLICE_S, Clock
-from real.driver import Drive, RunningBackend, StepLog
-from testbed.core.interfaces import Inbox
+from real.driver import Drive, StepLog, Work
+from testbed.core.interfaces import Backend, Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.routing.dispatch import Dispatcher
 from testbed.routing.routers import Router
 
 
-class ReplicaBackend(RunningBackend, Protocol):
+class ReplicaBackend(Backend[Work], Protocol):
     """An engine that runs in another process."""
 
     @property

@@ -12,14 +12,15 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from real.driver import Computed, RunningBackend, Work
+from real.driver import Computed, Work
+from testbed.core.interfaces import Backend
 from testbed.core.plan import BatchPlan
 from testbed.records.schema import STEP_TRACE_FILE
 
 Ranges = Callable[[str], AbstractContextManager[object]]
 
 
-class NamesParts(RunningBackend, Protocol):
+class NamesParts(Backend[Work], Protocol):
     """A backend that can run the parts of its steps in named ranges."""
 
     def name_parts(self, ranges: Ranges = ...) -> None: ...
@@ -40,7 +41,7 @@ def named_range(name: str) -> Iterator[None]:
 
 
 class StepTrace:
-    """Wraps a backend and traces its steps from `first` to `last` to STEP_TRACE_FILE in the folder. A RunningBackend.
+    """Wraps a backend and traces its steps from `first` to `last` to STEP_TRACE_FILE in the folder. A Backend[Work].
 
     A step is traced from its launch until it was waited for. The profiler itself takes time, most of it in the first
     traced step, which waits until the profiler has started, and at the end of the last one.

@@ -10,18 +10,12 @@ import simpy
 
 from sim.backend import SimWork
 from testbed.core.commands import Execute, Resume, WaitUntil
+from testbed.core.interfaces import Backend
 from testbed.core.outcome import StepResult
-from testbed.core.plan import BatchPlan
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
 MAX_NS: Final = 2**62 - 1  # latest instant: a sum of two fits into 64 bits; compiled code boxes larger ints
-
-
-class PricedBackend(Protocol):
-    """A backend for this driver: takes a plan and returns how long it takes."""
-
-    def start(self, plan: BatchPlan) -> SimWork: ...
 
 
 class Executor(Protocol):
@@ -34,7 +28,7 @@ class Executor(Protocol):
         ...
 
 
-def run(loop: Loop, backend: PricedBackend) -> int:
+def run(loop: Loop, backend: Backend[SimWork]) -> int:
     """Drives the loop to its end on a device with this backend's step times. Returns the simulated end time in ns."""
     return drive(loop, Device(backend))
 
@@ -77,7 +71,7 @@ class Device:
     spans (swaps and copies, forward pass, sampling) are the device's part.
     """
 
-    def __init__(self, backend: PricedBackend) -> None:
+    def __init__(self, backend: Backend[SimWork]) -> None:
         self._backend = backend
         self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # (instant at which the device is done, step)
         self._free_ns = self._answered_ns = 0

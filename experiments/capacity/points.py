@@ -22,6 +22,7 @@ from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
+from testbed.records.latencies import e2e_s, tpot_s, ttft_s
 from testbed.records.schema import COMPLETED
 
 
@@ -73,9 +74,9 @@ class SloWatch(Recorder):
         if self._slo.itl_max_s is not None:
             self._measure_gaps(step.emitters, now)
         due, limit = self._due, self._slo.ttft_s
-        while due and limit is not None and (due[0].first >= 0 or (now - due[0].arrival) / 1e9 > limit):
+        while due and limit is not None and (due[0].first >= 0 or ttft_s(due[0].arrival, now) > limit):
             one = due.popleft()
-            if ((one.first if one.first >= 0 else now) - one.arrival) / 1e9 > limit:
+            if ttft_s(one.arrival, one.first if one.first >= 0 else now) > limit:
                 self._fail(one, "ttft_s")
         self._raise_if_lost()
 
@@ -95,11 +96,12 @@ class SloWatch(Recorder):
                 self._fail(one, "unfinished")
                 continue
             num = item.num_output_tokens if item.request.sampling.num_seqs == 1 else 0
-            if slo.tpot_s is not None and num > 1 and (self._end_ns - one.first) / (num - 1) / 1e9 > slo.tpot_s:
+            tpot = tpot_s(one.first, self._end_ns, num)
+            if slo.tpot_s is not None and tpot is not None and tpot > slo.tpot_s:
                 self._fail(one, "tpot_s")
             if slo.itl_max_s is not None and one.largest_gap / 1e9 > slo.itl_max_s:
                 self._fail(one, "itl_max_s")
-            if slo.e2e_s is not None and (now_ns - one.arrival) / 1e9 > slo.e2e_s:
+            if slo.e2e_s is not None and e2e_s(one.arrival, now_ns) > slo.e2e_s:
                 self._fail(one, "e2e_s")
         self._raise_if_lost()
 

@@ -21,10 +21,8 @@ from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,
     RecordConfig,
-    RecordedConfig,
     ReportConfig,
     ShareGPTTraceConfig,
-    SimConfig,
     SloConfig,
     SyntheticTraceConfig,
     TensorParallelConfig,
@@ -33,7 +31,8 @@ from experiments.configuration.settings import (
 from experiments.configuration.structured import editable, freeze
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
-from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
+from sim.config import SimConfig
+from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RecordedConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
 from testbed.checks import choose, require_whole
 from testbed.core.limits import Limits

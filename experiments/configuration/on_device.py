@@ -8,8 +8,8 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
 from experiments.configuration.policies import make_policy
-from experiments.configuration.settings import SimConfig
 from real.vllm.config import VllmConfig
+from sim.config import SimConfig
 from testbed.errors import ConfigError
 from testbed.policies.preemption import Cheaper, Swap
 

@@ -19,6 +19,7 @@ from analysis.load import Run, load_run
 from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
+from testbed.records.latencies import e2e_s, tpot_s, ttft_s
 from testbed.records.parquet import schema_of
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.arrange import arrange
@@ -141,13 +142,13 @@ def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
     finish_ns = max(first_ns, arrival_ns + round(row.e2e_s * 1e9))
     num = row.num_output_tokens
     gaps_ns = None if row.gaps_s is None else [round(gap * 1e9) for gap in row.gaps_s]
-    tpot_s = row.tpot_s if row.tpot_s is not None else (finish_ns - first_ns) / max(num - 1, 1) / 1e9
     return {
         "request_id": row.request_id, "tenant": "default", "priority": 0, "replica": 0,
         "num_prompt_tokens": row.num_prompt_tokens, "num_output_tokens": num, "num_token_steps": num,
         "num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "finish_reason": "length",
         "arrival_ns": arrival_ns, "queued_ns": arrival_ns, "first_token_ns": first_ns, "finish_ns": finish_ns,
         "token_ns": None if gaps_ns is None else list(accumulate(gaps_ns, initial=first_ns)),
-        "ttft_s": (first_ns - arrival_ns) / 1e9, "tpot_s": tpot_s if num > 1 else None,
-        "e2e_s": (finish_ns - arrival_ns) / 1e9,
+        "ttft_s": ttft_s(arrival_ns, first_ns),
+        "tpot_s": row.tpot_s if row.tpot_s is not None and num > 1 else tpot_s(first_ns, finish_ns, num),
+        "e2e_s": e2e_s(arrival_ns, finish_ns),
     }  # fmt: skip

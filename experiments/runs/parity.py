@@ -14,8 +14,8 @@ from experiments.configuration.saved import read_config
 from experiments.wiring import build
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import forcing
-from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
+from sim.recorded_device import RecordedDevice
 from testbed.core.commands import Execute, Recorder, Resume, StepView
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request

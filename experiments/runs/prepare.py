@@ -12,7 +12,6 @@ from typing import Any
 from xxhash import xxh64_hexdigest
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.settings import SimConfig
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
 from experiments.wiring.costs import fit_file
@@ -22,6 +21,7 @@ from real.config import RealConfig
 from real.late_records import LateRecords
 from real.replay import CoreWait, HostTimes, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
+from sim.config import SimConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.config import LinearConfig

@@ -48,7 +48,7 @@ from sim.cost.tables import TablesCost
 from testbed import compiled
 from testbed.core.commands import Recorder
 from testbed.core.scheduler import Scheduler
-from testbed.core.serve import serve
+from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
@@ -195,18 +195,8 @@ def _run(
     recorders = _recorders(prepared, records, tapes, more, status)
     loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
-    failure: BaseException | None = None
     try:
-        with fewer_collections(is_simulation=config.is_simulated), interruptible(loops) as watched:
-            prepared.drive(watched, schedulers)
-            for late in prepared.late:
-                late.catch_up()
-    except (KeyboardInterrupt, TestbedError, MemoryError) as error:
-        failure = error
-    except (Exception, SystemExit) as error:
-        failure = policy_failure(error, config) or (error if isinstance(error, OSError) else None)
-        if failure is None:
-            raise
+        failure = _drive(config, prepared, schedulers, loops)
     finally:
         with undisturbed():
             unwritten = _close_all(*prepared.late, progress, records, *tapes, *([] if ledger is None else [ledger]))
@@ -227,6 +217,26 @@ def _run(
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
+
+
+def _drive(
+    config: RunConfig, prepared: Prepared, schedulers: list[Scheduler], loops: list[Loop]
+) -> BaseException | None:
+    """Runs the loops to their end. Returns the failure that ended them and leaves a partial run: an interrupt, an error
+    of the testbed or of a user's own class, too little memory, a failed write. Raises any other error."""
+    try:
+        with fewer_collections(is_simulation=config.is_simulated), interruptible(loops) as watched:
+            prepared.drive(watched, schedulers)
+            for late in prepared.late:
+                late.catch_up()
+    except (KeyboardInterrupt, TestbedError, MemoryError) as error:
+        return error
+    except (Exception, SystemExit) as error:
+        failure = policy_failure(error, config) or (error if isinstance(error, OSError) else None)
+        if failure is None:
+            raise
+        return failure
+    return None
 
 
 def _recorders(

@@ -10,7 +10,6 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
-from experiments.configuration.settings import SimConfig
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
@@ -19,6 +18,7 @@ from experiments.wiring.traces import vocab_size as vocab_size
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
+from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
 from testbed.blocks.config import CacheConfig, KVRules
 from testbed.blocks.eviction import LRU, LRUByLastStep

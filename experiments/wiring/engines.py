@@ -14,9 +14,10 @@ from xxhash import xxh64_hexdigest
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import make_policy
-from experiments.configuration.settings import RecordConfig, SimConfig
+from experiments.configuration.settings import RecordConfig
 from experiments.wiring.foreign import PolicyError, own_classes
 from real.config import RealConfig
+from sim.config import SimConfig
 from testbed.core.commands import Recorder, StepView
 from testbed.core.interfaces import Inbox
 from testbed.core.limits import Limits

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from real.clocks import Clock
-from real.driver import Computed, RunningBackend, Work
+from real.driver import Computed, Work
 from real.driver import run as drive
 from real.profiler.grid import Batch, Episode, Moves, Room
 from testbed.core.commands import Abort, Arrive, Event, Recorder, StepView
+from testbed.core.interfaces import Backend
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk
 from testbed.core.request import Request
@@ -48,7 +49,7 @@ class MakeScheduler(Protocol):
 class Bench(NamedTuple):
     """The engine and settings with which episodes run."""
 
-    backend: RunningBackend
+    backend: Backend[Work]
     clock: Clock
     room: Room
     make_scheduler: MakeScheduler

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 from real.clocks import RealTimeClock
-from real.driver import Computed, Drive, RunningBackend, Work
+from real.driver import Computed, Drive, Work
 from real.text.collector import Collector, Progress
 from real.text.outputs import TextRequest
 from real.text.status import CacheHits
 from real.text.tokenizer import Tokenizer
 from testbed.core.commands import Abort, Arrive, Event, Recorder
+from testbed.core.interfaces import Backend
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
@@ -78,7 +79,7 @@ class StoppingBackend:
     The core ends a sequence with a marked outcome in the same step, so no further token is computed.
     """
 
-    def __init__(self, backend: RunningBackend, collector: Collector) -> None:
+    def __init__(self, backend: Backend[Work], collector: Collector) -> None:
         self._backend = backend
         self._collector = collector
 
@@ -102,7 +103,7 @@ class TextEngine:
     def __init__(
         self,
         scheduler: Scheduler,
-        backend: RunningBackend,
+        backend: Backend[Work],
         tokenizer: Tokenizer | None,
         *,
         eos_ids: frozenset[int] = frozenset(),

@@ -39,7 +39,7 @@ class _InFlight:
 
 
 class VllmBackend:
-    """Starts vLLM in this process. Implements real.driver.RunningBackend.
+    """Starts vLLM in this process. Implements testbed.core.interfaces.Backend.
 
     model_path: a folder with config.json and, unless weights are random, safetensors. observe: if given, vLLM's own
     scheduler decides, and writes its log to this path. told: further arguments of vllm.LLM for that scheduler. Raises

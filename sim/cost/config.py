@@ -113,3 +113,14 @@ class ConstantConfig:
 
     def __post_init__(self) -> None:
         require("cost.step_s", self.step_s, 1e-9 <= self.step_s <= 1e6, "from 1e-9 (1 ns) to 1e6 seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConfig:
+    """`cost=recorded`: step times and outcomes from a real run's tape."""
+
+    run: str | None = None  # the real run's folder
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ConfigError("cost=recorded needs cost.run=<folder of a real run>")

@@ -7,12 +7,14 @@ listed below and in docs/extending.md.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from testbed.core.commands import Event
 from testbed.core.outcome import Finished
 from testbed.core.plan import BatchPlan, PreemptionMode
 from testbed.core.sequence import Sequence
+
+Work = TypeVar("Work", covariant=True)
 
 # --- where requests come from ---
 
@@ -41,14 +43,14 @@ class Inbox(Protocol):
 # --- the loop and its driver ---
 
 
-class Work(Protocol):
-    """A plan that a backend has started. Its methods and attributes are between the backend and its driver."""
+class Backend(Protocol[Work]):
+    """Executes plans for a driver. Work is the type of a started plan, which only the backend's driver reads: the
+    simulator prices a plan (sim.backend.SimWork), the real engine launches it on the device (real.driver.Work).
+    """
 
-
-class Backend(Protocol):
-    """Executes plans. The simulator estimates their step time; the real engine launches them on the device."""
-
-    def start(self, plan: BatchPlan) -> Work: ...
+    def start(self, plan: BatchPlan) -> Work:
+        """Starts a plan, in the order of the steps. At most `Limits.max_num_plans` plans are in flight."""
+        ...
 
 
 # --- policies ---

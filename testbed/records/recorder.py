@@ -15,6 +15,7 @@ from testbed.core.outcome import Finished, FinishReason
 from testbed.core.plan import Admission, BatchPlan, Preemption, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
+from testbed.records.latencies import e2e_s, tpot_s, ttft_s
 from testbed.records.schema import COMPLETED, REQUEST_COLUMNS, decision, explanation
 from testbed.records.sender import Sender
 from testbed.records.tables import RowTable, StepTable
@@ -223,7 +224,7 @@ class OpenRequest:
             int(self.first_ns) if num_steps else None, finish_ns,
             memoryview(self.instants) if self.keeps_instants else None,
             first_ns if is_sent else None, last_ns if is_sent else None,
-            (first_ns - arrival_ns) / 1e9 if num_steps and not had_gone else None,
-            (last_ns - first_ns) / (num_steps - 1) / 1e9 if num_steps > 1 else None,
-            (max(finish_ns, last_ns) - arrival_ns) / 1e9 if finish_ns is not None and reason in COMPLETED else None,
+            ttft_s(arrival_ns, first_ns) if num_steps and not had_gone else None,
+            tpot_s(first_ns, last_ns, num_steps),
+            e2e_s(arrival_ns, max(finish_ns, last_ns)) if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip

@@ -12,10 +12,10 @@ from sim.backend import SimBackend
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from sim.cost.constant import ConstantCost
 from sim.cost.linear import LinearCost
-from sim.cost.recorded import RecordedDevice
 from sim.cost.roofline import KVLayout, RooflineCost
 from sim.driver import drive as drive_device
 from sim.driver import run as drive_simulated
+from sim.recorded_device import RecordedDevice
 from testbed.blocks.config import KVRules
 from testbed.core.commands import Execute, Recorder, Resume, StepView, WaitUntil
 from testbed.core.interfaces import Inbox

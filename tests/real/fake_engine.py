@@ -20,7 +20,7 @@ class Watched:
         self.num_steps = 0
 
     def start(self, plan: BatchPlan) -> Any:
-        """Implements real.driver.RunningBackend."""
+        """Implements testbed.core.interfaces.Backend."""
         before = len(self.gpu.syncs)
         work = self.backend.start(plan)
         assert self.gpu.syncs[before:] == [], "launching a step waits for nothing"

@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from real import host_memory, max_load
 from real.cache_engine import block_bytes
 from real.config import RealConfig
+from real.driver import Work
 from real.runner import ModelRunner
 from real.sampling import sampler
 from testbed.core.interfaces import Backend
@@ -66,7 +67,7 @@ def test_sampled_generation_does_not_depend_on_batch_or_chunks():
 
 
 def test_one_outcome_for_each_sampled_row_that_is_not_forced():
-    backend: Backend = tiny_backend()
+    backend: Backend[Work] = tiny_backend()
     rows = (
         row(4, PROMPTS[0], [0, 1], forced=True),
         row(7, PROMPTS[1], [2]),

@@ -14,9 +14,9 @@ import pytest
 
 from experiments.commands.app import config_from
 from experiments.configuration.config import RunConfig
-from experiments.configuration.settings import SimConfig
 from experiments.runs.parity import check_parity
 from real.parallel import replica
+from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
 from tests.parity.kit import CLOSED, real_config, real_run

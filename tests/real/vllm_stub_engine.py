@@ -15,8 +15,8 @@ from typing import Any
 from experiments.serving.inside_vllm import _request_of
 from real.vllm.own_loop import OwnLoop
 from real.vllm.scheduler import CoreInVllm, Steering
-from sim.cost.recorded import RecordedDevice
 from sim.driver import drive
+from sim.recorded_device import RecordedDevice
 from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request as OurRequest

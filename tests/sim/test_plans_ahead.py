@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sim.backend import SimBackend
-from sim.cost.recorded import RecordedDevice
 from sim.driver import drive, run
+from sim.recorded_device import RecordedDevice
 from testbed.core.commands import StepView
 from testbed.core.outcome import FinishReason, Spans
 from testbed.core.plan import BatchShape

@@ -1,4 +1,4 @@
-"""The recorded cost model: the durations and outcomes of a real run's tape, step by step."""
+"""A device that replays a real run's tape: the durations and outcomes of its steps, one by one. It prices nothing."""
 
 from __future__ import annotations
 

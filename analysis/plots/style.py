@@ -27,8 +27,8 @@ from analysis.reading.rows import FloatArray
 AxesArray = NDArray[np.object_]
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#8A8A8A"
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+ORANGE, SKY, BLACK, BROWN, GREY = "#E69F00", "#56B4E9", "#000000", "#8B5A2B", "#8A8A8A"
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN)
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH_IN = 7.2  # text width of a page
@@ -113,7 +113,7 @@ def only_axes(ax: Axes | None, height_in: float) -> Axes:
 
 
 def series_style(index: int) -> dict[str, Any]:
-    """Colour and line style of the index-th series; there are 35 combinations before they repeat."""
+    """Colour and line style of the index-th series; there are 40 combinations before they repeat."""
     turn = (index + index // len(COLOURS)) % len(LINES)
     return {"color": colour(index), "linestyle": LINES[turn]}
 

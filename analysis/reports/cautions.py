@@ -12,7 +12,7 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_policy, replicates, unsaid_keys
 from analysis.comparison.compare import ignored
 from analysis.comparison.triggered import never_triggered
-from analysis.load import Run, flatten, relative, swept_keys
+from analysis.load import Run, relative, swept_keys
 from analysis.measures.replicas import routing_notes
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
@@ -100,7 +100,7 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     """The name that an unfinished run would have among the arms. Without a configuration file it is made of the values
     that its sweep set, or "" if there are none."""
     try:
-        config = flatten(read_yaml(folder / "config.yaml"))
+        config = Run(folder, read_yaml(folder / "config.yaml"), {}).flat_config
     except RunFolderError:
         swept = read_manifest(folder).get("swept") or {}
         return level_names({key: value for key, value in swept.items() if is_policy(key)})

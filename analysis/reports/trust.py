@@ -138,7 +138,7 @@ def _measured(arms: Sequence[Arm]) -> Trust:
 
 
 _SOURCES: dict[str, tuple[Level, str]] = {
-    "calibrated": ("fair", "fitted to measured steps; the error of the fit is not recorded"),
+    "calibrated": ("fair", "fitted to measured steps; how far they are off is not recorded"),
     "recorded": ("good", "a real run's own"),
     "tables": ("fair", "looked up in tables of measured operators"),
     "roofline": ("fair", "from a data sheet"),
@@ -176,8 +176,6 @@ def _source_of(run: Run) -> tuple[Level, str]:
         level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
         said = f"fitted to measured steps; those left out of the fit are {_percent(median)} % off in the median, P90 "
         said += f"{_percent(p90)} %"
-        factors = {name: run.config["cost"].get(f"{name}_factor", 1.0) for name in ("host", "device")}
-        said += "".join(f"; {name} times by {factor:g}" for name, factor in factors.items() if factor != 1.0)
     if share := _extrapolated(run):
         notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
         level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"

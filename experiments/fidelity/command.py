@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from analysis.load import Run
     from experiments.fidelity.study import StudyRun
 
-RESULT, TEXT, FIGURE, RUNS = "fidelity.json", "fidelity.md", "fidelity", "runs"
+RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
 
 
 def main(arguments: list[str]) -> int:
@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
     if options.out is not None:
         refuse_inside(inputs, options.out / RUNS)
-        remove_runs(options.out / RUNS)
+        for name in (RUNS, FITTED):
+            remove_runs(options.out / name)
     if read.study:
         return _study(read.study, overrides, options)
     with TemporaryDirectory(prefix="testbed-") as scratch:
@@ -93,6 +94,8 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
     for path in inputs:
         if not path.exists():
             raise TraceError(f"{path} does not exist; expected a measured run: a file, or a run folder")
+        if path.suffix == ".parquet":
+            raise TraceError(f"{path} is one table of a run; give the run's folder: {path.parent}")
 
 
 def _loads(
@@ -123,13 +126,17 @@ def _loads(
 
 def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
     from analysis.load import load_sweep, relative, swept_keys
-    from analysis.naming import labels_of
+    from analysis.naming import labels_of, level_names
 
     if folders and format_name not in (None, RUN_FOLDER):
         raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
     found: dict[str, Run] = {}  # by the name of the folder in the output
+    paths: set[Path] = set()  # a sweep and one of its points may both be given
     for folder in folders:
         for run in load_sweep(folder).runs:
+            if run.path.resolve() in paths:
+                continue
+            paths.add(run.path.resolve())
             inside = relative(run.path, folder)
             name = folder.resolve().name + ("" if inside == "." else "-" + inside.replace("/", "-"))
             number = sum(place.partition("~")[0] == name for place in found)
@@ -138,6 +145,8 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
     labels = labels_of(
         [(run.flat_config, Path(place)) for place, run in points.items()], swept_keys(list(points.values()))
     )  # fmt: skip
+    if len(points) == 1:
+        labels = [level_names(run.manifest["swept"]) for run in points.values()]
     names = dict(zip(found, found, strict=True)) | dict(zip(points, labels, strict=True))
     return [folder_load(run, names[place], place, runs) for place, run in found.items()]
 

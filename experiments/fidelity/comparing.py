@@ -26,6 +26,7 @@ from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.wiring.costs import calibration_of
 from sim.cost.config import CalibratedConfig
+from testbed.errors import ConfigError
 from testbed.records.schema import GOOD_FIT
 
 _WORDS = {
@@ -66,13 +67,16 @@ class Comparison:
 def compare(
     loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
 ) -> Comparison:
-    """Fits the scalars `names`, if any, and simulates every load. folder: for the simulated runs. Raises TestbedError
-    with a message of one line."""
+    """Fits the scalars `names`, if any, and simulates every load. folder: for the simulated runs; those with fitted
+    scalars go to a folder `fitted` beside it. Raises TestbedError with a message of one line."""
     # of runs of one trace and policy, the first one's trace is simulated and compared with the mean of all
     groups = list(grouped(loads, lambda load: (load.key, load.policy)).values())
     firsts = [group[0] for group in groups]
     for load in firsts:
-        load.config(overrides)  # raises errors before anything runs
+        try:
+            load.config(overrides)  # raises errors before anything runs
+        except ConfigError as error:
+            raise ConfigError(f"{load.name}: {error}" if len(firsts) > 1 else str(error)) from None
     fitted = fit(firsts, names, overrides, scratch, command) if names else None
     compared = []
     for group in tqdm(groups, desc="fidelity", unit="run", disable=None, leave=False):
@@ -138,7 +142,7 @@ def _second_half(
     ids = halves(one.load.trace)[1]
     values = overrides_of(fitted.found.fitted)
     config = one.load.config(replaced(overrides, values))
-    sim = simulate(config, one.load.trace, folder / one.load.place / "fitted", command)
+    sim = simulate(config, one.load.trace, folder.with_name("fitted") / one.load.place / "fitted", command)
     return fidelity.part_errors(one.sim, one.load.measured, ids), fidelity.part_errors(sim, one.load.measured, ids)
 
 

@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 def parse_names(text: str | None) -> tuple[str, ...]:
     """The scalars named by --fit. Raises ConfigError for unknown, repeated or too many names."""
-    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    names = () if text is None else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in NAMES:
             raise ConfigError(unknown(f"--fit has {name!r}", name, NAMES))

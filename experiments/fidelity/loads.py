@@ -44,7 +44,7 @@ class Load:
     """One measured run. place: the name of its folder in the output. settings: the run's own, before the user's
     overrides. saved: a run folder's configuration.
 
-    key: equal for runs of one trace. policy: equal for runs under one policy.
+    key: equal for runs of one trace on one backend. policy: equal for runs under one policy.
     """
 
     name: str
@@ -114,7 +114,9 @@ def _is_repeat(one: Trace, other: Trace) -> bool:
 def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
     """The load of a run folder: backend real, vllm (also imported), or sim. Raises TestbedError with one line."""
     if run.manifest.get("status") != "complete":
-        raise RunFolderError(f"{run.path}: the run is partial, so its load is not known; measure it again")
+        raise RunFolderError(
+            f"{run.path}: the run is partial, so its load is not known; measure it again, or leave it out"
+        )
     is_simulated = run.manifest.get("backend") == "sim"
     if num_replicas(run) > 1 and not is_simulated:
         raise RunFolderError(
@@ -129,7 +131,9 @@ def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
                                    pc.greater(recorded["num_output_tokens"], 0)))  # fmt: skip
     if not len(kept):
-        raise RunFolderError(f"{run.path}: no request that ended well; expected at least one")
+        raise RunFolderError(
+            f"{run.path}: no request of {name} ended well, so there is nothing to compare; leave this folder out"
+        )
     notes = []
     if is_simulated:
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
@@ -148,7 +152,8 @@ def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
         {**saved, "trace": kept_trace},
-        f"{run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run), tuple(notes),
+        f"{run.manifest.get('backend')} {run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run),
+        tuple(notes),
     )  # fmt: skip
 
 

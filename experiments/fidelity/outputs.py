@@ -19,10 +19,13 @@ BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->
 
 
 def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
-    """Raises ConfigError if a measured run is in the folder `runs`, in which --overwrite removes runs."""
+    """Raises ConfigError if a measured run is in the folder `runs`, in which --overwrite removes runs, or if `runs` is
+    in a measured folder, whose next comparison would take them for measured ones."""
     for path in inputs:
         if path.resolve().is_relative_to(runs.resolve()):
             raise ConfigError(f"{path} lies in {runs}, which --overwrite renews; choose another --out")
+        if path.is_dir() and runs.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"--out {runs.parent} lies in {path}, which is compared; choose a folder beside it")
 
 
 def remove_runs(runs: Path) -> None:

@@ -11,14 +11,15 @@ from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.runs.run import execute
+from experiments.wiring.costs import fit_file
+from sim.cost.config import CalibratedConfig, RooflineConfig
 from sim.cost.drawing import filters
 from testbed.errors import ConfigError, TestbedError
 from testbed.traces.schema import Trace
 
 _SHOWN = (
     "device.tensor_parallel_size", "cache.num_gpu_blocks", "cache.block_size", "scheduler.max_num_seqs",
-    "scheduler.max_num_batched_tokens", "device.step_overhead_ns", "backend.frontend_ns",
-    "backend.frontend_ns_per_token",
+    "scheduler.max_num_batched_tokens", "backend.frontend_ns", "backend.frontend_ns_per_token",
 )  # fmt: skip
 _CAPTURING = ("roofline", "tables")  # cost models that model captured (CUDA graph) steps
 
@@ -87,6 +88,11 @@ def described(config: RunConfig) -> str:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))
         words.append(f"{key}={value}")
+    if isinstance(config.cost, RooflineConfig):
+        words.append(f"device.step_overhead_ns={config.device.step_overhead_ns}")
+    elif isinstance(config.cost, CalibratedConfig):
+        words.append(f"cost.fit={fit_file(config)}")
+        words += [f"cost.{name}={value:g}" for name, value in config.cost.factors.items() if value != 1.0]
     words.append(f"seed={config.seed}")
     drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))
     words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]

@@ -24,7 +24,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
-from sim.cost.config import LinearConfig
+from sim.cost.config import CalibratedConfig, LinearConfig
 from sim.cost.linear import error_of_fit
 from sim.front_end import FrontEnd
 from testbed.core.commands import Recorder
@@ -177,7 +177,10 @@ def _fit_of(config: RunConfig) -> dict[str, str] | None:
 
 
 def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:
-    """The errors of a fit on the steps that were left out of it; None for other cost models."""
+    """The errors of a fit on the steps that were left out of it; None for other cost models, and for a fit that is
+    adapted to another machine, on which its errors were not measured."""
+    if isinstance(config.cost, CalibratedConfig) and set(config.cost.factors.values()) != {1.0}:
+        return None
     if isinstance(cost, CalibratedCost):
         quality = cost.calibration.quality["all"]
         return {"median": quality.median, "p90": quality.p90}

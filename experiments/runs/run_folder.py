@@ -241,7 +241,7 @@ def describe_failure(error: BaseException) -> str:
         return f"{what} ({error.filename or 'while writing'}); {fix} and run again"
     if isinstance(error, OSError) and error.filename is not None:
         why = error.strerror or error
-        return f"{error.filename}: {why}; choose another folder or file (hydra.run.dir, --out, --output)"
+        return f"{error.filename}: {why}; choose another folder or file"
     if isinstance(error, MemoryError):
         return "out of memory; lower trace.limit, or record.token_times=false"
     return str(error) or type(error).__name__

@@ -48,6 +48,7 @@ from experiments.sweeps.points import (
 )
 from experiments.sweeps.progress import Followed
 from experiments.wiring.build import check_makeable
+from experiments.wiring.costs import fit_file
 from experiments.wiring.foreign import check_importable
 from experiments.wiring.traces import check_trace
 from testbed.checks import require_whole_or_null
@@ -165,6 +166,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             check_device(overrides, config)
             check_importable(config)
             check_trace(config)
+            fit_file(config)  # raises if no fit comes with the testbed
             if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend")])) not in makeable:
                 check_makeable(config)
                 makeable.add(chosen)

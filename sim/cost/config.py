@@ -69,9 +69,12 @@ class CalibratedConfig:
     host_factor: float = 1.0
     device_factor: float = 1.0
 
+    @property
+    def factors(self) -> dict[str, float]:
+        return {"host_factor": self.host_factor, "device_factor": self.device_factor}
+
     def __post_init__(self) -> None:
-        for name in ("host_factor", "device_factor"):
-            value = getattr(self, name)
+        for name, value in self.factors.items():
             require(f"cost.{name}", value, 0.001 <= value <= 1000, "from 0.001 to 1000")
         if self.profile is not None and self.path is not None:
             raise ConfigError(

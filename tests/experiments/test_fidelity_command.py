@@ -216,6 +216,36 @@ def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp_path, capsys):
+    real = copied(base, tmp_path / "both" / "real")
+    manifest = json.loads((real / "manifest.json").read_text())
+    (real / "manifest.json").write_text(json.dumps(manifest | {"backend": "real"}))
+    copied(base, tmp_path / "both" / "sim")
+    assert fidelity(tmp_path / "both", real, real, "cost=roofline", "--out", tmp_path / "out") == 0
+    loads = {load["name"]: load for load in result(tmp_path / "out")["loads"]}
+    assert set(loads) == {"both-real", "both-sim"}
+    assert not any(load["repeats"] or load["noise"] for load in loads.values())
+    assert "was simulated itself" in loads["both-sim"]["notes"][0]
+    assert "spread %" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_what_was_used_names_the_fit_and_its_factors(tmp_path):
+    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
+    run = simulate(FEW, folder=tmp_path / "run", cost={"name": "calibrated"}, device={"name": "h200"}, **engine)
+    assert run.manifest["cost_error"]["median"] > 0
+    out = tmp_path / "out"
+    assert fidelity(run.path, "cost.host_factor=2", "--fit", "kernels", "--out", out) == 0
+    used = result(out)["loads"][0]["used"]
+    assert "qwen3_8b-h200.json cost.host_factor=2 seed=" in used
+    assert "step_overhead_ns" not in used
+    scaled = load_run(out / "runs" / "run" / "simulated")
+    assert scaled.manifest["cost_error"] is None, "on such a machine it was not measured"
+    assert not (out / "runs" / "run" / "fitted").exists(), "a report of the runs is of the simulator as it was given"
+    assert (out / "fitted" / "run" / "fitted" / "done").exists()
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
     folder = tmp_path / "sweep"
     words = ["scheduler.watermark=0,0.1", "scheduler.queue_order=fcfs,sjf", "trace.num_requests=20", "cost=constant"]
@@ -319,6 +349,10 @@ def test_the_command_line_is_checked(base, tmp_path, capsys):
     assert "no complete run folder" in error_line(capsys, tmp_path)
     (tmp_path / "out").mkdir()
     assert "choose another --out or pass --overwrite" in error_line(capsys, base.path, "--out", tmp_path / "out")
+    assert "which is compared; choose a folder beside" in error_line(capsys, base.path, "--out", base.path / "out")
+    table = base.path / "requests.parquet"
+    assert f"give the run's folder: {base.path}" in error_line(capsys, table)
+    assert "--fit has ''" in error_line(capsys, base.path, "--fit", "")
     assert fidelity(base.path, "--out", tmp_path / "out", "--overwrite") == 0
     assert fidelity(base.path, "--out", tmp_path / "out", "--overwrite") == 0
     assert "the measured run is the trace" in error_line(capsys, base.path, "trace=azure")

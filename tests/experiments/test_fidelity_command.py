@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 from analysis.load import Run, load_run
 from experiments import simulate
 from experiments.cli import main
-from experiments.fidelity import fitting
+from experiments.fidelity import comparing, fitting
 from experiments.fidelity.comparing import Comparison, comparison_lines
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.fidelity_kit import ENGINE, FILE, GIVEN_NS, PLANTED_NS, TRACE, error_line, fidelity, ran, result
@@ -213,6 +214,20 @@ def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
     for load in found["loads"]:
         errors = {row["metric"]: row["error"] for row in load["second_half"]["fitted"]}
         assert abs(errors["e2e_s.mean"]) < 0.002
+    text = (tmp_path / "out" / "fidelity.md").read_text()
+    assert "| mean of absolute errors, second halves | as given, % | fitted, % |" in text
+    assert "no better on the halves" not in text
+
+
+def test_a_fit_that_is_worse_where_it_has_not_looked_says_so():
+    def half(tpot: float, e2e: float) -> pd.DataFrame:
+        return pd.DataFrame({"metric": ["tpot_s.mean", "e2e_s.mean"], "error": [tpot, e2e]})
+
+    loads = [SimpleNamespace(second=(half(0.02, -0.05), half(-0.04, 0.01)))] * 2
+    shown, note = comparing._second_halves(loads)
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in shown.splitlines()[2:]]
+    assert cells == [["TPOT mean", "2.0", "4.0"], ["E2E mean", "5.0", "1.0"]]
+    assert note.endswith("that it has not seen: TPOT mean")
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -217,7 +217,8 @@ class Keys:
         ]
         if owners:
             of = f"{key} is a key of {group}={' or '.join(owners)}"
-            return ConfigError(f"{of}; leave it out, or choose {group}={owners[0]}")
+            limits = " (trace.limit takes the first requests of a file)" if key == "trace.num_requests" else ""
+            return ConfigError(f"{of}; leave it out{limits}, or choose {group}={owners[0]}")
         own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
         known = [f"{place}.{name}" for name in own] if top.partition(".")[0] == "hydra" else self.all
         near = get_close_matches(key, [*GROUPS, *known] if "." not in key else known, n=1, cutoff=0.5)

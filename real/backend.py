@@ -218,8 +218,8 @@ def _load_model(spec: ModelSpec, placement: Placement, load_format: str, seed: i
 
 
 def _choose_attention(wanted: str, attention: AttentionSpec, placement: Placement) -> Choice:
-    """Returns the provider that all ranks can run. On a GPU the first rank logs which ones `auto` passed over, once in a
-    sweep."""
+    """Returns the provider that all ranks can run. On a GPU the first rank logs which ones `auto` passed over, once
+    in a sweep."""
     with memory_named("others hold it, as nvidia-smi shows: not even a first small step fits"):
         choice = choose_together(wanted, attention, lambda index: int(_of_ranks(index, placement).max()))
     if wanted == "auto" and placement.device.type == "cuda" and placement.group.rank == 0 and choice.passed_over:

@@ -236,7 +236,15 @@ def _cure(folder: Path, why: str = "the run did not finish") -> str:
             f"the vLLM that it is of still serves, or ended before its requests did: `testbed parity {folder}` replays "
             f"its tape, and `testbed run from={folder} backend=sim` simulates its requests"
         )
+    if command := restoring(folder):
+        return f"{why}, but its tape has all steps up to there: `{command}` writes their records"
     return f"{why}: {_REPEAT}"
+
+
+def restoring(folder: Path) -> str:
+    """The command that writes the records of a real run anew, from its tape; "" if there is no tape of one engine."""
+    is_taped = (folder / "tape.jsonl").exists()
+    return f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}" if is_taped else ""
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:

@@ -145,6 +145,7 @@ ANYONE_MAY = (
     "testbed.lazy_heap",
     "testbed.streams",
     "testbed.seeds",
+    "testbed.wording",
 )
 
 

@@ -98,6 +98,12 @@ def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
     return [tuple(keys) for keys in groups.values()]
 
 
+def same_prices(one: Arm, other: Arm) -> bool:
+    """Whether both arms take their step times from the same cost model."""
+    keys = [key for key in (*one.levels, *other.levels) if key.startswith("cost.")]
+    return all(one.levels.get(key) == other.levels.get(key) for key in keys)
+
+
 def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
     """The arm with this name, or else the only one whose name contains it; the first arm for None. Raises
     RunFolderError if there is none, or several."""

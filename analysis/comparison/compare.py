@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates
+from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
 from analysis.load import Run
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
@@ -76,6 +76,9 @@ INSIDE = (
     Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),
     Metric("preemptions", "preemptions.total", 0, fmt.number),
     Metric("recomputed tokens", "preemptions.recomputed_share", 0, fmt.share),
+    Metric("time of recompute", "preemptions.recompute_s", 0, fmt.seconds),
+    Metric("time of swaps", "preemptions.swap_s", 0, fmt.seconds),
+    Metric("KV fragmentation", "kv.fragmentation", 0, fmt.share),
     Metric("mean KV use", "kv.utilisation_mean", 0, fmt.share),
     Metric("peak KV use", "kv.utilisation_peak", 0, fmt.share),
     Metric("mean running", "mean_running", 0, fmt.mean_count),
@@ -122,6 +125,7 @@ class Comparison:
     effect: float | None = None  # d_z of the paired differences; needs at least three replicates
     base: float | None = None  # the baseline's mean over the replicates that both have
     noise: float | None = None  # of the engine, see `engine_noise`
+    is_of_prices: bool = False  # both have other cost models, so the change tells nothing of a policy
 
     @property
     def log_ratio(self) -> float:
@@ -134,11 +138,18 @@ class Comparison:
         return math.log1p(change / base) if min(base, base + change) > 0 else math.copysign(math.inf, change)
 
     @property
-    def gain(self) -> float:
-        """The log-ratio (for a share the difference), positive if the change is better; 0 if neither is better."""
-        if self.estimate is None or not self.metric.better:
+    def size(self) -> float:
+        """The size of the change: its log-ratio, or for a share its difference, without the sign."""
+        if self.estimate is None:
             return 0.0
-        return self.metric.better * (self.estimate.value if self.metric.is_share else self.log_ratio)
+        return abs(self.estimate.value if self.metric.is_share else self.log_ratio)
+
+    @property
+    def gain(self) -> float:
+        """The size, positive if the change is better and negative if it is worse; 0 if neither is better."""
+        if self.estimate is None or self.is_of_prices:
+            return 0.0
+        return self.metric.better * math.copysign(self.size, self.estimate.value)
 
     @property
     def is_claim(self) -> bool:
@@ -146,8 +157,15 @@ class Comparison:
 
     @property
     def claim(self) -> str:
-        """The claimed direction: "better" or "worse"; empty if none is claimed."""
-        return "" if not self.is_claim else "better" if self.gain > 0 else "worse"
+        """The claimed direction in a word: better or worse; where neither is better, longer or shorter for a time, and
+        higher or lower for others. Empty if none is claimed."""
+        if not self.is_claim:
+            return ""
+        if self.gain:
+            return "better" if self.gain > 0 else "worse"
+        if self.metric.write is not fmt.seconds:
+            return self.verdict
+        return "longer" if self.verdict == "higher" else "shorter"
 
     @property
     def is_alike(self) -> bool:
@@ -187,7 +205,11 @@ def compare(
     for metric in metrics:
         rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
         noise = engine_noise(arms, metric, slo)
-        found += judge([replace(row, noise=noise) for row in rows], margin, [first[row.arm] for row in rows])
+        rows = [
+            replace(row, noise=noise, is_of_prices=not same_prices(arm, baseline))
+            for arm, row in zip(others, rows, strict=True)
+        ]
+        found += judge(rows, margin, [first[row.arm] for row in rows])
     return found
 
 

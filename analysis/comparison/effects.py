@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates
+from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates, same_prices
 from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
@@ -74,7 +74,7 @@ class Effect:
     @property
     def is_uneven(self) -> bool:
         """Whether the two `ends` have different claims, or different signs while the average is a claim."""
-        is_turned = self.comparison.is_claim and len({end.gain > 0 for end in self.ends}) > 1
+        is_turned = self.comparison.is_claim and len({_size(end) > 0 for end in self.ends}) > 1
         return is_turned or len({end.claim for end in self.ends}) > 1
 
 
@@ -128,14 +128,17 @@ def _steps(arms: Sequence[Arm], baseline: Arm) -> Iterator[_Step]:
 
 def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, first: Mapping[str, str]) -> Effect:
     base_level, level = (arm.levels.get(step.factor) for arm in step.pairs[0])
-    comparison, interaction = Comparison(str(level), metric, None, None, "unknown", noise=noise), None
+    is_of_prices = not same_prices(*step.pairs[0])
+    comparison = Comparison(str(level), metric, None, None, "unknown", noise=noise, is_of_prices=is_of_prices)
+    interaction = None
     if (known := _cells(step.pairs, metric, slo)) is not None:
         rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
         comparison = replace(comparison, value=value, base=base, estimate=mean_t(rows.mean(axis=0), scale))
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]
+        apart = replace(comparison, noise=None)
         cells = [
-            Comparison(name, metric, float(theirs.mean()), mean_t(row, scale), "unknown", base=float(ours.mean()))
+            replace(apart, arm=name, value=float(theirs.mean()), base=float(ours.mean()), estimate=mean_t(row, scale))
             for name, row, ours, theirs in zip(names, rows, *known, strict=True)
         ]
         interaction = _interaction(rows, scale, cells)

@@ -76,9 +76,8 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
         return f"the same in all {estimate.num} replicates"
     if holm := holm_text(comparison):
         return f"inside the noise ({holm})"
-    if comparison.verdict in ("higher", "lower"):
-        good = comparison.metric.better * (1 if comparison.verdict == "higher" else -1)
-        return {1: "better", -1: "worse"}.get(good, comparison.verdict)
+    if comparison.is_claim:
+        return comparison.claim
     unknown = "not comparable" if estimate is None else "no interval"
     of = " of the baseline's" if comparison.metric.is_share else ""  # to distinguish it from points
     words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%{of})", "unknown": unknown}

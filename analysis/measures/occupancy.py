@@ -4,12 +4,17 @@ The counts of a step are those after its plan. They hold from the step's start t
 the start of the next step. If no request is in the system between two steps, the engine is idle: nothing runs, waits or
 holds a block (cached, unreferenced blocks count as free).
 
+Internal fragmentation is measured where the records determine it: while all that run decode, the slots held minus the
+positions attended to are the slots that are reserved and not filled. Sequences that share blocks would count a position
+several times, so a run with prefix hits or sequence groups has none.
+
 Sums over steps are of whole numbers (counts times ns), hence exact and independent of the batches; each mean is one
 division.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +23,12 @@ from analysis.reading.request_columns import Requests
 from analysis.reading.rows import BoolArray, FloatArray, IntArray, as_rows, product_sum, whole
 from analysis.reading.timeline import Instants, StepRun, step_runs
 
+FRAGMENTATION = ("fragmentation", "fragmentation_of_pool")
 TIME_PARTS = ("schedule", "prepare", "swap", "forward", "sample")
 COUNTS = ("running", "waiting", "swapped")
 STEP_COLUMNS = (
     *(f"num_{name}" for name in COUNTS), "num_decode_tokens", "num_prefill_tokens", "free_gpu_blocks",
+    "num_decodes", "num_prefills", "decode_context_tokens", "num_preempted", "num_swapped_out", "num_swapped_in",
     *(f"{name}_ns" for name in TIME_PARTS),
 )  # fmt: skip
 
@@ -64,12 +71,26 @@ def spans(requests: Any, steps: Any) -> tuple[FloatArray, FloatArray, FloatArray
     return start, until, following
 
 
-class Occupancy:
-    """The steps of one engine, summed up over [start_ns, end_ns] as they are read."""
+def shares_blocks(requests: Requests) -> bool:
+    """Whether sequences may share KV blocks: a prefix was found in the cache, or a request had several sequences."""
+    hits = requests.sum(lambda piece: (piece.whole("num_cached_tokens") > 0).sum())
+    groups = requests.sum(lambda piece: (piece.whole("num_output_tokens") > piece.whole("num_token_steps")).sum())
+    return bool(hits or groups)
 
-    def __init__(self, requests: Requests, num_gpu_blocks: int | None, start_ns: int, end_ns: int) -> None:
+
+class Occupancy:
+    """The steps of one engine, summed up over [start_ns, end_ns] as they are read. num_gpu_blocks, block_size: None if
+    not known."""
+
+    def __init__(
+        self, requests: Requests, num_gpu_blocks: int | None, block_size: int | None, start_ns: int, end_ns: int
+    ) -> None:
         self._presence = Presence(requests)
         self._num_gpu_blocks = num_gpu_blocks
+        self._block_size = None if shares_blocks(requests) else block_size  # None: no fragmentation
+        self._decoding_ns = self._held_slots_ns = self._unfilled_ns = 0  # time, and slots times ns, while all decode
+        self.num_preempted = dict.fromkeys(("recompute", "swap"), 0)  # requests, by mode
+        self.prefill_ns = self.swap_ns = 0  # of the steps: the share of prefill tokens; swaps of preempted requests
         self._start_ns, self._end_ns = start_ns, end_ns
         self.is_recorded = False  # whether there was any step
         self.num_steps = 0  # steps that ended after start_ns
@@ -96,12 +117,36 @@ class Occupancy:
         if self._num_gpu_blocks:
             free = run.columns["free_gpu_blocks"]
             self._held_ns["blocks"] += product_sum(self._num_gpu_blocks - free, held_ns)
+            if self._block_size:
+                self._add_slots(run, (self._num_gpu_blocks - free) * self._block_size, held_ns)
             free = free[until > self._start_ns]
             if free.size:
                 least = int(free.min())
                 self._least_free = least if self._least_free is None else min(self._least_free, least)
         self._busy_ns += int(self._within(run.start, run.end).sum())
         self._add_time_parts(run)
+        self._add_preemptions(run, counts)
+
+    def _add_slots(self, run: StepRun, num_slots: IntArray, held_ns: IntArray) -> None:
+        """Adds the slots of steps in which everything that runs decodes."""
+        columns = run.columns
+        decodes = columns["num_decodes"]
+        is_known = (decodes > 0) & (decodes == columns["num_running"]) & (columns["num_prefills"] == 0)
+        num_slots, held_ns = num_slots[is_known], held_ns[is_known]
+        unfilled = np.maximum(num_slots - columns["decode_context_tokens"][is_known], 0)
+        self._decoding_ns += int(held_ns.sum())
+        self._held_slots_ns += product_sum(num_slots, held_ns)
+        self._unfilled_ns += product_sum(unfilled, held_ns)
+
+    def _add_preemptions(self, run: StepRun, counts: BoolArray) -> None:
+        columns = {name: column[counts] for name, column in run.columns.items()}
+        self.num_preempted["recompute"] += int(columns["num_preempted"].sum())
+        self.num_preempted["swap"] += int(columns["num_swapped_out"].sum())
+        moves = (columns["num_swapped_out"] > 0) | (columns["num_swapped_in"] > 0)
+        self.swap_ns += int(columns["swap_ns"][moves].sum())
+        prefills = columns["num_prefill_tokens"]
+        length = columns["end_ns"] - columns["start_ns"]
+        self.prefill_ns += int((length * prefills // np.maximum(prefills + columns["num_decode_tokens"], 1)).sum())
 
     def _within(self, start: IntArray, until: IntArray) -> IntArray:
         """How much of each [start, until) lies within [start_ns, end_ns], ns."""
@@ -121,6 +166,10 @@ class Occupancy:
         self._overlap_ns += int(np.maximum(-unexplained, 0).sum())
 
     @property
+    def num_prefill_tokens(self) -> int:
+        return self._tokens["num_prefill_tokens"]
+
+    @property
     def num_computed_tokens(self) -> int | None:
         """Tokens that the counted steps computed; None if that was not recorded."""
         return None if self._with_nulls & self._tokens.keys() else sum(self._tokens.values())
@@ -130,7 +179,7 @@ class Occupancy:
         without any step was idle all the time; else nothing is known about it."""
         result: dict[str, Any] = {
             "num_steps": self.num_steps,
-            "kv": {"utilisation_mean": None, "utilisation_peak": None},
+            "kv": dict.fromkeys(("utilisation_mean", "utilisation_peak", *FRAGMENTATION)),
             **dict.fromkeys((*(f"mean_{name}" for name in COUNTS), "busy_share", "time_s")),
         }
         duration_ns = self._end_ns - self._start_ns
@@ -139,13 +188,22 @@ class Occupancy:
         if self._num_gpu_blocks and "free_gpu_blocks" not in self._with_nulls:
             peak = 0.0 if self._least_free is None else max(0.0, 1.0 - self._least_free / self._num_gpu_blocks)
             mean = self._held_ns["blocks"] / (self._num_gpu_blocks * duration_ns)
-            result["kv"] = {"utilisation_mean": mean, "utilisation_peak": peak}
+            result["kv"] |= {"utilisation_mean": mean, "utilisation_peak": peak} | self._fragmentation()
         for name in COUNTS:
             if f"num_{name}" not in self._with_nulls:
                 result[f"mean_{name}"] = self._held_ns[name] / duration_ns
         result["busy_share"] = self._busy_ns / duration_ns
         result["time_s"] = self._time_s(duration_ns)
         return result
+
+    def _fragmentation(self) -> dict[str, float | None]:
+        """Slots that are reserved and not filled, as a share of those held and of the pool; None if not known."""
+        if not self._held_slots_ns or {"num_decodes", "decode_context_tokens"} & self._with_nulls:
+            return dict.fromkeys(FRAGMENTATION)
+        pool = (self._num_gpu_blocks or 0) * (self._block_size or 0) * self._decoding_ns
+        return dict(
+            zip(FRAGMENTATION, (self._unfilled_ns / self._held_slots_ns, self._unfilled_ns / pool), strict=True)
+        )
 
     def _time_s(self, duration_ns: int) -> dict[str, float]:
         """Where the time went, in seconds: each part of the steps, `other` (not explained by any part), and `idle`.
@@ -154,3 +212,20 @@ class Occupancy:
         """
         rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._length_ns, 0)}
         return {name: ns / 1e9 for name, ns in (self._parts_ns | rest).items()}
+
+
+def preemption_costs(measured: Sequence[Occupancy], num_recomputed: int) -> dict[str, Any]:
+    """Preemptions by mode, and the time that they cost, over the steps of all replicas; None without steps.
+
+    recompute_s: the steps' time, divided equally among the tokens of each step, of the recomputed ones. They are a part
+    of the prefill tokens; which ones is not recorded, so a mean over all prefill tokens is taken. swap_s: the transfers
+    of the steps that swapped a request out or in.
+    """
+    names = ("by_recompute", "by_swap", "recompute_s", "swap_s")
+    if not any(one.is_recorded for one in measured):
+        return dict.fromkeys(names)
+    num_prefill = sum(one.num_prefill_tokens for one in measured)
+    prefill_s = sum(one.prefill_ns for one in measured) / 1e9
+    recompute_s = prefill_s * min(1.0, num_recomputed / num_prefill) if num_prefill else 0.0
+    by_mode = [sum(one.num_preempted[mode] for one in measured) for mode in ("recompute", "swap")]
+    return dict(zip(names, (*by_mode, recompute_s, sum(one.swap_ns for one in measured) / 1e9), strict=True))

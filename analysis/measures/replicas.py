@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from analysis.measures.metrics import jain_index
-from analysis.measures.occupancy import STEP_COLUMNS, Occupancy
+from analysis.measures.occupancy import FRAGMENTATION, STEP_COLUMNS, Occupancy
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
@@ -36,10 +36,11 @@ def of_replica(number: int) -> Rule:
 
 
 def measure(
-    parts: list[Requests], steps: Rows, num_gpu_blocks: int | None, start_ns: int, end_ns: int
+    parts: list[Requests], steps: Rows, manifest: Mapping[str, Any], start_ns: int, end_ns: int
 ) -> list[Occupancy]:
-    """The steps of each replica, summed up over [start_ns, end_ns]. num_gpu_blocks: of one replica."""
-    each = [Occupancy(part, num_gpu_blocks, start_ns, end_ns) for part in parts]
+    """The steps of each replica, summed up over [start_ns, end_ns]."""
+    pool = manifest.get("num_gpu_blocks"), manifest.get("block_size")  # of one replica
+    each = [Occupancy(part, *pool, start_ns, end_ns) for part in parts]
     for number, run in step_runs(steps, STEP_COLUMNS, range(len(parts)) if len(parts) > 1 else None):
         each[number].add(run)
     return each
@@ -56,6 +57,7 @@ def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[
     fleet["kv"] = {
         "utilisation_mean": mean_of_all([one["kv"]["utilisation_mean"] for one in each]),
         "utilisation_peak": _joined([one["kv"]["utilisation_peak"] for one in each], max),
+        **{name: mean_of_all([one["kv"][name] for one in each]) for name in FRAGMENTATION},
     }
     times = [one["time_s"] for one in each]
     fleet["time_s"] = None if None in times else {name: sum(time[name] for time in times) for name in times[0]}

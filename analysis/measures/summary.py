@@ -14,7 +14,7 @@ import numpy as np
 from analysis.measures.checks import run_checks
 from analysis.measures.fairness import fairness
 from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
-from analysis.measures.occupancy import run_end_ns
+from analysis.measures.occupancy import Occupancy, preemption_costs, run_end_ns
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.measures.statistics import wilson
 from analysis.measures.steadiness import steadiness
@@ -23,7 +23,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 14
+SUMMARY_VERSION = 15
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -52,7 +52,7 @@ def summarise(
     duration_s = max(end_ns - start_ns, 0) / 1e9
     limits = SLO.parse(slo)
     parts = split(everything, manifest)
-    measured = measure(parts, step_rows, manifest.get("num_gpu_blocks"), start_ns, end_ns)
+    measured = measure(parts, step_rows, manifest, start_ns, end_ns)
     of_steps, of_each = fleet_step_metrics(measured)
     computed = None if warmup_s or not step_rows.num_rows else [one.num_computed_tokens for one in measured]
     result = {
@@ -68,7 +68,7 @@ def summarise(
         **_latencies(kept, end_ns),
         "throughput": _throughput(everything, start_ns, end_ns),
         "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
-        **_cache_and_preemptions(kept, computed),
+        **_cache_and_preemptions(kept, computed, measured),
         "fairness": fairness(kept, end_ns),
         **of_steps,
         "host_share": _host_share(of_steps["time_s"]),
@@ -223,7 +223,9 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, dura
     }
 
 
-def _cache_and_preemptions(requests: Requests, num_computed: list[int | None] | None) -> dict[str, Any]:
+def _cache_and_preemptions(
+    requests: Requests, num_computed: list[int | None] | None, measured: list[Occupancy]
+) -> dict[str, Any]:
     """num_computed: tokens that each replica's steps computed; None: use the requests' counts, for a part of a run."""
     admitted = requests.where(lambda piece: piece.is_known("first_scheduled_ns"))
     prompt = admitted.sum(lambda piece: piece.numbers("num_prompt_tokens").sum())
@@ -242,5 +244,6 @@ def _cache_and_preemptions(requests: Requests, num_computed: list[int | None] | 
             "requests_share": num_preempted / len(requests) if len(requests) else None,
             "recomputed_tokens": recomputed,
             "recomputed_share": recomputed / computed if computed > 0 else None,
+            **preemption_costs(measured, int(recomputed)),
         },
     }

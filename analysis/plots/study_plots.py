@@ -264,7 +264,7 @@ _BARS: dict[str, dict[str, Any]] = {
 
 def _kind(row: Comparison) -> str:
     if row.is_claim:
-        return "changed" if row.gain == 0 else "better" if row.gain > 0 else "worse"
+        return row.claim if row.gain else "changed"
     drawn_as = {"unknown": "no interval", "identical": "equivalent", "inside the engine's noise": "inside the noise"}
     return drawn_as.get(row.verdict, row.verdict)
 

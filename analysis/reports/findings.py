@@ -85,7 +85,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
         told = f"{change_text(row)}: {said}" if row.is_alike else told
         text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
         groups.setdefault(key, []).append(text)
-    parts = [f"{word} in {fmt.listing(groups[word])}" for word in _CLAIMS if word in groups]
+    parts = [f"{word} in {fmt.listing(groups[word])}" for word in CLAIMS if word in groups]
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
     elif {"inside the noise", "inside the engine's noise", "same"} & set(groups):
@@ -95,7 +95,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     return " ".join([*sentences, *[form(groups[key], margin) for key, form in _CLOSINGS.items() if key in groups]])
 
 
-_CLAIMS = ("better", "worse", "higher", "lower")
+CLAIMS = ("better", "worse", "longer", "shorter", "higher", "lower")
 _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
     "inside the engine's noise": lambda texts, _: (

@@ -20,6 +20,7 @@ from analysis.comparison.arms import (
     repeats,
     replicates,
     runs_on,
+    same_prices,
     was_busy,
 )
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
@@ -29,6 +30,7 @@ from analysis.comparison.wording import cells_text, change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
+from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
 
@@ -150,12 +152,12 @@ def _changes(subject: _Subject) -> list[tuple[float, str]]:
         found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
         text = f"{subject.average}{subject.name}: {_told(claims)}{subject.hidden}"
-        found.append((max(abs(row.gain) for row in claims), text))
+        found.append((max(row.size for row in claims), text))
     return found
 
 
 def _largest(effect: Effect) -> float:
-    return max(abs(end.gain) for end in effect.ends)
+    return max(end.size for end in effect.ends)
 
 
 def _same(groups: Sequence[Compared]) -> list[str]:
@@ -258,23 +260,26 @@ def _against(name: str, base: str) -> str:
 
 
 def _told(claims: Sequence[Comparison]) -> str:
-    """The largest improvements and the largest losses, as text."""
+    """The largest improvements and the largest losses, as text; where nothing is better, the largest changes."""
     parts = []
-    for word, sign in (("better", 1), ("worse", -1)):
-        mine = sorted((row for row in claims if row.gain * sign > 0), key=lambda row: -abs(row.gain))
+    for word in CLAIMS:
+        mine = sorted((row for row in claims if row.claim == word), key=lambda row: -row.size)
         if mine:
             texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:_MAX_CLAIMS]]
             parts.append(f"{word} in {fmt.listing(texts)}")
-    return "; ".join(parts) or "different, in nothing that is better or worse"
+    return "; ".join(parts)
 
 
 def _best_within(group: Compared, slo: SLO) -> str:
     """A sentence on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
-    distinguished from it. "" if no arm has more than the baseline beyond the noise."""
+    distinguished from it. "" if no arm has more than the baseline beyond the noise. Arms of another cost model than the
+    baseline's are left out."""
     share, goodput = SLO_METRICS
-    base, better = group.arms[0], [row for row in group.rows if row.metric is goodput and row.verdict == "higher"]
-    common = set.intersection(*(set(replicates(arm)) for arm in group.arms))
-    arms = [replace(arm, runs=tuple(runs_on(arm, common))) for arm in group.arms] if common else group.arms
+    base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
+    better = [row for row in rows if row.verdict == "higher"]
+    of_base = [arm for arm in group.arms if same_prices(arm, base)]
+    common = set.intersection(*(set(replicates(arm)) for arm in of_base))
+    arms = [replace(arm, runs=tuple(runs_on(arm, common))) for arm in of_base] if common else of_base
     of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
     best = max(arms, key=lambda arm: of_arm[arm.name])
     if not better or best.name == base.name:

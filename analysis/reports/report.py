@@ -149,7 +149,7 @@ def _main_figure(sections: Sections) -> Plot | None:
     drawn = []
     for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
         if group["plots"]:
-            largest = max((abs(row.gain) for row in known.rows if row.is_claim), default=0.0)
+            largest = max((row.size for row in known.rows if row.is_claim), default=0.0)
             keeps_up = any(one.state != "beyond" for one in judged(known.arms))
             drawn.append((largest > 0.0, keeps_up, len(known.arms), largest, place))
     return sections.ablation[max(drawn)[-1]]["plots"][0] if drawn else None

@@ -98,7 +98,9 @@ def _all(options: argparse.Namespace, command: str) -> int:
     refuse_repeated(options.overrides)
     extent = _extent(options)
     folder: Path = options.out or _default_folder(options.overrides)
-    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not options.overwrite:
+    if folder.is_file():
+        raise RunFolderError(f"{folder} is a file, and --out names a folder of profile and fits; choose another")
+    if folder.exists() and any(folder.iterdir()) and not options.overwrite:
         raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
     measurement = _measure(options, command, extent, folder)
     file = folder / PROFILE_FILE
@@ -143,10 +145,16 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: 
     from experiments.calibration.calibrate import measure_profile
     from experiments.configuration.compose import compose_config
     from experiments.runs.run_folder import require_writable
+    from sim.cost.config import CalibratedConfig
 
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
+    if isinstance(config.cost, CalibratedConfig) and not (config.cost.path or config.cost.profile):
+        raise ConfigError(
+            "cost=calibrated: that is the fit that `testbed calibrate` makes; leave cost out here, and give the fit to "
+            "`testbed run` as cost.path"
+        )
     require_writable(folder)
     weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9
     print(

@@ -43,6 +43,7 @@ from experiments.configuration.saved import read_config, read_manifest
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
+from experiments.runs.repeat import measured_anew, same_decisions
 from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
@@ -340,7 +341,13 @@ def _run_from(source: str, overrides: list[str]) -> int:
         if parsed(item).is_sweep_override():
             raise ConfigError(f"{item} has several values, and from=<folder> repeats one run: give one of them")
     folder, _, kept = _placed(overrides)
-    config = config_from(Path(source), kept)
+    config, before = config_from(Path(source), kept), read_manifest(Path(source))
+    if said := measured_anew(Path(source), config):
+        print(said, flush=True)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
-    _finish(execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept])))
+    result = execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept]))
+    is_changed = any(not item.startswith("overwrite=") for item in kept)
+    if not is_changed and (said := same_decisions(Path(source), before, result.manifest)):
+        print(said)
+    _finish(result)
     return 0

@@ -24,6 +24,7 @@ from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.serialize import write_csv, write_jsonl
 from testbed.traces.stream import CountedTrace
 from testbed.traces.summary import WINDOWS_S, TraceSummary, summarise
+from testbed.wording import count
 
 USAGE = """usage: testbed trace <command> ...
 
@@ -126,7 +127,7 @@ def _write(trace: TraceSource, out: Path) -> None:
         written = Path(folder) / out.name
         num, digest = _write_to(trace, written)
         written.replace(out)
-    print(f"{out}: {num:,} requests, fingerprint {digest}")
+    print(f"{out}: {count(num, 'request')}, fingerprint {digest}")
     for note in trace.notes:
         print(f"  note: {note}")
 
@@ -145,7 +146,7 @@ def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
 
 def print_summary(name: str, summary: TraceSummary, notes: Iterable[str], block_size: int) -> None:
     num, duration = summary.num_requests, summary.duration_s
-    print(f"{name}: {num:,} requests in {duration:,.1f} s, fingerprint {summary.fingerprint}")
+    print(f"{name}: {count(num, 'request')} in {duration:,.1f} s, fingerprint {summary.fingerprint}")
     for line in (*_arrival_lines(summary), *_length_lines(summary), *_sharing_lines(summary, block_size)):
         print(f"  {line}")
     for note in notes:
@@ -178,7 +179,7 @@ def _length_lines(summary: TraceSummary) -> Iterator[str]:
         spread = f"P50 {p50:,.0f}, P90 {p90:,.0f}, P99 {p99:,.0f}, max {values.max():,}"
         yield f"{label:<15} {values.sum():,}: mean {values.mean():,.0f}, {spread}"
     if summary.num_free_outputs:
-        yield f"free outputs    {summary.num_free_outputs:,} requests: the model decides (a real engine only)"
+        yield f"free outputs    {count(summary.num_free_outputs, 'request')}: the model decides (a real engine only)"
     if len(known) > 2 and known.std() and summary.prompts.std() and len(known) == len(summary.prompts):
         correlation = np.corrcoef(np.log(summary.prompts), np.log(known))[0, 1]
         yield f"correlation     {correlation:+.2f} of log prompt and log output length"
@@ -191,14 +192,14 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
         closed = summary.num_requests - len(summary.arrivals_s)
         yield (
             f"sessions        {num:,} with {total / num:.3g} turns on average, at most {max(summary.turns)}; "
-            f"{closed:,} closed-loop turns"
+            f"{count(closed, 'closed-loop turn')}"
         )
     if summary.tenants:
         ranked = sorted(summary.tenants.items(), key=lambda item: -item[1])
         named = ", ".join(f"{tenant} {count / summary.num_requests:.0%}" for tenant, count in ranked[:5])
         yield f"tenants         {len(ranked)}: {named}{', …' if len(ranked) > 5 else ''}"
     if summary.num_cancelled:
-        yield f"cancelled       {summary.num_cancelled:,} requests are cancelled some time after they arrive"
+        yield f"cancelled       {count(summary.num_cancelled, 'request')} cancelled some time after arrival"
     yield (
         f"shared prefixes {summary.shared():.1%} of prompt tokens with an infinite cache "
         f"({summary.shared(block_size):.1%} in whole blocks of {block_size})"

@@ -13,6 +13,7 @@ from experiments.fidelity.fields import Fields, json_lines
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
+from testbed.wording import count
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
@@ -30,7 +31,7 @@ def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
             rows.append(_row(about, record.within("metrics")))
     notes = ["measured at the client of a server: its time is in TTFT"]
     if num_warmup:
-        notes.append(f"{num_warmup} requests of the warm-up were left out")
+        notes.append(f"{count(num_warmup, 'request')} of the warm-up left out")
     return [measured(file.stem, "AIPerf", rows, file, (), num_failed, notes)]
 
 

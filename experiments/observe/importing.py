@@ -34,6 +34,7 @@ from testbed.specs.profiles import ProfileManifest, number_repeats, write_profil
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import write_jsonl
+from testbed.wording import count
 
 CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 
@@ -104,7 +105,8 @@ def _make_folder(
     if not log.is_cut:
         (folder / "done").write_text("observed\n")
     num_preempted = sum(len(step.preempted) for step in log.steps)
-    head = f"{len(log.requests)} requests, {len(log.steps)} steps, {num_preempted} preemptions"
+    counts = (len(log.requests), "request"), (len(log.steps), "step"), (num_preempted, "preemption")
+    head = ", ".join(count(num, noun) for num, noun in counts)
     if log.num_open:
         head += f"; {log.open_note}"
     return [head, *lines, f"imported     {folder}"]

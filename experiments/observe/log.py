@@ -14,6 +14,7 @@ from testbed.errors import RunFolderError, TraceError
 from testbed.foreign_text import shortened, shown
 from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.open_text import DamagedError, existing_file, read_lines
+from testbed.wording import count
 
 Place = tuple[int, int]  # numbers of steps planned and committed before an event
 _CURE = "take the log as vLLM left it, or record another"
@@ -102,14 +103,14 @@ class ObservedLog:
 
     @property
     def open_note(self) -> str:
-        return f"{self.num_open} requests had not ended where the log ends, and count as aborted then"
+        return f"{count(self.num_open, 'request')} not ended where the log ends: counted as aborted then"
 
     @property
     def note(self) -> str:
         """A text about the requests that were left out; empty if there are none."""
         if not self.left_out:
             return ""
-        return f"{len(self.left_out)} requests were left out: {', '.join(sorted(set(self.left_out)))}"
+        return f"{count(len(self.left_out), 'request')} left out: {', '.join(sorted(set(self.left_out)))}"
 
 
 def read_log(file: Path, sender: Sender | None = None) -> ObservedLog:

@@ -13,6 +13,7 @@ from experiments.runs.prepare import warnings_of
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
 from testbed.core.plan import BlockedBy
+from testbed.wording import count
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason given by testbed.core.scheduler
 _SETTINGS = {  # settings that can keep the head of the queue from being admitted
@@ -47,7 +48,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if manifest["status"] == "complete" and manifest["num_unsent"]:
         notes.append(
-            f"{manifest['num_unsent']} turns were never sent: an earlier turn of their session was ignored or aborted"
+            f"{count(manifest['num_unsent'], 'turn')} never sent: an earlier turn of the session was ignored or aborted"
         )
     if num := manifest.get("num_cut_outputs"):  # not known for runs of vLLM's own scheduler
         limit = "the model's length" if config.scheduler.max_model_len is None else config.scheduler.max_model_len

@@ -249,11 +249,13 @@ def describe_failure(error: BaseException) -> str:
 
 def describe_kept(folder: Path) -> str:
     """Returns what can be read of a run that ended early; its records cannot be read if they were not closed."""
-    from analysis.load import load_run  # not at the top: Arrow is slow to import
+    from analysis.load import load_run, restoring  # not at the top: Arrow is slow to import
 
     try:
         load_run(folder)
     except RunFolderError:
-        tape = ", but its tape can (testbed parity)" if next(folder.glob("tape*.jsonl"), None) else ""
+        if command := restoring(folder):
+            return f"its records in {folder} cannot be read; `{command}` writes them anew from its tape"
+        tape = ", but its tapes can (testbed parity)" if next(folder.glob("tape*.jsonl"), None) else ""
         return f"its records in {folder} cannot be read{tape}; run it again with overwrite=true"
     return f"partial results kept in {folder}"

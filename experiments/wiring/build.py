@@ -298,7 +298,7 @@ def unused_settings(config: RunConfig) -> list[str]:
 
 def check_simulated(row: TraceRequest) -> None:
     """Raises ConfigError for a row that the simulator cannot serve."""
-    refuse_unforced(row.request_id, row.num_output_tokens)
+    refuse_unforced(row.request_id, row.num_output_tokens, row.place)
 
 
 def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from testbed.errors import TraceError
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest
+from testbed.wording import count
 
 
 def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) -> Trace:
@@ -31,7 +32,7 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
         _restore_turn_order(order, sessions, len(given))
     said = list(notes)
     if num_late:
-        said.append(f"{num_late} rows were out of order and were sorted")
+        said.append(f"{count(num_late, 'row')} out of order, sorted by arrival")
     return Trace(name, tuple(given[position] for position in order), tuple(said))
 
 

@@ -14,6 +14,7 @@ from testbed.checks import choose, require
 from testbed.errors import ConfigError
 from testbed.traces.draws import Stream, endless
 from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
+from testbed.wording import count
 
 LENGTHS = ("constant", "uniform", "lognormal", "zipf", "empirical")
 MAX_ZIPF_SPAN = 2_000_000  # lengths of one Zipf distribution: its table has an entry for each
@@ -89,7 +90,7 @@ class Cuts:
                 num = self._num[name]
                 yield f"{num_cut:,} of {num:,} lengths cut at {self._most[name]:,} tokens: trace.{name}.max_tokens"
         if self.num_first_cut:
-            yield f"{self.num_first_cut:,} first turns cut, documents first: trace.max_session_tokens"
+            yield f"{count(self.num_first_cut, 'first turn')} cut, documents first: trace.max_session_tokens"
 
 
 def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:

@@ -76,7 +76,7 @@ class TraceRequest(NamedTuple):
 class Trace:
     """A named, ordered trace. rows: sorted by arrival_ns, ties in file order; turns of a session in turn order.
 
-    notes: how the input was changed, for users ("31 rows were out of order and were sorted").
+    notes: how the input was changed, for users ("31 rows out of order, sorted by arrival").
     """
 
     name: str

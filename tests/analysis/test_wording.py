@@ -10,7 +10,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, judge
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, judge
 from analysis.comparison.wording import change_text, interval_text, verdict_text
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate, differences, verdict
@@ -66,6 +66,24 @@ def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     said = interval_text(row).replace("\u00a0", " ")
     assert said == text
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
+
+
+def test_between_cost_models_nothing_is_better_or_worse():
+    """Step times of another cost model are no policy's doing: times are longer or shorter, rates higher or lower."""
+    estimate = Estimate(0.5, 0.4, 0.6, 5, "paired t", "log_ratio")
+    told = {
+        (metric.label, verdict): verdict_text(
+            Comparison("constant", metric, 1.0, estimate, verdict, is_of_prices=True), 0.02
+        )
+        for metric in (LATENCY[0], RATES[0])
+        for verdict in ("higher", "lower")
+    }
+    assert told == {
+        ("mean TTFT", "higher"): "longer", ("mean TTFT", "lower"): "shorter",
+        ("requests/s", "higher"): "higher", ("requests/s", "lower"): "lower",
+    }  # fmt: skip
+    of_policy = Comparison("sarathi", LATENCY[0], 1.0, estimate, "higher")
+    assert verdict_text(of_policy, 0.02) == "worse"
 
 
 def test_a_change_of_a_share_is_told_in_points():

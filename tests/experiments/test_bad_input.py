@@ -326,6 +326,16 @@ def test_a_setting_without_effect_is_named(capsys: pytest.CaptureFixture[str], t
     assert "scheduler.max_num_partial_prefills has no effect with composition PrefillFirst" in said.out
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_row_without_an_output_is_refused_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stream: str
+) -> None:
+    rows = [{"arrival_time": 0.0, "prompt_tokens": 8, "output_tokens": 2}, {"arrival_time": 1.0, "prompt_tokens": 8}]
+    error = run(capsys, tmp_path, rows, f"trace.stream={stream}").error()
+    assert "t.jsonl:2: request '1' forces no output" in error
+    assert "give it output_tokens" in error
+
+
 def test_turns_that_are_never_sent_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     session = {"session_id": "s", "output_tokens": 2}
     rows = [
@@ -334,7 +344,7 @@ def test_turns_that_are_never_sent_are_told(capsys: pytest.CaptureFixture[str], 
     ]
     said = run(capsys, tmp_path, rows, "allow_ignored=true")
     assert said.status == 0
-    assert "1 turns were never sent" in said.out
+    assert "1 turn never sent" in said.out
     assert manifest_of(tmp_path / "run")["num_unsent"] == 1
 
 

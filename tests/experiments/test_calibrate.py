@@ -47,6 +47,22 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--overwrite"], "is a file, and --out names a folder of profile and fits; choose another"),
+        (["cost=calibrated"], "that is the fit that `testbed calibrate` makes; leave cost out here"),
+    ],
+)
+def test_what_calibrate_cannot_use_is_refused_before_it_measures(tmp_path, capsys, more, message):
+    file = tmp_path / "out"
+    if "--overwrite" in more:
+        file.touch()
+    said = say(capsys, "calibrate", *ENGINE, *FAST, *more, "--out", str(file))
+    assert message in said.error()
+    assert "profile" not in said.out, "nothing was measured"
+
+
 def test_a_profile_says_what_the_engine_captured_which_a_closed_one_has_released(tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
     from real.backend import RealBackend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from analysis.load import load_run
 from experiments import simulate
-from tests.experiments.kit import REAL, TINY, manifest_of, table_of
+from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of
 from tests.experiments.test_bad_input import GOOD, run
 
 
@@ -32,6 +33,24 @@ class FullDisk:
             return self.method(instance, *arguments)
 
         return call
+
+
+def test_of_a_real_run_whose_records_found_the_disk_full_the_tape_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from testbed.records.parquet import ParquetFile
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ParquetFile, "write", FullDisk(ParquetFile.write, after=0))
+        error = run(capsys, tmp_path, [GOOD], *REAL).error()
+    assert "the disk is full" in error
+    (command,) = re.findall(r"cannot be read; `testbed (run [^`]+)` writes them anew from its tape", error)
+    said = say(capsys, *command.split(), f"hydra.run.dir={tmp_path / 'restored'}")
+    assert "the recorded run was interrupted, and its tape ends after" in said.error()
+    restored = load_run(tmp_path / "restored")
+    assert not restored.is_complete
+    assert restored.requests.finish_reason.tolist() == ["length"]
 
 
 @pytest.mark.parametrize("place", ["ParquetFile.write", "ParquetFile.close", "TapeWriter.committed"])

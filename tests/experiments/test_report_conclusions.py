@@ -106,6 +106,21 @@ def test_windows_at_two_loads_are_replicates_at_each(recorded: Path, tmp_path: P
     assert "| replicates | fair | 3 replicates, by window |" in said
 
 
+@pytest.mark.parametrize("schedulers", [("vllm_v1",), ("prefill_first", "decode_first")])
+def test_between_cost_models_a_report_compares_times_and_judges_no_policy(
+    tmp_path: Path, schedulers: tuple[str, ...]
+) -> None:
+    for cost in ({"name": "constant", "step_s": 0.002}, {"name": "constant", "step_s": 0.004}):
+        for scheduler in schedulers:
+            for seed in range(3):
+                folder = tmp_path / f"{cost['step_s']}-{scheduler}-{seed}"
+                ran(folder, cost=cost, scheduler=scheduler, seed=seed, slo={"ttft_s": 0.02})
+    answer = report(tmp_path).split("## Answer")[1].split("\n## ")[0]
+    told = [line for line in answer.splitlines() if "step s 0.004" in line and "kept" not in line]
+    assert any("longer in" in line for line in told), answer
+    assert not [line for line in told if "better" in line or "worse" in line or "serves most" in line]
+
+
 def test_what_was_not_recorded_is_no_reason(tmp_path: Path) -> None:
     for mode in ("swap", "recompute"):
         scheduler = {"name": "vllm_v0", "preemption": mode, "queue_order": "fcfs"}

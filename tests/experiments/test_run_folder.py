@@ -213,7 +213,10 @@ def test_a_run_is_repeated_from_its_folder(made: Path, tmp_path: Path, capsys: p
     assert said.status == 0, said.err
     again, first = manifest_of(tmp_path / "again"), manifest_of(made)
     assert again["trace"]["fingerprint"] == first["trace"]["fingerprint"]
+    assert f"repeated     {made}: " in said.out
+    assert (f"testbed parity {made}" in said.out) == is_real(made), "its step times are measured again"
     if not is_real(made):  # a real run's instants, and so its decisions, are its own
+        assert f"the same decisions, digest {first['digest']}" in said.out
         assert again["digest"] == first["digest"]
         assert table_of(tmp_path / "again").equals(table_of(made))
         assert table_of(tmp_path / "again", "steps").equals(table_of(made, "steps"))
@@ -227,6 +230,8 @@ def test_an_override_makes_it_another_run(tmp_path: Path, capsys: pytest.Capture
     again, first = manifest_of(tmp_path / "again"), manifest_of(tmp_path / "run")
     assert again["digest"] != first["digest"]
     assert again["trace"]["fingerprint"] == first["trace"]["fingerprint"]
+    changed = say(capsys, "run", f"from={tmp_path / 'run'}", "cache.num_gpu_blocks=40", where, "overwrite=true")
+    assert "repeated" not in changed.out
     error = say(capsys, "run", f"from={tmp_path / 'run'}", "cache.blok_size=3", f"hydra.run.dir={tmp_path / 'c'}")
     assert "cache.block_size" in error.error()
     assert "already holds a run" in say(capsys, "run", f"from={tmp_path / 'run'}", where).error()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from analysis.load import load_run
 from experiments.cli import main
 from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
@@ -305,6 +307,20 @@ def test_a_run_that_was_really_killed_has_all_that_parity_needs(
     assert manifest_of(killed)["status"] == "partial"
     said = say(capsys, "report", str(killed), "--out", str(killed / "report.html"))
     assert "no complete run" in said.error()
+
+
+def test_the_records_of_a_killed_run_are_written_from_its_tape(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = say(capsys, "explain", str(killed)).error()
+    command = re.search(r"its tape has all steps up to there: `testbed (run [^`]+)` writes their records", error)
+    assert command is not None, error
+    restored = tmp_path / "restored"
+    say(capsys, *command[1].split(), f"hydra.run.dir={restored}")
+    run = load_run(restored)
+    assert not run.is_complete
+    assert len(run.steps) == check_parity(killed).num_steps
+    assert run.requests.finish_ns.isna().any(), "those that had not ended are there too"
 
 
 # --- what is no replay at all ---

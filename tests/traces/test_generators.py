@@ -54,6 +54,11 @@ def test_streams_of_two_purposes_differ():
     assert stream(1, "a").random() == stream(1, "a").random()
 
 
+def test_gamma_arrivals_of_cv_1_are_those_of_poisson():
+    gamma = SyntheticConfig(num_requests=1000, arrival="gamma", cv=1.0)
+    assert gaps(gamma) == gaps(replace(gamma, arrival="poisson"))
+
+
 @pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 1.0), ("gamma", 0.3), ("gamma", 3.0)])
 def test_gaps_have_the_mean_and_burstiness_asked_for(kind, cv):
     found = gaps(SyntheticConfig(num_requests=20_000, arrival=kind, rate=5.0, cv=cv))

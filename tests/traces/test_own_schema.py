@@ -129,6 +129,35 @@ def test_ids_and_unknown_fields(tmp_path):
         read_jsonl(jsonl(tmp_path, row, request("0")))
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("prioritty", "priority"),
+        ("Tenant", "tenant"),
+        ("num_prompt_tokens", "prompt_tokens"),
+        ("deadline_s", "deadline"),
+        ("output_parts", "output_part"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_misspelt_field_is_an_error_with_its_line_and_the_right_name(tmp_path, misspelt, meant, stream):
+    row = request("b", 1.0)
+    row[misspelt] = row.pop(meant, 1)
+    said = rf"t\.jsonl:2: field '{misspelt}' is not known; did you mean '{meant}'\?"
+    with pytest.raises(TraceError, match=said):
+        list(open_trace("jsonl", jsonl(tmp_path, request("a"), row), stream=stream))
+
+
+def test_a_field_beside_the_one_that_it_resembles_is_only_noted(tmp_path):
+    trace = read_jsonl(jsonl(tmp_path, request("a", num_prompt_tokens=10, total_tokens=14)))
+    assert trace.notes == ("ignored fields: num_prompt_tokens, total_tokens",)
+
+
+def test_sampling_in_a_row_is_noted_with_the_key_that_sets_it(tmp_path):
+    (note,) = read_jsonl(jsonl(tmp_path, request("a", temperature=0.5))).notes
+    assert note == "ignored fields: temperature; sampling is set for the whole run, as sampling.temperature"
+
+
 # --- the three formats ---
 
 

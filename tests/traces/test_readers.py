@@ -71,7 +71,7 @@ def test_unordered_rows_are_sorted_and_that_is_said(tmp_path):
     lines = AZURE.split("\r\n")
     trace = read_azure(write(tmp_path, "a.csv", "\n".join([lines[0], lines[2], lines[1], lines[3]])))
     assert [row.arrival_ns for row in trace][:2] == [0, 4_314_579_000]
-    assert trace.notes == ("1 rows were out of order and were sorted",)
+    assert trace.notes == ("1 row out of order, sorted by arrival",)
 
 
 def test_limit_reads_the_first_rows_only(tmp_path):
@@ -170,7 +170,7 @@ def test_burstgpt_leaves_failed_requests_out(tmp_path):
     rows = "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,1087,0,1087,API log\n50,GPT-4,7,1,8,API log\n"
     trace = read_burstgpt(write(tmp_path, "b.csv", BURST + rows))
     assert shape(trace) == [(0, 472, 18), (45 * 10**9, 7, 1)]
-    assert trace.notes == ("1 failed requests (0 response tokens) were left out",)
+    assert trace.notes == ("1 failed request (0 response tokens) left out",)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     assert prompts == [[1, 2], [1, 2, 3, 4]]
     assert [row.think_ns for row in trace if row.session_id == "sharegpt-0"] == [None, 0]
     assert len(trace) == 3
-    assert trace.notes == ("1 conversations without a question and its answer were left out",)
+    assert trace.notes == ("1 conversation without a question and its answer left out",)
     assert len(read_sharegpt(file, tokenizer=words, max_turns=1)) == 2
     stream = open_trace("sharegpt", file, stream=True, tokenizer=words)
     assert isinstance(stream, StreamedTrace)

@@ -258,7 +258,7 @@ def test_a_large_file_out_of_order_is_read_whole_and_that_is_said(tmp_path, monk
     file.write_text("\n".join([head, *lines[1:5], lines[0], *lines[5:]]))
     trace = open_trace("azure", file)
     assert isinstance(trace, Trace)
-    assert trace.notes == ("1 rows were out of order and were sorted",)
+    assert trace.notes == ("1 row out of order, sorted by arrival",)
     with pytest.raises(OutOfOrderError, match=r"a\.csv:6"):
         list(open_trace("azure", file, stream=True))
 

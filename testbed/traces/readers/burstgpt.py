@@ -17,6 +17,7 @@ from testbed.traces.readers.open_text import read_csv
 from testbed.traces.schema import MAX_NUM_TOKENS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
+from testbed.wording import count
 
 _Row = tuple[int, int, int, str]  # arrival in ns, prompt tokens, output tokens, place
 _key_of = numbered_keys("burstgpt")
@@ -33,7 +34,7 @@ def read_burstgpt(path: str | Path, limit: int | None = None) -> Trace:
     if not found:
         raise _no_rows(path, failed)
     start_ns = min(row[0] for row in found)
-    notes = [f"{failed[1]} failed requests (0 response tokens) were left out"] if failed[1] else []
+    notes = [f"{count(failed[1], 'failed request')} (0 response tokens) left out"] if failed[1] else []
     return arrange("burstgpt", (_request(i, row, start_ns) for i, row in enumerate(found)), notes)
 
 

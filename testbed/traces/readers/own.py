@@ -10,7 +10,8 @@
     cancel_after, deadline                  s after arrival
     cache_salt                              cached prefixes are shared only with rows of the same salt
 Exact fields, which write_jsonl writes and which take precedence over those above: arrival_ns, think_ns,
-cancel_after_ns, deadline_ns, prompt_parts, output_part (see serialize). Other fields are ignored; the notes list them.
+cancel_after_ns, deadline_ns, prompt_parts, output_part (see serialize). A field that resembles an absent one of these
+is an error; others are ignored, and the notes list them. Sampling is that of the run (`sampling.*`), not of a row.
 
 Counts become synthetic content keyed by the request's id, the same in every file. In a session, a count is the length
 of the turn's whole prompt. If it is long enough for the prompt and the output of the turn before, it begins with them,
@@ -31,7 +32,7 @@ from testbed.errors import TraceError
 from testbed.traces.arrange import arrange, check_row, check_turn, sessions_of, used_twice
 from testbed.traces.readers import fields as check
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_csv, read_lines
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, Draft, fill, read_draft
+from testbed.traces.readers.own_rows import Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace
 
@@ -136,10 +137,10 @@ def _is_null(name: str, value: object) -> bool:
 def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
     """Reads all rows, then makes the contents of those with counts, session by session in turn order."""
     drafts: list[Draft] = []
-    ignored: dict[str, None] = {}
+    names: dict[str, None] = {}
     for place, fields in records:
         drafts.append(read_draft(fields, place, str(len(drafts))))
-        ignored.update((field, None) for field in fields if field not in FIELDS and field not in EXACT_FIELDS)
+        names.update(dict.fromkeys(fields))
     if not drafts:
         raise _no_rows(path)
     _check_numbers(drafts)
@@ -152,8 +153,7 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
     for position, row in enumerate(rows):
         if row.session_id is None:
             filled[position] = fill(drafts[position], None)
-    notes = [f"ignored fields: {', '.join(ignored)}"] if ignored else []
-    return arrange(name, filled, notes)
+    return arrange(name, filled, ignored_fields(names))
 
 
 def _check_numbers(drafts: list[Draft]) -> None:
@@ -194,8 +194,7 @@ def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record
             raise _no_rows(path)
 
     first = next(records(), None)
-    unknown = [] if first is None else [field for field in first[1] if field not in FIELDS + EXACT_FIELDS]
-    return StreamedTrace(name, make, (f"ignored fields: {', '.join(unknown)}",) if unknown else ())
+    return StreamedTrace(name, make, () if first is None else ignored_fields(first[1]))
 
 
 def _no_rows(path: str | Path) -> TraceError:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
+from testbed.core.sampling import SamplingParams
 from testbed.errors import TraceError
 from testbed.traces.parts import join_parts
 from testbed.traces.readers import fields as check
@@ -34,6 +36,8 @@ FIELDS = (
     "cache_salt",
 )
 EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns", "prompt_parts", "output_part")
+KNOWN = frozenset((*FIELDS, *EXACT_FIELDS))
+_MISSPELT = 0.85  # similarity (difflib) to a known field from which an unknown one is taken for a misspelling
 _FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
     "azure": {"TIMESTAMP", "ContextTokens"},
     "burstgpt": {"Timestamp", "Request tokens"},
@@ -42,6 +46,7 @@ _FOREIGN = {  # trace=<name>: fields by which a file of another schema is recogn
     "sharegpt": {"conversations"},
     "lengths": {"num_prefill_tokens", "num_decode_tokens"},
 }
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 _KEY = re.compile("[0-9a-f]{16}")
 
 
@@ -66,7 +71,10 @@ def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
 def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     """Checks every field of a record, and returns the row; counts stay counts. default_id: if the record has no id."""
     given = {name: value for name, value in fields.items() if value is not None}
-    if not any(name in FIELDS or name in EXACT_FIELDS for name in given):
+    for name in given:
+        if name not in KNOWN and (meant := _meant(name)) is not None and meant not in given:
+            raise TraceError(f"{place}: field {name!r} is not known; did you mean {meant!r}?")
+    if KNOWN.isdisjoint(given):
         raise _unknown_fields(given, place)
     request_id = check.name_text(given.get("request_id", default_id), place, "request_id")
     prompt, num_prompt = _content(given, place, "prompt")
@@ -108,6 +116,25 @@ def foreign_format(names: Iterable[str]) -> str | None:
     if found & {*FIELDS, *EXACT_FIELDS}:
         return None
     return next((name for name, marks in _FOREIGN.items() if marks <= found), None)
+
+
+def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns a note on those of the fields that are not read; none if all are."""
+    unread = [name for name in names if name not in KNOWN]
+    sampling = [name for name in unread if name in SAMPLING]
+    if not unread:
+        return ()
+    hint = f"; sampling is set for the whole run, as sampling.{sampling[0]}" if sampling else ""
+    return (f"ignored fields: {', '.join(unread)}{hint}",)
+
+
+@cache
+def _meant(name: str) -> str | None:
+    """Returns the known field of which `name` is probably a misspelling; None: it is a field of another schema."""
+    from difflib import get_close_matches  # seldom needed
+
+    near = (get_close_matches(name.lower(), known, n=1, cutoff=_MISSPELT) for known in (FIELDS, EXACT_FIELDS))
+    return next((match for matches in near for match in matches), None)
 
 
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:

@@ -17,6 +17,7 @@ from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.schema import Part, TokenIds, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
+from testbed.wording import count
 
 Tokenizer = Callable[[str], Sequence[int]]
 _HUMAN, _MODEL = ("human", "user"), ("gpt", "chatgpt", "bard", "assistant", "bing")
@@ -37,7 +38,7 @@ def read_sharegpt(
     if not found:
         raise rows.nothing()
     skipped = rows.num_skipped
-    notes = [f"{skipped} conversations without a question and its answer were left out"] if skipped else []
+    notes = [f"{count(skipped, 'conversation')} without a question and its answer left out"] if skipped else []
     return arrange("sharegpt", found, notes)
 
 

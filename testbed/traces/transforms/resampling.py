@@ -9,6 +9,7 @@ from testbed.traces.schema import Part, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 from testbed.traces.transforms.common import MAX_S, derived
 from testbed.traces.transforms.units import Unit, contents_of, units_of
+from testbed.wording import count
 
 _WHOLE = 2**64
 
@@ -26,7 +27,7 @@ def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
         for unit, start_ns in earliest.items()
     }
     rows = [row._replace(arrival_ns=row.arrival_ns + moved[unit_of(row)]) for row in trace.rows]
-    note = f"starts of {len(moved)} sessions moved by up to {within_s:g} s, seed {seed}"
+    note = f"starts of {count(len(moved), 'session')} moved by up to {within_s:g} s, seed {seed}"
     return derived(trace, lambda: iter(sorted(rows, key=lambda row: row.arrival_ns)), note)
 
 
@@ -55,7 +56,7 @@ def bootstrap(trace: Trace, seed: int = 0) -> Trace:
     kept = [row for row in rows if row.arrival_ns <= end_ns]
     note = f"{len(units)} sessions drawn with replacement from as many ({len(num_drawn)} different), seed {seed}"
     if len(kept) < len(rows):
-        note += f"; {len(rows) - len(kept)} requests after the recorded end left out"
+        note += f"; {count(len(rows) - len(kept), 'request')} after the recorded end left out"
     return derived(trace, lambda: iter(sorted(kept, key=lambda row: row.arrival_ns)), note)
 
 

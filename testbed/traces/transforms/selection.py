@@ -12,6 +12,7 @@ from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.synthesis import content_key
 from testbed.traces.transforms.common import MAX_S, S, derived, last_ns
 from testbed.traces.transforms.units import UnitOf, units_of
+from testbed.wording import count
 
 
 def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
@@ -124,9 +125,8 @@ def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
     A smaller sample is a part of a larger one. Iterates over a streamed trace three times; holds `num` hashes.
     """
     require("num", num, num >= 1, "at least 1")
-    return _below(
-        trace, lambda unit_of: _bound(trace, num, seed, unit_of), seed, f"a sample of {num} sessions with seed {seed}"
-    )
+    note = f"a sample of {count(num, 'session')} with seed {seed}"
+    return _below(trace, lambda unit_of: _bound(trace, num, seed, unit_of), seed, note)
 
 
 def _bound(trace: TraceSource, num: int, seed: int, unit_of: UnitOf) -> int:

@@ -8,6 +8,7 @@ from testbed.checks import require
 from testbed.traces.parts import cut_part, cut_parts, join_parts
 from testbed.traces.schema import MAX_NUM_TOKENS, Part, Span, TraceRequest
 from testbed.traces.transforms.common import S, derived
+from testbed.wording import count
 
 
 def clip_lengths(
@@ -39,7 +40,7 @@ def clip_lengths(
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
 
     def counted() -> str:
-        return f"{note}: those of {num_clipped} requests"
+        return f"{note}: those of {count(num_clipped, 'request')}"
 
     return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
 

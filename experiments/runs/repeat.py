@@ -1,0 +1,29 @@
+"""What `testbed run from=<folder>` says of the run that it repeats: what can be the same again, and what was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.configuration.config import RunConfig
+
+
+def measured_anew(source: Path, config: RunConfig) -> str:
+    """Returns a line if the run is executed on an engine, whose step times no second run has; "" for a simulation."""
+    if config.is_simulated:
+        return ""
+    return (
+        f"measures     {source} again: step times are new, and decisions may differ with them (to repeat the recorded "
+        f"ones: testbed parity {source}; to simulate: backend=sim)"
+    )
+
+
+def same_decisions(source: Path, before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Returns a line on whether an unchanged repetition decided as the run in `source` did. before, after: their
+    manifests; "" if either is not complete."""
+    if not before.get("status") == after["status"] == "complete":
+        return ""
+    if before["digest"] == after["digest"]:
+        return f"repeated     {source}: the same decisions, digest {after['digest']}"
+    why = "the code or a file has changed" if after["backend"] == "sim" else "other step times"
+    return f"repeated     {source}: other decisions ({why}), digest {after['digest']} and not {before['digest']}"

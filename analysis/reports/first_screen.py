@@ -36,6 +36,7 @@ from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
+_MAX_QUIET = 3  # that are named as without a difference
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
 _MAX_LOADS, _MAX_SHARES = 4, 4  # loads, and different shares, for which the attainment is stated
 
@@ -81,7 +82,8 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     ranked: list[tuple[float, str]] = []
     claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
     quiet: list[Arm] = []
-    num_quiet = num_untested = 0
+    quiet_names: list[str] = []
+    num_untested = 0
     for group in groups:
         for subject in _subjects(group):
             ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject)]
@@ -90,7 +92,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
                 claimed.setdefault(key, []).append((_conditions(group.load, subject.arms), row))
             if not subject.claims and not subject.by_cell:
                 num_untested += subject.is_untested
-                num_quiet += not subject.is_untested
+                quiet_names += [] if subject.is_untested else [subject.name]
                 quiet += subject.preempting
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
@@ -99,15 +101,16 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     often = f" ({told})" if (told := num_preempted(quiet)) else ""
     if not said and num_untested:
         return [*same, f"There is too little data for a claim{often}: too few replicates, or too few requests of one."]
-    if not said and not same and num_quiet:
+    if not said and not same and quiet_names:
         return [f"Nothing that was compared differs beyond the noise{often}."]
     most -= len(same)
     if len(said) > most:
         left = len(said) - most + 1
         return [*said[: most - 1], f"{left} more differences are below, under “All findings”.", *same]
-    if num_quiet and len(said) < most:
-        more = f"{num_quiet} more comparison{'s show' if num_quiet > 1 else ' shows'}"
-        same = [*same, f"{more} no difference beyond the noise{often}."]
+    if quiet_names and len(said) < most:
+        names = list(dict.fromkeys(quiet_names))
+        who_do = fmt.listing(names) if len(names) <= _MAX_QUIET else f"{len(names)} more comparisons"
+        same = [*same, f"{who_do} show{'s' * (len(names) == 1)} no difference beyond the noise{often}."]
     return [*said, *same]
 
 

@@ -64,7 +64,7 @@ def test_trace_of_one_row_of_closed_loops_only_and_of_unknown_formats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_rows(tmp_path / "t.jsonl", [{"arrival_time": 5, "prompt_tokens": 10}])
-    assert "1 requests in 0.0 s" in say(capsys, "trace", "jsonl", str(path)).out
+    assert "1 request in 0.0 s" in say(capsys, "trace", "jsonl", str(path)).out
     assert "jsonl" in say(capsys, "trace", "jsnol", str(path)).error()
     assert "t.jsonl" in say(capsys, "trace", "azure", str(path)).error()
     assert "limit" in say(capsys, "trace", "jsonl", str(path), "--limit", "0").error()

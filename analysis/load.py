@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -244,7 +245,8 @@ def _cure(folder: Path, why: str = "the run did not finish") -> str:
 def restoring(folder: Path) -> str:
     """The command that writes the records of a real run anew, from its tape; "" if there is no tape of one engine."""
     is_taped = (folder / "tape.jsonl").exists()
-    return f"testbed run from={folder} backend=sim cost=recorded cost.run={folder}" if is_taped else ""
+    words = ["testbed", "run", f"from={folder}", "backend=sim", "cost=recorded", f"cost.run={folder}"]
+    return shlex.join(words) if is_taped else ""
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:

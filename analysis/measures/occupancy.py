@@ -88,7 +88,8 @@ class Occupancy:
         self._presence = Presence(requests)
         self._num_gpu_blocks = num_gpu_blocks
         self._block_size = None if shares_blocks(requests) else block_size  # None: no fragmentation
-        self._decoding_ns = self._held_slots_ns = self._unfilled_ns = 0  # time, and slots times ns, while all decode
+        self._pool_ns = self._held_slots_ns = self._unfilled_ns = 0  # slots times ns, while all that runs decodes
+        self._are_shared = False  # more positions than slots: blocks are shared, though no hit was counted
         self.num_preempted = dict.fromkeys(("recompute", "swap"), 0)  # requests, by mode
         self.prefill_ns = self.swap_ns = 0  # of the steps: the share of prefill tokens; swaps of preempted requests
         self._start_ns, self._end_ns = start_ns, end_ns
@@ -133,10 +134,11 @@ class Occupancy:
         decodes = columns["num_decodes"]
         is_known = (decodes > 0) & (decodes == columns["num_running"]) & (columns["num_prefills"] == 0)
         num_slots, held_ns = num_slots[is_known], held_ns[is_known]
-        unfilled = np.maximum(num_slots - columns["decode_context_tokens"][is_known], 0)
-        self._decoding_ns += int(held_ns.sum())
+        unfilled = num_slots - columns["decode_context_tokens"][is_known]
+        self._are_shared |= bool((unfilled < 0).any())
+        self._pool_ns += int(held_ns.sum()) * (self._num_gpu_blocks or 0) * (self._block_size or 0)
         self._held_slots_ns += product_sum(num_slots, held_ns)
-        self._unfilled_ns += product_sum(unfilled, held_ns)
+        self._unfilled_ns += product_sum(np.maximum(unfilled, 0), held_ns)
 
     def _add_preemptions(self, run: StepRun, counts: BoolArray) -> None:
         columns = {name: column[counts] for name, column in run.columns.items()}
@@ -145,8 +147,9 @@ class Occupancy:
         moves = (columns["num_swapped_out"] > 0) | (columns["num_swapped_in"] > 0)
         self.swap_ns += int(columns["swap_ns"][moves].sum())
         prefills = columns["num_prefill_tokens"]
+        share = prefills / np.maximum(prefills + columns["num_decode_tokens"], 1)
         length = columns["end_ns"] - columns["start_ns"]
-        self.prefill_ns += int((length * prefills // np.maximum(prefills + columns["num_decode_tokens"], 1)).sum())
+        self.prefill_ns += int((length * share).astype(np.int64).sum())  # whole ns: equal however steps are batched
 
     def _within(self, start: IntArray, until: IntArray) -> IntArray:
         """How much of each [start, until) lies within [start_ns, end_ns], ns."""
@@ -179,7 +182,7 @@ class Occupancy:
         without any step was idle all the time; else nothing is known about it."""
         result: dict[str, Any] = {
             "num_steps": self.num_steps,
-            "kv": dict.fromkeys(("utilisation_mean", "utilisation_peak", *FRAGMENTATION)),
+            "kv": dict.fromkeys(("utilisation_mean", "utilisation_peak")) | fragmentation([self]),
             **dict.fromkeys((*(f"mean_{name}" for name in COUNTS), "busy_share", "time_s")),
         }
         duration_ns = self._end_ns - self._start_ns
@@ -188,7 +191,7 @@ class Occupancy:
         if self._num_gpu_blocks and "free_gpu_blocks" not in self._with_nulls:
             peak = 0.0 if self._least_free is None else max(0.0, 1.0 - self._least_free / self._num_gpu_blocks)
             mean = self._held_ns["blocks"] / (self._num_gpu_blocks * duration_ns)
-            result["kv"] |= {"utilisation_mean": mean, "utilisation_peak": peak} | self._fragmentation()
+            result["kv"] |= {"utilisation_mean": mean, "utilisation_peak": peak}
         for name in COUNTS:
             if f"num_{name}" not in self._with_nulls:
                 result[f"mean_{name}"] = self._held_ns[name] / duration_ns
@@ -196,14 +199,13 @@ class Occupancy:
         result["time_s"] = self._time_s(duration_ns)
         return result
 
-    def _fragmentation(self) -> dict[str, float | None]:
-        """Slots that are reserved and not filled, as a share of those held and of the pool; None if not known."""
-        if not self._held_slots_ns or {"num_decodes", "decode_context_tokens"} & self._with_nulls:
-            return dict.fromkeys(FRAGMENTATION)
-        pool = (self._num_gpu_blocks or 0) * (self._block_size or 0) * self._decoding_ns
-        return dict(
-            zip(FRAGMENTATION, (self._unfilled_ns / self._held_slots_ns, self._unfilled_ns / pool), strict=True)
-        )
+    @property
+    def unfilled(self) -> tuple[int, int, int] | None:
+        """Slots times ns, while all that runs decodes: those reserved and not filled, those held, those of the pool.
+        None if not known."""
+        if not self._block_size or self._are_shared or _OF_SLOTS & self._with_nulls:
+            return None
+        return self._unfilled_ns, self._held_slots_ns, self._pool_ns
 
     def _time_s(self, duration_ns: int) -> dict[str, float]:
         """Where the time went, in seconds: each part of the steps, `other` (not explained by any part), and `idle`.
@@ -212,6 +214,19 @@ class Occupancy:
         """
         rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._length_ns, 0)}
         return {name: ns / 1e9 for name, ns in (self._parts_ns | rest).items()}
+
+
+_OF_SLOTS = frozenset({"free_gpu_blocks", "num_decodes", "decode_context_tokens"})
+
+
+def fragmentation(engines: Sequence[Occupancy]) -> dict[str, float | None]:
+    """Slots that are reserved and not filled, as a share of those held and of the pools, over all replicas; None if it
+    is not known of one, or if they never all decode."""
+    known = [one.unfilled for one in engines]
+    if None in known:
+        return dict.fromkeys(FRAGMENTATION)
+    unfilled, held, pool = (sum(values) for values in zip(*(one for one in known if one), strict=True))
+    return dict(zip(FRAGMENTATION, (unfilled / held, unfilled / pool) if held else (None, None), strict=True))
 
 
 def preemption_costs(measured: Sequence[Occupancy], num_recomputed: int) -> dict[str, Any]:

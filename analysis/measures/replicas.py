@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from analysis.measures.metrics import jain_index
-from analysis.measures.occupancy import FRAGMENTATION, STEP_COLUMNS, Occupancy
+from analysis.measures.occupancy import STEP_COLUMNS, Occupancy, fragmentation
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
@@ -57,7 +57,7 @@ def fleet_step_metrics(measured: list[Occupancy]) -> tuple[dict[str, Any], list[
     fleet["kv"] = {
         "utilisation_mean": mean_of_all([one["kv"]["utilisation_mean"] for one in each]),
         "utilisation_peak": _joined([one["kv"]["utilisation_peak"] for one in each], max),
-        **{name: mean_of_all([one["kv"][name] for one in each]) for name in FRAGMENTATION},
+        **fragmentation(measured),
     }
     times = [one["time_s"] for one in each]
     fleet["time_s"] = None if None in times else {name: sum(time[name] for time in times) for name in times[0]}

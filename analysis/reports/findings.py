@@ -70,7 +70,7 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
             names = tuple(row.arm for row in best)
             by_arms.setdefault(names, []).append(f"{metric.label} ({interval_text(best[0])})")
     return [
-        f"The largest improvement on {baseline} that is claimed in {fmt.listing(texts)} is that of "
+        f"Of the claimed improvements on {baseline}, the largest in {fmt.listing(texts)} is that of "
         f"{fmt.listing(list(names))}."
         for names, texts in by_arms.items()
     ]

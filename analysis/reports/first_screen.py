@@ -92,7 +92,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
                 claimed.setdefault(key, []).append((_conditions(group.load, subject.arms), row))
             if not subject.claims and not subject.by_cell:
                 num_untested += subject.is_untested
-                quiet_names += [] if subject.is_untested else [subject.name]
+                quiet_names += [] if subject.is_untested else [subject.average + subject.name]
                 quiet += subject.preempting
     ranked.sort(key=lambda item: -item[0])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
@@ -107,10 +107,10 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     if len(said) > most:
         left = len(said) - most + 1
         return [*said[: most - 1], f"{left} more differences are below, under “All findings”.", *same]
-    if quiet_names and len(said) < most:
-        names = list(dict.fromkeys(quiet_names))
+    names = [name for name in dict.fromkeys(quiet_names) if name not in {subject for subject, _ in claimed}]
+    if names and len(said) < most:
         who_do = fmt.listing(names) if len(names) <= _MAX_QUIET else f"{len(names)} more comparisons"
-        same = [*same, f"{who_do} show{'s' * (len(names) == 1)} no difference beyond the noise{often}."]
+        same = [*same, f"{_as_sentence(who_do)} show{'s' * (len(names) == 1)} no difference beyond the noise{often}."]
     return [*said, *same]
 
 

@@ -169,6 +169,11 @@ def _source_of(run: Run) -> tuple[Level, str]:
     """The level of a run's step times, and a text: their source, the error of a fit, the steps outside its range."""
     cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")  # absent from older runs
     level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+    if {run.flat_config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
+        level, said = (
+            "poor",
+            "fitted to measured steps of another machine, and adapted: how far they are off is not known",
+        )
     if cost == "roofline" and run.manifest.get("device") == "cpu":
         level, said = "poor", "made up: no data sheet gives a CPU's; testbed calibrate measures them"
     if error is not None:

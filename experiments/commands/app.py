@@ -342,11 +342,11 @@ def _run_from(source: str, overrides: list[str]) -> int:
             raise ConfigError(f"{item} has several values, and from=<folder> repeats one run: give one of them")
     folder, _, kept = _placed(overrides)
     config, before = config_from(Path(source), kept), read_manifest(Path(source))
-    if said := measured_anew(Path(source), config):
+    is_changed = any(not item.startswith("overwrite=") for item in kept)
+    if not is_changed and (said := measured_anew(Path(source), before, config)):
         print(said, flush=True)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
     result = execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept]))
-    is_changed = any(not item.startswith("overwrite=") for item in kept)
     if not is_changed and (said := same_decisions(Path(source), before, result.manifest)):
         print(said)
     _finish(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,9 +43,11 @@ def main(arguments: list[str]) -> int:
     if read.study and (read.measured or folders):
         raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
     if options.out is not None:
-        refuse_inside(inputs, options.out / RUNS)
-        for name in (RUNS, FITTED):
-            remove_runs(options.out / name)
+        kept = [options.out / name for name in (RUNS, FITTED)]
+        for folder in kept:
+            refuse_inside(inputs, folder)
+        for folder in kept:
+            remove_runs(folder)
     if read.study:
         return _study(read.study, overrides, options)
     with TemporaryDirectory(prefix="testbed-") as scratch:
@@ -148,7 +151,10 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
     if len(points) == 1:
         labels = [level_names(run.manifest["swept"]) for run in points.values()]
     names = dict(zip(found, found, strict=True)) | dict(zip(points, labels, strict=True))
-    return [folder_load(run, names[place], place, runs) for place, run in found.items()]
+    shared = {name for name, num in Counter(names.values()).items() if num > 1}
+    return [
+        folder_load(run, place if names[place] in shared else names[place], place, runs) for place, run in found.items()
+    ]
 
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:

@@ -90,6 +90,11 @@ def check_config(names: Sequence[str], config: RunConfig, who: str) -> None:
         )
 
 
+def name_of(key: str) -> str:
+    """The scalar of this key, as --fit names it."""
+    return next(name for keys in (KEYS, KEYS_OF_CALIBRATED) for name, own in keys.items() if own == key)
+
+
 def is_time(key: str) -> bool:
     """Whether the scalar of this key is a whole number of ns; others are factors."""
     return key.endswith("_ns")
@@ -118,11 +123,13 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     given = dict(given_by(config, name) for name in names)
     base = loss(given)
     for name, changed in zip(names, given, strict=True):
-        other = max(given[changed] * 4, 4 * _edges(changed)[0])
+        low, high = _edges(changed)
+        other = max(given[changed] * 4, 4 * low) if given[changed] * 4 < high else given[changed] / 4
         if loss({key: other if key == changed else value for key, value in given.items()}) == base:
+            others = [f"cost={cost}" for cost in ("calibrated", "roofline", "tables")][name not in KEYS_OF_CALIBRATED :]
             raise ConfigError(
-                f"--fit {name}: cost={config.raw['cost'].get('name')} does not depend on it; choose cost=calibrated, "
-                "cost=roofline or cost=tables"
+                f"--fit {name}: cost={config.raw['cost'].get('name')} does not depend on it; choose "
+                f"{', '.join(others[:-1])} or {others[-1]}"
             )
     fitted, notes = _search(loss, given)
     losses = loss(given), loss(fitted)
@@ -183,7 +190,10 @@ def _at_edge(given: Scalars, fitted: Scalars) -> list[str]:
 
 
 class Fit(NamedTuple):
+    """metrics: those that were fitted, such as `tpot_s.mean`."""
+
     found: Found
+    metrics: tuple[str, ...]
     num_scored: dict[str, int]  # load -> scored requests
     not_apart: tuple[str, ...]  # loads for which the second half was simulated as load
     num_simulations: int
@@ -223,7 +233,7 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
 
     found = minimize(loss, names, configs[0])
     return Fit(
-        found, {part.load.name: len(part.scored) for part in parts},
+        found, tuple(f"{name}.mean" for name in metrics), {part.load.name: len(part.scored) for part in parts},
         tuple(part.load.name for part in parts if not part.is_apart), next(number),
     )  # fmt: skip
 

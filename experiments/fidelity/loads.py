@@ -158,9 +158,13 @@ def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
 
 
 def _policy(run: Run) -> str:
-    """The settings that decide, without sizes of the pool, which follow from the device, and without paths."""
+    """The settings that decide. Sizes of the pool, which follow from the device, and paths only if the sweep of the run
+    varies them."""
     kept = {key: value for key, value in run.flat_config.items() if key.split(".")[0] not in _TIMING}
-    return repr(sorted((key, value) for key, value in kept.items() if not key.endswith(("_blocks", "_gib", "path"))))
+    swept = run.manifest.get("swept") or {}
+    return repr(sorted(
+        (key, value) for key, value in kept.items() if key in swept or not key.endswith(("_blocks", "_gib", "path"))
+    ))  # fmt: skip
 
 
 def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: bool) -> Trace:

@@ -90,8 +90,8 @@ def described(config: RunConfig) -> str:
         words.append(f"{key}={value}")
     if isinstance(config.cost, RooflineConfig):
         words.append(f"device.step_overhead_ns={config.device.step_overhead_ns}")
-    elif isinstance(config.cost, CalibratedConfig):
-        words.append(f"cost.fit={fit_file(config)}")
+    elif isinstance(config.cost, CalibratedConfig) and (file := fit_file(config)) is not None:
+        words.append(f"fit={file.name}")
         words += [f"cost.{name}={value:g}" for name, value in config.cost.factors.items() if value != 1.0]
     words.append(f"seed={config.seed}")
     drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))

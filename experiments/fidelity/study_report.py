@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from experiments.console import percent, table
-from experiments.fidelity.fitting import Fitted, is_time
+from experiments.fidelity.fitting import Fitted, is_time, name_of
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
@@ -158,7 +158,7 @@ def _fitted(fits: Sequence[Fitted]) -> str:
         for scalar in found.fitted:
             values = (found.given[scalar], found.fitted[scalar])
             said = [f"{value / 1e3:,.0f} us" if is_time(scalar) else f"{value:.3g}" for value in values]
-            rows.append([f"{who}: {name}", *(f"{scalar} {text}" for text in said)])
+            rows.append([f"{who}: {name}", *(f"{name_of(scalar)} {text}" for text in said)])
     return table(["run", "as given", "fitted"], rows)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 
 
-def measured_anew(source: Path, config: RunConfig) -> str:
-    """Returns a line if the run is executed on an engine, whose step times no second run has; "" for a simulation."""
-    if config.is_simulated:
+def measured_anew(source: Path, before: dict[str, Any], config: RunConfig) -> str:
+    """Returns a line if a measured run is executed on an engine again, whose step times no second run has; else "".
+    before: its manifest."""
+    if config.is_simulated or before.get("backend") == "sim":
         return ""
     return (
         f"measures     {source} again: step times are new, and decisions may differ with them (to repeat the recorded "
@@ -21,7 +22,7 @@ def measured_anew(source: Path, config: RunConfig) -> str:
 def same_decisions(source: Path, before: dict[str, Any], after: dict[str, Any]) -> str:
     """Returns a line on whether an unchanged repetition decided as the run in `source` did. before, after: their
     manifests; "" if either is not complete."""
-    if not before.get("status") == after["status"] == "complete":
+    if not before.get("status") == after["status"] == "complete" or None in (before["digest"], after["digest"]):
         return ""
     if before["digest"] == after["digest"]:
         return f"repeated     {source}: the same decisions, digest {after['digest']}"

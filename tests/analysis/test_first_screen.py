@@ -47,6 +47,16 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
     ]
 
 
+def test_what_has_a_claim_at_one_load_is_not_called_without_a_difference() -> None:
+    base = [Arm("base", {}, ())]
+    groups = [
+        Compared("9 requests/s", base, [row("a", 0, 0.2, claimed=False)], ()),
+        Compared("20 requests/s", base, [row("a", 0, -0.4)], ()),
+    ]
+    (said,) = answer(groups, None)
+    assert said.startswith("At 20 requests/s, a against base: better")
+
+
 def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None:
     base = [Arm("base", {}, ())]
     changes = {"9 requests/s": 0.1, "12 requests/s": -0.05, "20 requests/s": -0.4}

@@ -224,7 +224,7 @@ def test_a_fit_that_is_worse_where_it_has_not_looked_says_so():
         return pd.DataFrame({"metric": ["tpot_s.mean", "e2e_s.mean"], "error": [tpot, e2e]})
 
     loads = [SimpleNamespace(second=(half(0.02, -0.05), half(-0.04, 0.01)))] * 2
-    shown, note = comparing._second_halves(loads)
+    shown, note = comparing._second_halves(loads, ["tpot_s.mean", "e2e_s.mean"])
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in shown.splitlines()[2:]]
     assert cells == [["TPOT mean", "2.0", "4.0"], ["E2E mean", "5.0", "1.0"]]
     assert note.endswith("that it has not seen: TPOT mean")
@@ -245,6 +245,26 @@ def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_pools_that_a_sweep_varies_are_policies_and_no_repeats(tmp_path):
+    words = ["cache.num_gpu_blocks=100,400", "trace.num_requests=10", "cost=constant"]
+    assert main(["run", "-m", *words, f"hydra.sweep.dir={tmp_path / 'pools'}"]) == 0
+    shutil.copytree(next((tmp_path / "pools").glob("*-*")), tmp_path / "num gpu blocks 100")
+    assert fidelity(tmp_path / "pools", "--out", tmp_path / "out") == 0
+    loads = result(tmp_path / "out")["loads"]
+    assert [load["name"] for load in loads] == ["num gpu blocks 100", "num gpu blocks 400"]
+    assert not any(load["repeats"] for load in loads)
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_overwriting_removes_no_fitted_run_that_is_compared(base, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert fidelity(base.path, "--fit", "kernels", "--out", out) == 0
+    run = next((out / "fitted").glob("*/fitted"))
+    assert "which --overwrite renews" in error_line(capsys, run, "--out", out, "--overwrite")
+    assert (run / "done").exists()
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_what_was_used_names_the_fit_and_its_factors(tmp_path):
     engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
     run = simulate(FEW, folder=tmp_path / "run", cost={"name": "calibrated"}, device={"name": "h200"}, **engine)
@@ -252,7 +272,7 @@ def test_what_was_used_names_the_fit_and_its_factors(tmp_path):
     out = tmp_path / "out"
     assert fidelity(run.path, "cost.host_factor=2", "--fit", "kernels", "--out", out) == 0
     used = result(out)["loads"][0]["used"]
-    assert "qwen3_8b-h200.json cost.host_factor=2 seed=" in used
+    assert " fit=qwen3_8b-h200.json cost.host_factor=2 seed=" in used
     assert "step_overhead_ns" not in used
     scaled = load_run(out / "runs" / "run" / "simulated")
     assert scaled.manifest["cost_error"] is None, "on such a machine it was not measured"

@@ -61,7 +61,7 @@ def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(t
     scores = {score["who"]: score for score in found["mape"]["stage1"]}
     assert scores["this simulator"]["errors"]["tpot_mean"] > 0.1
     assert scores["this simulator, kernels fitted"]["errors"]["tpot_mean"] < 0.01
-    assert "| this simulator, kernels fitted: run-0 | device.kernel_factor 1 | device.kernel_factor 1.4 |" in " ".join(
+    assert "| this simulator, kernels fitted: run-0 | kernels 1 | kernels 1.4 |" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -49,6 +49,23 @@ def test_where_sequences_share_blocks_fragmentation_is_not_known() -> None:
     assert (summary["kv"]["fragmentation"], summary["kv"]["fragmentation_of_pool"]) == (None, None)
 
 
+def test_where_blocks_are_shared_without_a_counted_hit_fragmentation_is_not_known() -> None:
+    trace = lengths(6, 40, 10, num_system_prompts=1, system_prompt_tokens=64)
+    summary = summary_of(trace, cache={"num_gpu_blocks": 200}, scheduler="vllm_v0")
+    assert summary["prefix_hit_rate"] == 0
+    assert summary["kv"]["fragmentation"] is None
+
+
+def test_a_fleets_fragmentation_is_that_of_all_slots_though_one_engine_is_idle() -> None:
+    trace = lengths(2, 10, 20)
+    backend = {"name": "sim", "num_replicas": 3}
+    fleet, one = (
+        summary_of(trace, cache={"num_gpu_blocks": 100}, backend=given)["kv"] for given in (backend, {"name": "sim"})
+    )
+    assert fleet["fragmentation"] == pytest.approx(one["fragmentation"])
+    assert fleet["fragmentation_of_pool"] == pytest.approx(one["fragmentation_of_pool"] / 2)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemptions_are_counted_by_mode_with_the_time_that_they_cost(mode: str) -> None:
     scheduler = {"name": "vllm_v0", "preemption": mode}

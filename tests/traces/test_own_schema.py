@@ -129,6 +129,13 @@ def test_ids_and_unknown_fields(tmp_path):
         read_jsonl(jsonl(tmp_path, row, request("0")))
 
 
+@pytest.mark.parametrize("name", ["x_request_id", "new_prompt_tokens", "think_ms", "deadline_ms", "arrival_time_ms"])
+def test_a_longer_name_or_one_of_another_unit_is_a_column_of_one_s_own(tmp_path, name):
+    (row,) = read_jsonl(jsonl(tmp_path, {**request("a"), name: 7})).rows
+    assert row.think_ns is None
+    assert row.deadline_ns is None
+
+
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
     [

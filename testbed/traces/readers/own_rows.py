@@ -71,11 +71,14 @@ def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
 def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     """Checks every field of a record, and returns the row; counts stay counts. default_id: if the record has no id."""
     given = {name: value for name, value in fields.items() if value is not None}
-    for name in given:
-        if name not in KNOWN and (meant := _meant(name)) is not None and meant not in given:
-            raise TraceError(f"{place}: field {name!r} is not known; did you mean {meant!r}?")
     if KNOWN.isdisjoint(given):
         raise _unknown_fields(given, place)
+    for name in given:
+        if name not in KNOWN and (meant := _meant(name)) is not None and meant not in given:
+            raise TraceError(
+                f"{place}: field {name!r} is not known; did you mean {meant!r}? (a field of your own needs a name that "
+                "does not look like it)"
+            )
     request_id = check.name_text(given.get("request_id", default_id), place, "request_id")
     prompt, num_prompt = _content(given, place, "prompt")
     output, num_output = _content(given, place, "output")
@@ -130,11 +133,16 @@ def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def _meant(name: str) -> str | None:
-    """Returns the known field of which `name` is probably a misspelling; None: it is a field of another schema."""
+    """Returns the known field of which `name` is probably a misspelling; None: it is a field of another schema, which
+    may add words to a known name (`max_output_tokens`), or of another unit (`think_ms`)."""
     from difflib import get_close_matches  # seldom needed
 
-    near = (get_close_matches(name.lower(), known, n=1, cutoff=_MISSPELT) for known in (FIELDS, EXACT_FIELDS))
-    return next((match for matches in near for match in matches), None)
+    said = name.lower().replace(" ", "_").removeprefix("num_").removesuffix("_s")
+    for match in get_close_matches(said, (*FIELDS, *EXACT_FIELDS), cutoff=_MISSPELT):
+        has_same_words = match.count("_") == said.count("_") or match.replace("_", "") == said.replace("_", "")
+        if has_same_words and match.endswith("_ns") == said.endswith("_ns"):
+            return match
+    return None
 
 
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis.explain.frames import Told
 from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns
-from analysis.format import listing, seconds, share
+from analysis.format import count, listing, seconds, share
 from analysis.load import Run
 
 WORST = 10
@@ -50,13 +50,12 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     causes = [f"{share(ns / total)} for {CAUSES.get(str(cause), str(cause))}" for cause, ns in sums.head(3).items()]
     first = f"{num:,} requests waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
     first += " in the system"
-    lines = [f"{first}: {listing(causes)}." if total else f"{num:,} request{'s' * (num != 1)}, and none waited."]
+    lines = [f"{first}: {listing(causes)}." if total else f"{count(num, 'request')}, and none waited."]
     if len(preemptions):
         modes = listing([f"{n:,} by {mode}" for mode, n in preemptions["mode"].value_counts().items()])
         gone, num_victims = int(lost.sum()), preemptions["request_id"].nunique()
         lines.append(
-            f"{len(preemptions):,} preemption{'s' * (len(preemptions) != 1)} ({modes}) of {num_victims:,} "
-            f"request{'s' * (num_victims != 1)} cost "
+            f"{count(len(preemptions), 'preemption')} ({modes}) of {count(num_victims, 'request')} cost "
             f"{seconds(gone / 1e9)} until all were where they had been, {share(gone / life)} of their time in the "
             f"system; {preemptions['recomputed_tokens'].sum():,} tokens were computed again."
         )

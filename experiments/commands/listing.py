@@ -12,6 +12,7 @@ from experiments.runs.run import RunResult
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces.transforms import TRANSFORMS
+from testbed.wording import count
 
 DESCRIPTIONS = {
     "backend": {
@@ -116,7 +117,7 @@ def print_summary(result: RunResult) -> None:
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
     hits = "-" if hit is None else f"{hit:.1%}"
-    print(f"cache        {hits} of prompt tokens hit, {preemptions:,} preemption{'s' * (preemptions != 1)}")
+    print(f"cache        {hits} of prompt tokens hit, {count(preemptions, 'preemption')}")
     if summary["slo"] is not None:
         kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
         if kept is not None:

@@ -21,7 +21,7 @@ from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clock
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.console import milliseconds, percent, table
-from experiments.fidelity.fitting import KEYS, Fit, fit, halves, is_time, overrides_of
+from experiments.fidelity.fitting import Fit, fit, halves, is_time, overrides_of
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
 from experiments.wiring.costs import calibration_of
@@ -276,7 +276,7 @@ def _fitted(fit: Fit) -> list[str]:
         f"{num} of {name} ({'all' if name in fit.not_apart else 'that ended before the last one came'})"
         for name, num in fit.num_scored.items()
     )
-    metrics = "mean TPOT, E2E and TTFT" if KEYS["frontend"] in found.given else "mean TPOT and E2E"
+    metrics = "mean TPOT, E2E and TTFT" if "ttft_s.mean" in fit.metrics else "mean TPOT and E2E"
     lines = [
         "## Fitted", "",
         f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of {metrics}: "

@@ -53,6 +53,7 @@ from experiments.wiring.foreign import check_importable
 from experiments.wiring.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
+from testbed.wording import count
 
 _EVERY_S = 0.2  # interval of checks whether another process has finished a point
 _FEW = 3  # up to this many points are listed by name
@@ -241,10 +242,10 @@ def _refuse_shared(places: list[tuple[Path, str]]) -> None:
 
 
 def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:
-    for why, count in Counter(why for why, _ in aside).items():
+    for why, num in Counter(why for why, _ in aside).items():
         places = [place for reason, place in aside if reason == why]
-        where = f"{places[0].parent}" if count > _FEW else ", ".join(map(str, places))
-        print(f"set aside    {count} point{'s' * (count > 1)} ({why}): {where}")
+        where = f"{places[0].parent}" if num > _FEW else ", ".join(map(str, places))
+        print(f"set aside    {count(num, 'point')} ({why}): {where}")
     if done:
         names = f": {', '.join(map(str, done))}" if len(done) <= _FEW else ""
         print(f"done before  {len(done)} of {num_points} points{names}")
@@ -343,15 +344,15 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
 def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     """Prints the notes and the result of the sweep. Raises FailedError if a point failed or was never taken."""
     notes = Counter(note for outcome in outcomes for note in outcome.notes)
-    for note, count in notes.items():
-        print(f"note         {count} point{'s' * (count > 1)}: {note}")
+    for note, num in notes.items():
+        print(f"note         {count(num, 'point')}: {note}")
     bad = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = len(sweep.combinations)
     if bad:
         raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
     if num_left:
         raise FailedError(f"{num_left} of {total} points were not run; the same command runs them")
-    print(f"complete     {total} point{'s' * (total > 1)}: {sweep.root}")
+    print(f"complete     {count(total, 'point')}: {sweep.root}")
 
 
 def _failure(bad: list[Outcome], how_many: str) -> FailedError:

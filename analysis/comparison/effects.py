@@ -33,14 +33,14 @@ class Interaction(NamedTuple):
 
     @property
     def least(self) -> Comparison:
-        return min(self.cells, key=_size)
+        return min(self.cells, key=_signed)
 
     @property
     def most(self) -> Comparison:
-        return max(self.cells, key=_size)
+        return max(self.cells, key=_signed)
 
 
-def _size(cell: Comparison) -> float:
+def _signed(cell: Comparison) -> float:
     assert cell.estimate is not None
     return cell.estimate.value
 
@@ -74,7 +74,7 @@ class Effect:
     @property
     def is_uneven(self) -> bool:
         """Whether the two `ends` have different claims, or different signs while the average is a claim."""
-        is_turned = self.comparison.is_claim and len({_size(end) > 0 for end in self.ends}) > 1
+        is_turned = self.comparison.is_claim and len({_signed(end) > 0 for end in self.ends}) > 1
         return is_turned or len({end.claim for end in self.ends}) > 1
 
 

@@ -108,7 +108,11 @@ class Collector(Recorder):
             if live.num_cached_tokens is None:
                 live.num_cached_tokens = admission.num_cached_tokens
             if live.has_stops:
-                self._member(live, admission.seq_id)
+                self._watch(live, admission.seq_id)
+        for request_id in plan.swapped_in:
+            live = self._live[request_id]
+            for seq_id in [one for one in live.members if one in self._watched]:
+                self._watch(live, seq_id)
 
     def marked(self, outcome: Outcome) -> Outcome:
         """Returns the outcome with `stop` and `fork_stops` set where a stop string is complete."""
@@ -139,6 +143,17 @@ class Collector(Recorder):
             if live.has_stops and text is not None:
                 self._watched[seq_id] = live, text
         return member
+
+    def _watch(self, live: _Live, seq_id: int) -> None:
+        """Watches a sequence that starts or returns. If a token was in flight at its preemption that the core did not
+        take, as it samples it again, the text is made anew without it."""
+        member = self._member(live, seq_id)
+        num_emitted = 0 if member.seq is None else member.seq.num_output_tokens
+        if member.text is not None and member.text.num_tokens > num_emitted:
+            member.text = self._new_text(live)
+            self._watched[seq_id] = live, member.text
+            for token in () if member.seq is None else member.seq.output_token_ids:
+                member.text.push(token)
 
     def _new_text(self, live: _Live) -> SequenceText:
         sampling = live.asked.request.sampling
@@ -172,13 +187,14 @@ class Collector(Recorder):
 
     def _show(self, live: _Live, member: _Member, text: SequenceText, seq: Sequence) -> None:
         """Passes the sequence's new tokens to its text, and makes a piece of them."""
-        for token in seq.known_tokens(seq.num_prompt_tokens + text.num_tokens, seq.num_tokens):
+        for token in seq.known_tokens(seq.num_prompt_tokens + text.num_tokens, seq.num_known_tokens):
             text.push(token)
         member.is_over = seq.finish_reason is not None
         if member.is_over:
             text.finish()
+            self._watched.pop(seq.seq_id, None)  # a plan in flight may sample for it once more
         if live.is_streamed:
-            new = seq.known_tokens(seq.num_prompt_tokens + member.num_shown, seq.num_tokens).tolist()
+            new = seq.known_tokens(seq.num_prompt_tokens + member.num_shown, seq.num_known_tokens).tolist()
             member.num_shown += len(new)
             self._pieces.append(_piece(live, _place(seq), text.take(), new, seq.finish_reason))
 

@@ -75,7 +75,7 @@ class Batch(Rows):
         return ScheduledSequence(
             seq.seq_id, start, num_tokens, seq.next_tokens(start, num_tokens), samples, seq.is_forced,
             seq.block_table, seq.sampling, seq.num_samples, seq.seq_id if group is None else group.group_id,
-            seq.num_prompt_tokens, seq.known_tokens(0, seq.num_tokens) if seq.needs_history else (), seq.score,
+            seq.num_prompt_tokens, seq.known_tokens(0, start + num_tokens) if seq.needs_history else (), seq.score,
             0 if group is None else len(group.finished),
         )  # fmt: skip
 

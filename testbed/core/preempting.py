@@ -38,6 +38,9 @@ class Preempting:
         assert seq.state is SequenceState.RUNNING, f"the victim is not among the running sequences: {seq}"
         blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
+        for one in seq.together:
+            if one.may_part and one.num_placeholders:  # it forks only while it runs: this token is sampled again later
+                one.give_up_flight()
         wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0
         # its table may hold merged blocks of this step, which other rows compute only after the swap-out
@@ -109,8 +112,6 @@ class Preempting:
 
     def _swap_out(self, seq: Sequence, whose: str | None) -> None:
         for one in seq.together:
-            if one.may_part:  # it cannot fork while swapped out: the token in flight is sampled again later
-                one.give_up_flight()
             self._note(one, PreemptionMode.SWAP, whose)
         self.swap_out += self._blocks.swapping.swap_out(seq.together)
         self._running.swap_out(seq)

@@ -109,8 +109,7 @@ class Scheduler:
         """Queues a request. Raises RequestError if its id is live. One that can never run ends as ignored."""
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
-        is_beam = request.sampling.beam_width > 1
-        seq_id = self._commit.new_seq_ids(1 if is_beam else request.sampling.num_seqs)  # one for each parallel sample
+        seq_id = self._commit.new_seq_ids(1 if request.sampling.beam_width > 1 else request.sampling.num_seqs)
         eos = () if self._eos_token_id is None or request.sampling.ignore_eos else (self._eos_token_id,)
         stops = (*request.sampling.stop_token_ids, *eos)
         seq = Sequence(seq_id, request, self.limits.max_model_len, stops)

@@ -117,7 +117,7 @@ class Sequence(KVSequence):
         forced = self.request.forced_output
         if self._tokens is None and forced is not None and len(forced) == self.num_output_tokens:
             return forced
-        return self._content[self.num_prompt_tokens : self.num_tokens]
+        return self._content[self.num_prompt_tokens : self.num_known_tokens]
 
     def known_tokens(self, start: int, stop: int) -> array[int]:
         """Returns the tokens so far at positions start … stop - 1, or those of them that exist."""
@@ -151,6 +151,7 @@ class Sequence(KVSequence):
         self.num_computed_tokens -= self.num_in_flight_tokens
         self.num_tokens -= self.num_placeholders
         self.num_in_flight_tokens = self.num_placeholders = 0
+        self.is_prefilling = self.num_computed_tokens < max(self.num_prompt_tokens, self.num_tokens - 1)
 
     def advance(self, num_tokens: i64) -> bool:
         """Counts `num_tokens` more as computed; returns whether all are computed now, so that a token is emitted."""

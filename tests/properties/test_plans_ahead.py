@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from testbed.core.limits import Limits
 from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
-from testbed.core.plan import BatchPlan, ScheduledSequence
+from testbed.core.plan import BatchPlan, PreemptionMode, ScheduledSequence
 from testbed.core.request import Request, SamplingParams
 from testbed.core.state import SequenceState
 from tests.properties.device import Device
@@ -285,3 +286,58 @@ def test_a_victim_whose_token_is_on_its_way_gets_it_while_it_waits() -> None:
     victim = scheduler.unfinished()[1]
     assert (victim.state, list(victim.tokens)) == (SequenceState.WAITING, [1, 2, 3, 7, 8])
     assert len(scheduler.emitters) == 2
+
+
+def test_a_penalised_row_has_the_tokens_before_the_one_that_it_samples() -> None:
+    """Also if that one is known, as it is forced."""
+    scheduler = ROOMY.scheduler()
+    sampling = SamplingParams(max_tokens=4, repetition_penalty=1.1)
+    scheduler.add(Request("a", array("i", [1, 2, 3]), forced_output=array("i", [5, 6, 7, 8]), sampling=sampling))
+    assert [list(scheduler.plan(number).scheduled[0].history) for number in range(2)] == [[1, 2, 3], [1, 2, 3, 5]]
+
+
+def test_an_aborted_request_has_the_tokens_that_it_emitted_and_none_in_flight() -> None:
+    scheduler = ROOMY.scheduler()
+    scheduler.add(one(9, forced=6))
+    scheduler.plan(0)
+    scheduler.plan(1)
+    scheduler.commit(StepResult(2), 2)
+    finished = scheduler.abort("a", 3)
+    assert finished is not None
+    assert (finished.num_output_tokens, list(finished.output_token_ids)) == (1, [0])
+
+
+@pytest.mark.parametrize("composition", ["unified", "decode_first"])
+@pytest.mark.parametrize(
+    ("num_prompt", "budget", "mode", "chunks"),
+    [(10, 64, PreemptionMode.RECOMPUTE, [40, 40]), (9, 21, PreemptionMode.SWAP, [20, 20, 20])],
+)
+def test_a_group_preempted_while_its_fork_is_in_flight_goes_on_with_its_prompt(
+    composition: str, num_prompt: int, budget: int, mode: PreemptionMode, chunks: list[int]
+) -> None:
+    """By recompute if the plan in flight computes all that it has: there is nothing to swap."""
+    limits = Limits(8, budget, 64, 0, 1, max_num_plans=2)
+    setup = Setup(
+        composition, limits=limits, num_blocks=13, num_cpu_blocks=30, caching=False, preemption="swap", block_size=4
+    )
+    scheduler = setup.scheduler()
+    forced = array("i", [5] * 8)
+    scheduler.add(
+        Request("a", array("i", range(num_prompt)), forced_output=forced, sampling=SamplingParams(max_tokens=30))
+    )
+    plans: list[BatchPlan] = []
+    num_committed = 0
+    for now_ns in range(60):
+        if now_ns == 1:
+            sampling = SamplingParams(max_tokens=4, n=2)
+            scheduler.add(Request("g", array("i", range(40)), forced_output=forced[:4], sampling=sampling))
+        while len(plans) - num_committed < 2 and not (plan := scheduler.plan(now_ns)).is_empty:
+            plans.append(plan)
+        if num_committed < len(plans):
+            scheduler.commit(StepResult(now_ns), now_ns)
+            num_committed += 1
+            scheduler.check_invariants()
+    assert not scheduler.has_work
+    assert [item.mode for plan in plans for item in plan.preempted] == [mode]
+    counts = [num for plan in plans for name, num in plan.num_scheduled if name == "g"]
+    assert counts == chunks + [1] * 6

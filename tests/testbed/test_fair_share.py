@@ -178,6 +178,19 @@ def test_vtc_gives_back_what_an_abort_or_a_hit_saves() -> None:
     assert queue.counter("a") == 30
 
 
+def test_vtc_charges_a_prompt_whose_token_comes_after_its_preemption() -> None:
+    """As under asynchronous scheduling: the step was in flight when the next one preempted the sequence."""
+    queue = bound(orders.VirtualTokenCounter())
+    seq = make_seq(0, 100, 1, tenant="a")
+    pushed(queue, seq)
+    queue.remove(seq)
+    emit(seq, 1)
+    seq.restart()
+    queue.served(seq, 100, 1, 0)
+    queue.left(seq, 0)
+    assert queue.counter("a") == 102
+
+
 def test_vtc_treats_requests_without_a_tenant_as_one_tenant_and_keeps_fcfs_inside() -> None:
     queue = bound(orders.VirtualTokenCounter())
     seqs = [make_seq(seq_id, 10) for seq_id in range(3)]

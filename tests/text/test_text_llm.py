@@ -83,6 +83,26 @@ def test_texts_do_not_depend_on_how_they_were_scheduled(llm: LLM, folder: Path, 
             assert (text, tokens, ends[-1]) == (one.text, one.token_ids, one.finish_reason)
 
 
+STOPPED = {"stop": ["never"], "stop_token_ids": list(range(0, 512, 6)), "temperature": 1.5}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_gpu_blocks": 8, "prefix_caching": False}], ids=["roomy", "tight"])
+def test_texts_of_samples_with_stops_do_not_depend_on_what_is_in_flight(
+    llm: LLM, folder: Path, changes: dict[str, Any]
+) -> None:
+    """Samples end while their next row is in flight; when memory is tight they are preempted before they fork."""
+    sampling = [greedy(6, temperature=1.0, seed=1), *(greedy(6, n=2, seed=seed, **STOPPED) for seed in range(5))]
+    prompts = [PROMPTS[0], *[PROMPTS[1]] * 5]
+    wanted = llm.generate(prompts, sampling)
+    with LLM(folder, **ROOMY | changes, scheduler="vllm_v1_async") as other:
+        num_preempted = count_preemptions(other)
+        found = other.generate(prompts, sampling)
+        assert_idle(other)
+    assert bool(num_preempted) == bool(changes)
+    assert [output.outputs for output in found] == [output.outputs for output in wanted]
+    assert {one.finish_reason for output in found for one in output.outputs} == {"stop", "length"}
+
+
 class Preempted(Recorder):
     """A recorder of who was preempted."""
 

@@ -85,7 +85,7 @@ class VirtualTokenCounter:
         cost = self._output_weight * num_emitted
         advanced = self._advanced.get(seq.request.request_id, 0)
         if advanced:
-            num_new = self._meter.count(seq, num_tokens)
+            num_new = self._meter.count(seq, num_tokens, num_emitted)
             missing = self._advanced[seq.request.request_id] = self._meter.missing(seq)
             cost += self._input_weight * (num_new + missing - advanced)
         if cost:

@@ -92,7 +92,8 @@ class MultiLevelFeedbackQueue:
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
         request_id, level = seq.request.request_id, self.level(seq)
-        service = self._input_weight * self._meter.count(seq, num_tokens) + self._output_weight * num_emitted
+        num_new = self._meter.count(seq, num_tokens, num_emitted)
+        service = self._input_weight * num_new + self._output_weight * num_emitted
         used = self._used.get(request_id, 0) + service
         if used >= self._quanta[level]:
             self._levels[request_id] = min(level + 1, len(self._quanta) - 1)

@@ -15,12 +15,15 @@ class PromptMeter:
         """Returns the number of prompt tokens after the furthest position that was ever computed."""
         return seq.num_prompt_tokens - self._reached.get(seq.request.request_id, 0)
 
-    def count(self, seq: Sequence, num_tokens: int) -> int:
-        """Returns how many of the newest `num_tokens` computed tokens are prompt tokens computed for the first time."""
+    def count(self, seq: Sequence, num_tokens: int, num_emitted: int) -> int:
+        """Returns how many of the newest `num_tokens` computed tokens are prompt tokens computed for the first time. A
+        sequence that emitted had computed all its tokens, even if it was preempted since."""
         reached = self._reached.get(seq.request.request_id, 0)
         if reached == seq.num_prompt_tokens:
             return 0
         num_computed_tokens = seq.num_computed_tokens - seq.num_in_flight_tokens
+        if num_emitted:
+            num_computed_tokens = seq.num_known_tokens - num_emitted
         end = min(num_computed_tokens, seq.num_prompt_tokens)
         if end <= reached:
             return 0

@@ -195,8 +195,8 @@ def captured_by(manifest: ProfileManifest) -> Captured:
 
 
 def curve_at(curve: Curve, num_rows: int) -> float:
-    """Returns the value of a curve: constant below its first knot, and beyond its last knot with the slope of its last
-    rising piece."""
+    """Returns the value of a curve: constant below its first knot, and beyond its last knot with the slope from
+    the last lower knot to it."""
     if num_rows <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
     right = min(bisect_right(curve, (num_rows, float("inf"))), len(curve) - 1)

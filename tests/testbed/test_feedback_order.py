@@ -113,6 +113,23 @@ def test_mlfq_a_request_keeps_its_level_until_its_last_member_has_ended() -> Non
     assert not queue._levels
 
 
+def test_mlfq_moves_a_request_with_those_of_its_sequences_that_wait() -> None:
+    queue = make_mlfq()
+    group, first, other = make_seq(0, 50, sampling=SamplingParams(n=2)), make_seq(1, 60), make_seq(2, 90)
+    sibling = group.fork(3, 0)
+    assert group.group is not None
+    group.group.members.append(sibling)
+    pushed(queue, group, first, other)
+    queue.push_preempted(sibling)
+    queue.remove(group)
+    queue.served(group, 0, 10, 0)  # all of the quantum
+    assert queue.level(sibling) == 1
+    assert [seq.seq_id for seq in queue] == [1, 2, 3]
+    assert queue.head(5 * NS_PER_S) is first
+    assert queue.level(sibling) == 0
+    assert drain(queue, 5 * NS_PER_S) == [1, 2, 3]
+
+
 def test_mlfq_a_running_sequence_of_a_lower_level_yields() -> None:
     queue = make_mlfq()
     running = [make_seq(0, 150), make_seq(1, 350), make_seq(2, 350), make_seq(3, 10)]

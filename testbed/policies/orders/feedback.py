@@ -94,12 +94,11 @@ class MultiLevelFeedbackQueue:
         request_id, level = seq.request.request_id, self.level(seq)
         num_new = self._meter.count(seq, num_tokens, num_emitted)
         service = self._input_weight * num_new + self._output_weight * num_emitted
-        used = self._used.get(request_id, 0) + service
-        if used >= self._quanta[level]:
-            self._levels[request_id] = min(level + 1, len(self._quanta) - 1)
-            used = 0
-        self._used[request_id] = used
         self._served_ns[request_id] = now_ns
+        self._used[request_id] = self._used.get(request_id, 0) + service
+        if self._used[request_id] >= self._quanta[level]:
+            self._used[request_id] = 0
+            self._move(seq, min(level + 1, len(self._quanta) - 1))
 
     def left(self, seq: Sequence, now_ns: int) -> None:
         if len(seq.members) > 1:  # others of its request go on
@@ -132,7 +131,13 @@ class MultiLevelFeedbackQueue:
                 return
             seq = self._starving.first()
             assert seq is not None
-            self._starving.remove(seq.seq_id)
-            self._levels[seq.request.request_id] = 0
             self._used[seq.request.request_id] = -self._input_weight * self._meter.missing(seq)
-            self._heap.put(seq.seq_id, (0, seq.seq_id), seq)
+            self._move(seq, 0)
+
+    def _move(self, seq: Sequence, level: int) -> None:
+        """Changes the level of a request, and the places of those of its sequences that wait."""
+        self._levels[seq.request.request_id] = level
+        for one in seq.members:
+            if one.seq_id in self._heap:
+                self.remove(one)
+                self.push(one)

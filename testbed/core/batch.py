@@ -72,11 +72,11 @@ class Batch(Rows):
         start, samples = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens == seq.num_tokens
         if self.samples is not None:
             start, samples = start - num_tokens, self.samples[index]
+        history = seq.known_tokens(0, max(seq.num_prompt_tokens, start + num_tokens)) if seq.needs_history else ()
         return ScheduledSequence(
             seq.seq_id, start, num_tokens, seq.next_tokens(start, num_tokens), samples, seq.is_forced,
             seq.block_table, seq.sampling, seq.num_samples, seq.seq_id if group is None else group.group_id,
-            seq.num_prompt_tokens, seq.known_tokens(0, start + num_tokens) if seq.needs_history else (), seq.score,
-            0 if group is None else len(group.finished),
+            seq.num_prompt_tokens, history, seq.score, 0 if group is None else len(group.finished),
         )  # fmt: skip
 
     def num_scheduled(self) -> list[tuple[str, int]]:

@@ -80,7 +80,7 @@ class ScheduledSequence(Value):
     num_samples: tokens to sample from these logits; several at the fork of a group (after the prompt): the first one
     continues this sequence, the others are returned as `Outcome.forks`. group_id: equal for all sequences of a
     request; the rows of a group's beams are adjacent, in their order, and are searched together.
-    num_prompt_tokens: the length of the prompt. history: the tokens up to the last position, if sampling reads them.
+    num_prompt_tokens: the length of the prompt. history: prompt and emitted tokens, only if `sampling.needs_history`.
     score: the sum of the emitted tokens' log-probabilities, if a backend returned them. num_finished: members of its
     group that have ended.
     """

@@ -6,6 +6,7 @@ components' dataclasses: no DictConfig leaves this package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -286,6 +287,14 @@ class RunConfig:
             **options,
             raw=raw,
         )
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """Returns the configuration with these values, by `group.key`."""
+        raw = {**self.raw, "overwrite": self.overwrite, "allow_ignored": self.allow_ignored}
+        for key, value in values.items():
+            group, _, name = key.partition(".")
+            raw[group] = {**raw[group], name: value}
+        return RunConfig.from_container(raw)
 
 
 def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:

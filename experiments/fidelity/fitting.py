@@ -100,8 +100,12 @@ def is_time(key: str) -> bool:
     return key.endswith("_ns")
 
 
+def settings_of(values: Scalars) -> dict[str, float]:
+    return {key: round(value) if is_time(key) else value for key, value in values.items()}
+
+
 def overrides_of(values: Scalars) -> list[str]:
-    return [f"{key}={round(value) if is_time(key) else value}" for key, value in values.items()]
+    return [f"{key}={value}" for key, value in settings_of(values).items()]
 
 
 def given_by(config: RunConfig, name: str) -> tuple[str, float]:
@@ -224,8 +228,8 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
 
     def loss(values: Scalars) -> float:
         total = 0.0
-        for part in parts:
-            scaled = part.load.config(replaced(overrides, overrides_of(values)))
+        for part, config in zip(parts, configs, strict=True):
+            scaled = config.with_values(settings_of(values))
             sim = simulate(scaled, part.trace, folder / str(next(number)), command)
             means = _means(sim, part.scored, metrics)
             total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
@@ -300,7 +304,8 @@ def fit_study(
             more = [*RECORDED, *overrides, *(variant(words) if words else [])]
             found = _fit(run, names, more, Path(scratch), command)
             fits.setdefault(who, Fitted(who, {})).found[run.name] = found
-            sim = _simulated(run, replaced(more, overrides_of(found.fitted)), Path(scratch), command)
+            config = composed(run.settings, replaced(more, overrides_of(found.fitted)))
+            sim = _simulated(run, config, Path(scratch), command)
             predicted[run.name][who] = {part: sim[part] for part in run.parts[1 + _num_fitted(run) :]}
     return [replace(run, predicted_ms={**run.predicted_ms, **predicted[run.name]}) for run in runs], list(fits.values())
 
@@ -318,7 +323,7 @@ def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch:
     metrics = [f"{name}_mean" for name in _metrics(names)]
 
     def loss(values: Scalars) -> float:
-        sim = _simulated(first, replaced(overrides, overrides_of(values)), scratch, command)
+        sim = _simulated(first, config.with_values(settings_of(values)), scratch, command)
         pairs = [(sim[part], run.measured_ms[part]) for part in first.parts[1:]]
         return sum(
             math.log(ours[name] / real[name]) ** 2
@@ -330,6 +335,5 @@ def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch:
     return minimize(loss, mine, config)
 
 
-def _simulated(run: StudyRun, overrides: Sequence[str], scratch: Path, command: str) -> Parts:
-    config = composed(run.settings, overrides)
+def _simulated(run: StudyRun, config: RunConfig, scratch: Path, command: str) -> Parts:
     return means(simulate(config, trace_of(run, config.seed), scratch / "run", command), run)

@@ -72,12 +72,16 @@ def build_source(config: RunConfig) -> TraceSource:
 
 
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
-    """Returns the manifest's entry for a trace. For a streamed trace that was not read to its end, number of requests
-    and fingerprint are None if not known."""
-    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
-    batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
+    """Returns the manifest's entry for a trace. What is not known of a streamed trace until it was read to its end is
+    None."""
+    if isinstance(trace, Trace):
+        digest, batches = fingerprint(trace), batches_of(trace)
+        has_deadlines: bool | None = any(row.deadline_ns is not None for row in trace)
+    else:
+        digest, batches, has_deadlines = trace.fingerprint, trace.batches, trace.has_deadlines
+    told = {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest}
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
-    return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
+    return {**told, "has_deadlines": has_deadlines, "notes": notes}
 
 
 @contextmanager

@@ -115,6 +115,7 @@ MANIFEST_KEYS = (
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name
+    "victim_of_auto",  # the victim choice for which scheduler.victim=auto stands; null: another one is named
     "async_scheduling",  # whether a step was planned while the one before it ran
     "frontend_ns",  # time from a request's arrival until it reaches the engine; simulated runs only
     "frontend_ns_per_token",  # time to send one token to its client; simulated runs only

@@ -97,7 +97,12 @@ def of_tenants(runs: Sequence[Run]) -> tuple[Metric, ...]:
     if not 1 < len(names) <= _MAX_TENANTS:
         return ()
     gap = Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens"))
-    return (gap, *(Metric(f"mean TTFT of {name}", f"fairness.mean_ttft_s.{name}", 0, fmt.seconds) for name in names))
+    jain = Metric("Jain's index of normalised latency", "fairness.jain_normalised_latency", 0, fmt.number)
+    return (
+        gap,
+        jain,
+        *(Metric(f"mean TTFT of {name}", f"fairness.mean_ttft_s.{name}", 0, fmt.seconds) for name in names),
+    )
 
 
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,8 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     ]  # fmt: skip
     for what, part in (parts | told).items():
         caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if what in told else ''}"
-        made.append(tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo))
+        table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
+        made.append(replace(table, note=tables.FAIRNESS) if what == "tenants" else table)
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,12 +224,13 @@ def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[E
 
 
 class Compared(NamedTuple):
-    """The comparisons at one load; the first arm is the baseline."""
+    """The comparisons at one load; the first arm is the baseline. classes: class of requests -> its comparisons."""
 
     load: str
     arms: Sequence[Arm]
     rows: Sequence[Comparison]
     effects: Sequence[Effect]  # main effects, of a replicated full design
+    classes: Mapping[str, Sequence[Comparison]] = MappingProxyType({})
 
     @property
     def with_factors(self) -> list[Comparison]:

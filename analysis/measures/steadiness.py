@@ -226,6 +226,12 @@ def steadiness(requests: Requests) -> dict[str, Any] | None:
     return told | {"is_outrun": _judged(customers, waiting, in_system)}
 
 
+def ends_growing(summary: Mapping[str, Any]) -> bool:
+    """Whether the queue, or the number of requests in the system, may grow when a run's trace ends."""
+    known = summary["steadiness"]
+    return any(_may_grow(known[name], summary["num_requests"]) for name in ("waiting", "in_system"))
+
+
 def outrun_note(summary: Mapping[str, Any]) -> str | None:
     """A warning of one sentence if a run's arrivals outran its engine; None for other runs."""
     found = summary.get("steadiness")

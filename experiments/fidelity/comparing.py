@@ -160,7 +160,8 @@ def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFram
             pairs = {_policy_name(one, members): one.pair for one in members}
             reals = [one.pair[1:] for one in members]
             ranking = fidelity.ranking_agreement(pairs, noise=fidelity.noise_limits(reals))
-            found.append((list(pairs), ranking, [*alike_said(pairs), *_noise_known(num_repeats(reals))]))
+            noise = _noise_known(num_repeats(reals)) if ranking["num_policies"].max() > 1 else []
+            found.append((list(pairs), ranking, [*alike_said(pairs), *noise]))
     return found
 
 

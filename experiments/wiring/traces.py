@@ -74,14 +74,17 @@ def build_source(config: RunConfig) -> TraceSource:
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
     """Returns the manifest's entry for a trace. What is not known of a streamed trace until it was read to its end is
     None."""
-    if isinstance(trace, Trace):
-        digest, batches = fingerprint(trace), batches_of(trace)
-        has_deadlines: bool | None = any(row.deadline_ns is not None for row in trace)
-    else:
-        digest, batches, has_deadlines = trace.fingerprint, trace.batches, trace.has_deadlines
-    told = {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest}
-    notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
-    return {**told, "has_deadlines": has_deadlines, "notes": notes}
+    batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
+    has_deadlines = (
+        any(row.deadline_ns is not None for row in trace) if isinstance(trace, Trace) else trace.has_deadlines
+    )
+    return {
+        "name": trace.name,
+        "num_requests": trace.num_requests,
+        "fingerprint": fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint,
+        "has_deadlines": has_deadlines,
+        "notes": [*trace.notes, *([] if batches.note is None else [batches.note])],
+    }
 
 
 @contextmanager

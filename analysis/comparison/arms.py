@@ -272,6 +272,11 @@ def repeats(arm: Arm, run: Run) -> tuple[Run, ...]:
     return tuple(one for one in arm.runs if is_measured(one) and one.fingerprint == run.fingerprint)
 
 
+def num_repeats(groups: Iterable[Sequence[Run]]) -> int:
+    """The number of runs that repeat the first of their group."""
+    return sum(len(runs) - 1 for runs in groups if runs)
+
+
 def is_measured(run: Run) -> bool:
     """Whether the times are from a real engine's clock, and so vary from run to run."""
     return run.manifest.get("backend") != "sim"

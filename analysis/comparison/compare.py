@@ -14,6 +14,7 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
 from analysis.load import Run
+from analysis.measures.classes import is_of
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import (
     ALIKE,
@@ -29,6 +30,7 @@ from analysis.measures.statistics import (
     verdict,
 )
 from analysis.measures.summary import summary_value
+from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
 
 
@@ -46,10 +48,19 @@ class Metric:
         """Whether its change is given as a difference, in percentage points."""
         return self.write is fmt.share
 
+    @property
+    def part(self) -> tuple[str, str, str]:
+        """The latency, the statistic and the class of its path ("" where there is none): of all requests it is
+        "ttft_s.p99", and of a class "classes.ttft_s.p99.batch"."""
+        name, _, rest = self.path.removeprefix(_OF_CLASS).partition(".")
+        which, _, of_class = rest.partition(".")
+        return name, which, of_class
+
     def of(self, summary: Mapping[str, Any]) -> float | None:
         return summary_value(summary, self.path)
 
 
+_OF_CLASS = "classes."
 _MIN_FOR_EFFECT = 3  # replicates
 _MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile; with fewer its bootstrap is meaningless
 LATENCY = (
@@ -87,17 +98,27 @@ INSIDE = (
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
 _NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
-_MAX_TENANTS = 8  # with more, no tenant is reported
+FAIRNESS = (
+    Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens")),
+    Metric("Jain's index of normalised latency", "fairness.jain_normalised_latency", 0, fmt.number),
+)
 
 
-def of_tenants(runs: Sequence[Run]) -> tuple[Metric, ...]:
-    """The metrics of the tenants that all these runs have; none if there is only one tenant, or too many."""
-    known = [(run.summary.get("fairness") or {}).get("mean_ttft_s") or {} for run in runs]
-    names = [name for name in known[0] if all(name in one for one in known)] if known else []
-    if not 1 < len(names) <= _MAX_TENANTS:
-        return ()
-    gap = Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens"))
-    return (gap, *(Metric(f"mean TTFT of {name}", f"fairness.mean_ttft_s.{name}", 0, fmt.seconds) for name in names))
+def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric, ...]]:
+    """Class ("tenant batch") -> its metrics, for the classes that all these runs have; none if there are not several.
+    See `measures.classes`."""
+    known = [run.summary.get("classes") or {"by": "", "num_requests": {}} for run in runs]
+    names = [name for name in known[0]["num_requests"] if all(name in one["num_requests"] for one in known)]
+    if len({one["by"] for one in known}) > 1 or len(names) < 2:
+        return {}
+    metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E")]
+    share = replace(SLO_METRICS[0], path="attainment")
+    return {
+        f"{known[0]['by']} {name}": tuple(
+            replace(metric, path=f"{_OF_CLASS}{metric.path}.{name}") for metric in (*metrics, *([share] * with_slo))
+        )
+        for name in names
+    }
 
 
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
@@ -255,7 +276,7 @@ def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> 
     """(baseline's, arm's) values `[num_pairs]` each, means over repeats; None if one is missing or negative. Also None
     for latencies if the runs of a pair ignored different numbers of requests, as those served are not the same then."""
     is_uneven = any(len({ignored(run) for runs in pair for run in runs}) > 1 for pair in pairs)
-    if is_uneven and metric.path.split(".")[0] in TIMES:
+    if is_uneven and metric.part[0] in TIMES:
         return None
     values = [[_mean(runs, metric, slo) for runs in pair] for pair in pairs]
     if not values or any(value is None or value < 0 for pair in values for value in pair):
@@ -272,10 +293,15 @@ def ignored(run: Run) -> int:
 def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metric) -> Estimate | None:
     """The log-ratio of a latency's mean or quantile (averaged over repeats), with a moving-block interval over the
     requests of one trace that all runs have; None for other metrics, or with too few requests."""
-    name, _, which = metric.path.partition(".")
+    name, which, of_class = metric.part
     if name not in ("ttft_s", "tpot_s", "e2e_s"):
         return None
-    frames = [request_metrics(run.requests).set_index("request_id")[name] for run in (*baseline, *arm)]
+    by = baseline[0].summary["classes"]["by"] if of_class else ""
+    frames = []
+    for run in (*baseline, *arm):
+        requests = run.requests
+        mine = is_of(by, of_class)(RequestColumns.of(requests)) if of_class else slice(None)
+        frames.append(request_metrics(requests).set_index("request_id")[name][mine])
     times = pd.concat(frames, axis=1, join="inner").dropna()
     arrivals = [run.requests.set_index("request_id")["arrival_ns"] for run in baseline]
     arrival = pd.concat(arrivals, axis=1, join="inner").mean(axis=1)

@@ -7,9 +7,10 @@ noise, the factors interact, which the average hides: see `Interaction`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, me
 from analysis.naming import level_names
 from analysis.reading.rows import FloatArray
 from testbed.errors import RunFolderError
+
+_VICTIM = "scheduler.victim"
 
 
 class Interaction(NamedTuple):
@@ -82,7 +85,8 @@ def main_effects(
     arms: Sequence[Arm], baseline: Arm, metrics: Sequence[Metric], margin: float = 0.02, slo: SLO | None = None
 ) -> list[Effect]:
     """The effects of every factor and every level except the baseline's, if at least two factors are fully crossed.
-    Empty if not every combination of levels ran, as a factor's mean would then include effects of the others."""
+    Empty if not every combination of levels ran, as a factor's mean would then include effects of the others. A level
+    that means different things in different cells has no effect (`meanings`)."""
     if not is_full_design(arms):
         return []
     steps, first = [*_steps(arms, baseline)], alike(arms)
@@ -98,6 +102,23 @@ def is_full_design(arms: Sequence[Arm]) -> bool:
     factors = level_groups(arms)
     num_combinations = prod(len({_level(arm, factor) for arm in arms}) for factor in factors)
     return len(factors) > 1 and len(arms) >= num_combinations
+
+
+def meanings(arms: Iterable[Arm]) -> dict[str, str]:
+    """Arm -> what `auto` as its victim stands for, which depends on its queue order; without arms of other victims."""
+    found = {}
+    for arm in arms:
+        run = arm.runs[0]
+        if arm.levels.get(_VICTIM) == "auto":
+            is_by_priority = run.flat_config.get("scheduler.queue_order") == "priority"
+            guess = "lowest_priority" if is_by_priority else "most_recently_admitted"  # of older runs
+            found[arm.name] = str(run.manifest.get("victim_of_auto") or guess)
+    return found
+
+
+def _means_one_thing(factor: Sequence[str], arms: Iterable[Arm]) -> bool:
+    """Whether a factor's level is the same setting in all these arms, which have it: see `meanings`."""
+    return _VICTIM not in factor or len(set(meanings(arms).values())) < 2
 
 
 def _level(arm: Arm, factor: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,7 +143,8 @@ def _steps(arms: Sequence[Arm], baseline: Arm) -> Iterator[_Step]:
             by_level.setdefault(_level(arm, factor), {})[tuple(_level(arm, other) for other in others)] = arm
         at_base = by_level.pop(_level(baseline, factor))
         for at_level in by_level.values():
-            if pairs := [(arm, at_level[cell]) for cell, arm in at_base.items() if cell in at_level]:
+            pairs = [(arm, at_level[cell]) for cell, arm in at_base.items() if cell in at_level]
+            if pairs and all(_means_one_thing(factor, at_one) for at_one in zip(*pairs, strict=True)):
                 yield _Step(factor[0], [other[0] for other in others], pairs)
 
 
@@ -202,12 +224,13 @@ def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[E
 
 
 class Compared(NamedTuple):
-    """The comparisons at one load; the first arm is the baseline."""
+    """The comparisons at one load; the first arm is the baseline. classes: class of requests -> its comparisons."""
 
     load: str
     arms: Sequence[Arm]
     rows: Sequence[Comparison]
     effects: Sequence[Effect]  # main effects, of a replicated full design
+    classes: Mapping[str, Sequence[Comparison]] = MappingProxyType({})
 
     @property
     def with_factors(self) -> list[Comparison]:

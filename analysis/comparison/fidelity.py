@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from analysis.comparison.arms import decided_alike, grouped, num_repeats
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
-from analysis.measures.statistics import mean_of_all, spread
+from analysis.measures.statistics import mean_of_all, spread, widened
 from analysis.measures.summary import summary_value
 from analysis.measures.survival import distribution
 from analysis.reading.frames import numbers
@@ -142,6 +143,23 @@ def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
     return noise
 
 
+def noise_limits(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
+    """Metric -> the relative difference up to which policies are not told apart: `real_noise`, and more of it where
+    there are few repeats."""
+    return {path: widened(value, num_repeats(groups)) for path, value in real_noise(groups).items()}
+
+
+def alike_policies(pairs: Mapping[str, Sequence[Run]]) -> list[list[str]]:
+    """The policies in groups: those whose simulated runs, the first of each, took the same decisions in the same time,
+    so that a simulator has nothing to rank. The real runs are not asked: these decide by when a request comes in, and
+    differ under one policy, too."""
+    return list(grouped(pairs, lambda name: _decided(pairs[name][0])).values())
+
+
+def _decided(sim: Run) -> tuple[str, float | None]:
+    return decided_alike(sim), summary_value(sim.summary, "e2e_s.mean")
+
+
 def ranking_agreement(
     pairs: Mapping[str, Sequence[Run]],
     metrics: Sequence[str] | None = None,
@@ -151,6 +169,8 @@ def ranking_agreement(
     """Whether the simulator ranks policies as the real engine does; one row for each metric.
 
     `pairs`: policy -> its sim run, its real run and the repeats of that (of which the mean is taken), all on one trace.
+    `alike_policies` are one, whose name has all of theirs; their real runs are repeats of each other.
+    noise: see `noise_limits`.
     Columns: metric, num_policies, kendall_tau (tau-b; None for fewer than two policies or all equal), sim_winner,
     real_winner ("": several are best, so that same_winner is False and there is no regret), same_winner, regret (how
     much worse the real value of sim_winner is than the best, as a share of the best), real_spread (largest real value
@@ -159,6 +179,10 @@ def ranking_agreement(
     the best real value differs that much from every other).
     """
     same_trace([run for pair in pairs.values() for run in pair])
+    pairs = {
+        " = ".join(names): [pairs[names[0]][0], *(real for name in names for real in pairs[name][1:])]
+        for names in alike_policies(pairs)
+    }
     rows: list[dict[str, Any]] = []
     for path in metrics or tuple(FIDELITY_METRICS):
         values = {name: (_mean([sim], path), _mean(reals, path)) for name, (sim, *reals) in pairs.items()}

@@ -19,6 +19,11 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
     (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
     (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
+    (
+        ("edf",),
+        lambda run: (run.manifest.get("trace") or {}).get("has_deadlines") is False,
+        "no request has a deadline",
+    ),
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
 )
 _MAX_GROUPS = 4  # groups that are named
@@ -70,12 +75,10 @@ def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: 
 
 
 def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:
-    """The known reasons for which a setting made no difference."""
-    return [
-        text
-        for parts, unused, text in _UNUSED
-        if any(part in key or part in values for part in parts) and all(map(unused, runs))
-    ]
+    """The known reasons for which a setting made no difference: of the setting, or of all its values that have one."""
+    of_key = [text for parts, unused, text in _UNUSED if any(part in key for part in parts) and all(map(unused, runs))]
+    of_values = {text: all(map(unused, runs)) for parts, unused, text in _UNUSED if values & set(parts)}
+    return [*of_key, *(of_values if all(of_values.values()) else ())]
 
 
 def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:

@@ -71,6 +71,22 @@ def spread(values: Sequence[float]) -> float:
     return 0.0 if low == high else high / low - 1.0 if low > 0 else math.inf
 
 
+ENOUGH = 4  # repeats, whose largest difference bounds what noise does
+
+
+def widened(spread: float, num_repeats: int) -> float:
+    """A bound of what noise does, from the largest `spread` of `num_repeats` repeats (runs after the first of their
+    kind). Fewer than ENOUGH hardly say how large it is: its logarithm is multiplied by Student's t of that many degrees
+    of freedom over that of ENOUGH, which is 4.6 for one repeat (of two equal runs, one half differ by more than two
+    others did)."""
+    if num_repeats >= ENOUGH or not spread:
+        return spread
+    from scipy import stats  # slow to import
+
+    few, enough = (float(stats.t.ppf(0.5 + LEVEL / 2, num)) for num in (num_repeats, ENOUGH))
+    return math.expm1(math.log1p(spread) * few / enough)
+
+
 def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 

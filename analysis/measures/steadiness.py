@@ -4,9 +4,10 @@ The time in which requests arrived is divided into quarters, without the last tw
 stragglers could extend it until nothing is queued). The first quarter is left for the engine to fill up. A number
 *grows* if its mean rises from the second quarter to the third and to the fourth, and three conditions hold:
 - The total rise is at least OUTRUN of the requests that arrive in between (nearly half of all).
-- It is at least SURE standard deviations of a Poisson count. Between PERHAPS and SURE, the verdict is unknown.
+- It is at least SURE standard deviations of a Poisson count.
 - Each of the two rises is at least EACH of the total, which is more than one standard deviation of a quarter's count.
-  Otherwise the verdict is unknown, as a short trace may end in a burst.
+If a condition fails, the verdict is unknown, and not that the engine kept up, where the last quarter's mean is PERHAPS
+standard deviations above that of an earlier one: the trace ends while the number grows, perhaps in a burst.
 
 Arrivals outran the engine if the requests that were never scheduled yet grow in number or in work. Work is their
 tokens, in requests of mean size: an order by size keeps few requests waiting, but the long ones.
@@ -180,15 +181,22 @@ def _ends(piece: RequestColumns) -> FloatArray:
 def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:
     """Whether a number grew as the module defines it. waiting: its means over three quarters, or their sums over
     replicates; num_requests is then the sum, too."""
-    if not waiting or not _grew(waiting, num_requests, SURE, spread):
+    if not waiting:
         return False
-    return all(after - before >= EACH * (waiting[2] - waiting[0]) for before, after in pairwise(waiting))
+    rise = waiting[2] - waiting[0]
+    if rise < max(OUTRUN * num_requests / 2, SURE * _deviation(num_requests, spread)):
+        return False
+    return all(after - before >= EACH * rise for before, after in pairwise(waiting))
 
 
-def _grew(counts: Sequence[float], num_requests: int, deviations: float, spread: float = 1.0) -> bool:
-    """Whether the total rise is large enough: at least OUTRUN, and at least `deviations` standard deviations."""
-    between = num_requests / 2
-    return counts[2] - counts[0] >= max(OUTRUN * between, deviations * math.sqrt(between * spread))
+def _deviation(num_requests: int, spread: float) -> float:
+    """The standard deviation of the requests that arrive between two quarters, or of their work."""
+    return math.sqrt(num_requests / 2 * spread)
+
+
+def _may_grow(counts: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:
+    """Whether a number is larger at the end than before: it may grow."""
+    return counts[2] - min(counts) >= PERHAPS * _deviation(num_requests, spread)
 
 
 def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) -> bool | None:
@@ -203,7 +211,7 @@ def _judged(customers: Customers, waiting: Waiting, in_system: Sequence[float]) 
     if waiting.grew(num) or any(is_outrun(one, num) for one in counts):
         return True if stays.mean_ns <= quarter_ns or stays.drain_ns > LATE * stays.longest_early_ns else None
     is_long = stays.mean_ns > (4 if in_sessions else 2) * quarter_ns
-    may_grow = any(_grew(one, num, PERHAPS) for one in counts) or _grew(waiting.work, num, PERHAPS, waiting.spread)
+    may_grow = any(_may_grow(one, num) for one in counts) or _may_grow(waiting.work, num, waiting.spread)
     return None if is_long or may_grow else False
 
 
@@ -216,6 +224,12 @@ def steadiness(requests: Requests) -> dict[str, Any] | None:
         return None
     told = {"waiting": list(waiting.num), "waiting_work": list(waiting.work), "in_system": list(in_system)}
     return told | {"is_outrun": _judged(customers, waiting, in_system)}
+
+
+def ends_growing(summary: Mapping[str, Any]) -> bool:
+    """Whether the queue, or the number of requests in the system, may grow when a run's trace ends."""
+    known = summary["steadiness"]
+    return any(_may_grow(known[name], summary["num_requests"]) for name in ("waiting", "in_system"))
 
 
 def outrun_note(summary: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from analysis.measures.checks import run_checks
+from analysis.measures.classes import classes_of, is_of
 from analysis.measures.fairness import fairness
 from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
 from analysis.measures.occupancy import Occupancy, preemption_costs, run_end_ns
@@ -23,7 +24,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 15
+SUMMARY_VERSION = 17
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -69,6 +70,7 @@ def summarise(
         "throughput": _throughput(everything, start_ns, end_ns),
         "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
         **_cache_and_preemptions(kept, computed, measured),
+        "classes": _by_class(everything, kept, limits, start_ns, end_ns),
         "fairness": fairness(kept, end_ns),
         **of_steps,
         "host_share": _host_share(of_steps["time_s"]),
@@ -221,6 +223,27 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, dura
         "attainment_ci95": [low, high],
         "goodput_per_s": num_good / duration_s if duration_s > 0 else None,
     }
+
+
+def _by_class(
+    everything: Requests, kept: Requests, slo: SLO | None, start_ns: int, end_ns: int
+) -> dict[str, Any] | None:
+    """Some headline numbers of each class; None if there are no classes. Names come last, as they may have dots."""
+    if (found := classes_of(kept)) is None:
+        return None
+    by, names = found
+    latencies, nums, kept_slo = {}, {}, {}
+    for name in names:
+        mine = kept.where(is_of(by, name))
+        latencies[name], nums[name] = _latencies(mine, end_ns), len(mine)
+        if slo is not None:
+            sent = everything.where(is_of(by, name))
+            kept_slo[name] = _attainment(sent, len(mine), slo, start_ns, 0.0)["attainment"]
+    told = {
+        metric: {which: {name: latencies[name][metric][which] for name in names} for which in ("mean", "p99")}
+        for metric in ("ttft_s", "tpot_s", "e2e_s")
+    }
+    return {"by": by, "num_requests": nums, **told, "attainment": kept_slo or None}
 
 
 def _cache_and_preemptions(

@@ -11,6 +11,7 @@ import numpy as np
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_policy, replicates, unsaid_keys
 from analysis.comparison.compare import ignored
+from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.replicas import routing_notes
@@ -29,7 +30,7 @@ _MAX_KEYS = 6  # items that are listed
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
-    said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms)]
+    said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*_left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
@@ -174,6 +175,19 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
             said.append(f"{words} ({_listed(per_arm, arms)})")
     if said:
         yield f"The arms differ in more than their names say: {fmt.listing(said)}."
+
+
+def _ambiguous(arms: Sequence[Arm]) -> Iterator[str]:
+    """A sentence if `auto` stands for different settings in different arms."""
+    told = meanings(arms)
+    if len(set(told.values())) < 2:
+        return
+    effects = (
+        ": no average effect of the victim is given, and that of the queue order includes this change"
+        if is_full_design(arms)
+        else ""
+    )
+    yield f"victim auto stands for {_listed(told, [arm for arm in arms if arm.name in told])}{effects}."
 
 
 def changed_sources(runs: Sequence[Run]) -> list[str]:

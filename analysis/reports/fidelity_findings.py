@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, is_measured, repeats, replicates
+from analysis.comparison.arms import Arm, Pair, grouped, is_measured, num_repeats, repeats, replicates
 from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of
-from analysis.comparison.fidelity import StepErrors, worst_errors
+from analysis.comparison.fidelity import StepErrors, alike_policies, worst_errors
 from analysis.load import Run
+from analysis.measures.statistics import ENOUGH
 from analysis.reading.frames import numbers
 
 _MAX_MISSED = 3  # wrong picks that are named; the table has all
@@ -43,10 +44,19 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
         return [UNMEASURED]
     noise = {metric.label: max(engine_noise(arms, metric) or 0.0 for arms in measured) for metric in (*LATENCY, *RATES)}
     told = [f"{label} {fmt.significant(100 * most, 2)} %" for label, most in noise.items()]
+    few = num_repeats(groups)
+    also = f" {fmt.count(few, 'repeat')} can show less than there is: noise may be larger." if few < ENOUGH else ""
     return [
         f"{num} runs are repeats on the real engine: their mean counts, as one run. They differ by up to "
-        f"{fmt.listing(told)} (largest over smallest, minus 1); of a change within that no claim is made."
+        f"{fmt.listing(told)} (largest over smallest, minus 1); of a change within that no claim is made.{also}"
     ]
+
+
+def _widened(num: int) -> str:
+    """A suffix for noise that is known from so few repeats that `statistics.widened` widens it; "" for others."""
+    if not 0 < num < ENOUGH:
+        return ""
+    return f" (widened, as {'1 repeat hardly says' if num == 1 else f'{num} repeats hardly say'} how large it is)"
 
 
 def too_noisy(noise: Mapping[str, float], *, is_scaled: bool) -> list[str]:
@@ -118,7 +128,7 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
     """Whether the simulator picks the real engine's best policy, one sentence for each load. rankings: results of
     `fidelity.ranking_agreement` by load. noise: of equal real runs; empty if none was repeated."""
     by = "" if noise else " (each policy ran once, so whether that is noise is not known)"
-    for load, ranking in rankings.items():
+    for load, ranking in ranked(rankings).items():
         told = ranking[ranking["winner_is_clear"]]
         where = f"At {load}" if load else "On this trace"
         if told.empty:
@@ -133,6 +143,25 @@ def winners(rankings: Mapping[str, pd.DataFrame], noise: Mapping[str, float]) ->
             f"{len(told)} metrics in which the engine tells it apart from the second best{by}"
             + (f"; not in {fmt.listing(missed, _MAX_MISSED)}." if missed else ".")
         )
+
+
+def ranked(rankings: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """The rankings of several policies; see `fidelity.alike_policies`."""
+    return {load: ranking for load, ranking in rankings.items() if ranking["num_policies"].max() > 1}
+
+
+def alike_said(pairs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A sentence on policies that cannot be ranked; none if all can. pairs: as for `fidelity.ranking_agreement`, of one
+    trace."""
+    told = []
+    for names in alike_policies(pairs):
+        sims, reals = ([run for name in names for run in pairs[name][part]] for part in (slice(1), slice(1, None)))
+        told_by = [any(run.summary["preemptions"]["total"] for run in runs) for runs in (sims, reals)]
+        engine = " (the engine preempted there, and the simulation did not)" if told_by == [False, True] else ""
+        told += [f"{fmt.listing(names)}{engine}"] if len(names) > 1 else []
+    if not told:
+        return []
+    return [f"In the simulation these took the same decisions, so there is nothing to rank: {'; '.join(told)}."]
 
 
 def _instead(row: Mapping[Any, Any]) -> str:
@@ -162,7 +191,10 @@ def fidelity_findings(
 ) -> list[str]:
     """Sentences on the pairs: whether the best policy is the engine's, the error of each latency and rate, the engine's
     noise, the order of the policies. rankings: by load."""
-    said = [*winners(rankings, noise)]
+    by_trace = grouped(pairs, lambda pair: pair.real.fingerprint).values()
+    alike = [text for those in by_trace for text in alike_said({pair.label: pair.runs for pair in those})]
+    said = [*dict.fromkeys(alike), *winners(rankings, noise)]
+    num = num_repeats([pair.reals for pair in pairs])
     known = [path for path in _ERRORS_TOLD if path in noise]
     for pair in pairs:
         errors = tables[pair.label].set_index("metric")["error"].dropna()
@@ -173,13 +205,13 @@ def fidelity_findings(
     if known:
         told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * noise[path], 2)} %" for path in known])
         reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
-        again = "The real engine itself, run again on one trace under one policy,"
+        again = f"The real engine itself, run again on one trace under one policy ({fmt.count(num, 'repeat')}),"
         said.append(f"{again} differed by up to {told}{reach}.")
     elif pairs:
         said.append(UNMEASURED)
-    for load, ranking in rankings.items():
+    for load, ranking in ranked(rankings).items():
         told_apart, same = int(ranking["num_told_apart"].sum()), int(ranking["num_same_order"].sum())
-        limit = f"{margin * 100:g} %" + (" and by more than its own noise" if noise else "")
+        limit = f"{margin * 100:g} %" + (f" and by more than its own noise{_widened(num)}" if noise else "")
         order = f"; the simulator orders {same} of these alike" if told_apart else ", so their order is not checked"
         said.append(
             f"Over all metrics{f' at {load}' if load else ''} the real engine tells {told_apart or 'no'} pairs of "

@@ -26,7 +26,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     matched = {pair.label: fidelity.match_requests(pair.sim, pair.real) for pair in report.pairs}
     errors = {pair.label: fidelity.error_table(*pair.runs) for pair in report.pairs}
     engines = list(dict.fromkeys(engine_of(pair.real) for pair in report.pairs))
-    rankings = _rankings(report, noise) if len(engines) == 1 else {}
+    rankings = _rankings(report) if len(engines) == 1 else {}
     rows = [row for group in sections.compared for row in group.rows]
     caption = "One point a request. On the line the simulator is exact; the dashed lines are ±10 %."
     draw = partial(plots.sim_versus_real, matched)
@@ -41,7 +41,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
             *([tables.side_by_side(report.pairs, engines)] if len(engines) > 1 else []),
             tables.error_tables(errors),
             tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()}),
-            *(tables.ranking_table(ranking, load) for load, ranking in rankings.items()),
+            *(tables.ranking_table(ranking, load) for load, ranking in fidelity_findings.ranked(rankings).items()),
         ],
         "plots": [sections.plot(draw, "sim_versus_real", "Each request, simulated and real", caption)],
         "setup": tables.setup_table("Setup of the real runs", [run for pair in report.pairs for run in pair.reals]),
@@ -49,11 +49,11 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
     }
 
 
-def _rankings(report: ReportInput, noise: Mapping[str, float]) -> dict[str, pd.DataFrame]:
+def _rankings(report: ReportInput) -> dict[str, pd.DataFrame]:
     """Load ("" if there is only one) -> how the simulator and the real engine rank the policies that ran at it."""
     by_trace = grouped(report.pairs, lambda pair: pair.real.fingerprint).values()
     several = [pairs for pairs in by_trace if len(pairs) > 1]
-    found = {}
+    found, noise = {}, fidelity.noise_limits([pair.reals for pair in report.pairs])
     for pairs in several:
         real = pairs[0].real
         offered, seed = real.summary["throughput"]["offered_per_s"] or 0.0, real.manifest.get("seed")

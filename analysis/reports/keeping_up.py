@@ -52,7 +52,7 @@ def judged(arms: Sequence[Arm]) -> list[Judged]:
 
 
 def state_of(run: Run) -> State:
-    """The state of one run: "untold" if the trace is too short to tell, "at once" if all requests arrived at once."""
+    """The state of one run: "untold" if the trace does not tell, "at once" if all requests arrived at once."""
     known = run.summary.get("steadiness")
     if known is None:
         return "at once"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from analysis.comparison.arms import (
     replicates,
     unsaid_keys,
 )
-from analysis.comparison.compare import FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare, of_tenants
+from analysis.comparison.compare import FAIRNESS, FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
 from analysis.comparison.effects import Compared, Effect, by_factor, main_effects, one_factor_away
 from analysis.comparison.groups import (
     check_warm_up,
@@ -48,6 +49,7 @@ from analysis.measures.summary import summary_value
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
+from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.first_screen import answer
 from analysis.reports.keeping_up import judged
@@ -193,10 +195,13 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     rows = compare(arms, baseline, metrics, report.margin, slo)
     effects = main_effects(arms, baseline, metrics, report.margin, slo)
     num = num_replicates(arms)
-    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else ()))
+    classes = compared_classes(arms, report.margin, slo)
+    sections.compared.append(Compared(load, arms, rows, effects if num > 1 else (), classes))
     runs = [run for arm in arms for run in arm.runs]
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
-    told = {"what happened inside": inside} | ({"tenants": tenants} if (tenants := of_tenants(runs)) else {})
+    told = {"what happened inside": inside} | (
+        {"tenants": FAIRNESS} if all(r.summary["fairness"] for r in runs) else {}
+    )
     made = [
         tables.effects_table(
             f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
@@ -206,7 +211,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     ]  # fmt: skip
     for what, part in (parts | told).items():
         caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if what in told else ''}"
-        made.append(tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo))
+        table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
+        made.append(replace(table, note=tables.ASSUMED_FAIR) if what == "tenants" else table)
+    made += class_tables(arms, classes, at_load, report.margin, slo)
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
@@ -345,7 +352,7 @@ def _context(
             *lost(report.arms, report.incomplete, sections.out.parent),
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": answer(sections.compared, slo),
+        "answer": [*answer(sections.compared, slo), *pooled_said(sections.compared)],
         "main_figure": _main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

@@ -65,6 +65,13 @@ def ablation_table(
     return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows), _UNLIKE if is_marked else "")
 
 
+ASSUMED_FAIR = (
+    "The service gap takes tenants as entitled to equal service while two of them wait, and counts that time only: an "
+    "order that lets one of them never wait has a small gap, however long the other waits. Jain's index (1: equal) "
+    "takes them as entitled to the same time per output token, whatever they ask for."
+)
+
+
 def _judged(text: str, interval: str, verdict: str, size: str = "") -> Cell:
     notes = tuple(note for note in (interval, verdict, size) if note)
     return Cell(text, notes, verdict if verdict in ("better", "worse") else "noise")

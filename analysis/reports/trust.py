@@ -14,6 +14,7 @@ from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
 from analysis.load import Run
 from analysis.measures.checks import failures
+from analysis.measures.steadiness import ends_growing
 from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, judged, serves_nothing, who
@@ -88,7 +89,9 @@ def _load(groups: Sequence[Compared]) -> Trust:
         return Trust("load", "poor", "no request was served to its end")
     beyond = _where(groups, "beyond")
     said = [f"beyond the capacity of {beyond}"] if beyond else []
-    for state, why in _UNTOLD.items():
+    untold = [run for group in groups for one in judged(group.arms) if one.state == "untold" for run in one.runs]
+    is_growing = bool(untold) and all(ends_growing(run.summary) for run in untold)
+    for state, why in (_UNTOLD | ({"untold": "the trace ends while its queue grows"} if is_growing else {})).items():
         if names := _where(groups, state):
             said.append(f"not judged{'' if names == 'every arm' else f' for {names}'}: {why}")
     if said:

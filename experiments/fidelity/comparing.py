@@ -11,13 +11,15 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import grouped
+from analysis.comparison.arms import grouped, num_repeats
 from analysis.comparison.fidelity import StepErrors, step_errors
 from analysis.comparison.wording import winner_text
 from analysis.load import Run
+from analysis.measures.statistics import ENOUGH
 from analysis.reading.frames import json_safe
-from analysis.reports.fidelity_findings import pace_said, probe_of, unlike_clocks
+from analysis.reports.fidelity_findings import alike_said, pace_said, probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.console import milliseconds, percent, table
@@ -57,10 +59,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All compared loads. rankings: for each trace that ran under several policies (names, table)."""
+    """All compared loads. rankings: for each trace that ran under several policies (names, table, notes)."""
 
     loads: tuple[Compared, ...]
-    rankings: tuple[tuple[list[str], pd.DataFrame], ...]
+    rankings: tuple[tuple[list[str], pd.DataFrame, list[str]], ...]
     fit: Fit | None
 
 
@@ -151,16 +153,27 @@ def _named(run: Run, key: str) -> Run:
     return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
 
 
-def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame]]:
+def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame, list[str]]]:
     found = []
     for members in grouped(compared, lambda one: one.load.key).values():
         if len(members) > 1:
             pairs = {_policy_name(one, members): one.pair for one in members}
-            noise: dict[str, float] = {}
-            for one in members:
-                noise |= {path: max(value, noise.get(path, 0.0)) for path, value in one.noise.items()}
-            found.append((list(pairs), fidelity.ranking_agreement(pairs, noise=noise)))
+            reals = [one.pair[1:] for one in members]
+            ranking = fidelity.ranking_agreement(pairs, noise=fidelity.noise_limits(reals))
+            noise = _noise_known(num_repeats(reals)) if ranking["num_policies"].max() > 1 else []
+            found.append((list(pairs), ranking, [*alike_said(pairs), *noise]))
     return found
+
+
+def _noise_known(num: int) -> list[str]:
+    """A note on what counts as told apart, if the engine's spread is known from too few repeats for it, or not."""
+    if not num:
+        return [
+            "each policy ran once, so how far the engine differs from itself is not known; what is more than 2 % apart "
+            "counts as told apart"
+        ]
+    few = f"the engine's spread is known from {fmt.count(num, 'repeat')} only, so it is widened for what counts as told"
+    return [f"{few} apart (docs/fidelity.md)"] if num < ENOUGH else []
 
 
 def _policy_name(one: Compared, members: Sequence[Compared]) -> str:
@@ -180,7 +193,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
         }
         for one in found.loads
     ]  # fmt: skip
-    rankings = [{"policies": names, "metrics": frame} for names, frame in found.rankings]
+    rankings = [{"policies": names, "metrics": frame, "notes": notes} for names, frame, notes in found.rankings]
     fitted = None if found.fit is None else found.fit._asdict()
     if fitted is not None:
         fitted |= fitted.pop("found")._asdict()
@@ -204,17 +217,10 @@ def comparison_lines(found: Comparison) -> list[str]:
         lines += [*_fitted(found.fit), "", *_second_halves(found.loads, found.fit.metrics), ""]
         for one in found.loads:
             lines += [*_second_half_lines(one), ""]
-    once = not any(one.again for one in found.loads)
-    for names, frame in found.rankings:
-        lines += ["## Ranking", "", *(f"- {name}" for name in names), "", *([_ONCE, ""] if once else [])]
-        lines += [_ranking(frame), ""]
+    for names, frame, notes in found.rankings:
+        lines += ["## Ranking", "", *(f"- {name}" for name in names), "", *(f"note: {note}" for note in notes), ""]
+        lines += [_ranking(frame), ""] if frame["num_policies"].max() > 1 else []
     return lines[:-1]
-
-
-_ONCE = (
-    "note: each policy ran once, so how far the engine differs from itself is not known; what is more than 2 % apart "
-    "counts as told apart"
-)
 
 
 def _load(one: Compared) -> list[str]:

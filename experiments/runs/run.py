@@ -328,6 +328,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,
+        "victim_of_auto": build.victim_of_auto(config),
         "async_scheduling": config.scheduler.async_scheduling,
         **{name: getattr(config.backend, name, None) for name in ("frontend_ns", "frontend_ns_per_token")},
         "estimator": build.estimator_name(config),

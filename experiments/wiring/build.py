@@ -182,6 +182,14 @@ def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
     return "lowest_priority" if getattr(queue, "goes_by_priority", False) else "most_recently_admitted"
 
 
+def victim_of_auto(config: RunConfig) -> str | None:
+    """Returns the victim choice for which `auto` stands, for the manifest; None if another one is named."""
+    chosen = config.scheduler
+    if chosen.victim != "auto":
+        return None
+    return str(_victim(chosen, make_policy("scheduler.queue_order", chosen.queue_order)))
+
+
 def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: Any) -> None:
     """Raises ConfigError if the made policies contradict the settings, however the policies were named."""
     if isinstance(preemption, Swap) and pools.num_cpu_blocks == 0:

@@ -72,12 +72,19 @@ def build_source(config: RunConfig) -> TraceSource:
 
 
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
-    """Returns the manifest's entry for a trace. For a streamed trace that was not read to its end, number of requests
-    and fingerprint are None if not known."""
-    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
+    """Returns the manifest's entry for a trace. What is not known of a streamed trace until it was read to its end is
+    None."""
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
-    notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
-    return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
+    has_deadlines = (
+        any(row.deadline_ns is not None for row in trace) if isinstance(trace, Trace) else trace.has_deadlines
+    )
+    return {
+        "name": trace.name,
+        "num_requests": trace.num_requests,
+        "fingerprint": fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint,
+        "has_deadlines": has_deadlines,
+        "notes": [*trace.notes, *([] if batches.note is None else [batches.note])],
+    }
 
 
 @contextmanager

@@ -111,10 +111,11 @@ MANIFEST_KEYS = (
     "swept",  # those of the overrides that its sweep varies; null: no sweep
     "point",  # its number in the sweep, from 0 on; null: no sweep
     "seed",
-    "trace",  # {name, num_requests, fingerprint, notes}
+    "trace",  # {name, num_requests, fingerprint, has_deadlines, notes}
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name
+    "victim_of_auto",  # the victim choice for which scheduler.victim=auto stands; null: another one is named
     "async_scheduling",  # whether a step was planned while the one before it ran
     "frontend_ns",  # time from a request's arrival until it reaches the engine; simulated runs only
     "frontend_ns_per_token",  # time to send one token to its client; simulated runs only

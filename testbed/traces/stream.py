@@ -111,6 +111,7 @@ class CountedTrace:
         self._is_done = False
         self.num_read = 0
         self.batches = Batches()  # of the rows that were read
+        self._has_deadlines = False
 
     @property
     def name(self) -> str:
@@ -133,6 +134,11 @@ class CountedTrace:
         """The fingerprint of the whole trace; None until all rows have been read."""
         return self._fingerprint.hexdigest() if self._is_done else None
 
+    @property
+    def has_deadlines(self) -> bool | None:
+        """Whether a row has a deadline; None until all rows have been read."""
+        return self._has_deadlines if self._is_done else None
+
     def __iter__(self) -> Iterator[TraceRequest]:
         assert self.num_read == 0, "gone through once"
         update, add, check = self._fingerprint.update, self.batches.add, self._check
@@ -140,6 +146,7 @@ class CountedTrace:
             self.num_read += 1
             update(row)
             add(row)
+            self._has_deadlines |= row.deadline_ns is not None
             if check is not None:
                 check(row)
             yield row

@@ -17,6 +17,7 @@ from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
 from analysis.comparison.effects import Compared, Effect, main_effects
 from analysis.load import Run
 from analysis.measures.metrics import SLO
+from analysis.reports.cautions import _ambiguous
 from analysis.reports.findings import effect_finding
 from analysis.reports.first_screen import answer
 
@@ -82,6 +83,28 @@ def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an
     said = effect_finding([effect], 0.02).replace("\u00a0", " ")
     assert "Its size depends on the other factors: mean TTFT by +" in said
     assert "with b 2 (apart by +5" in said
+
+
+def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None:
+    """victim=auto under three queue orders, with another victim; under one of them auto is another one."""
+    renamed = {"x.a": "scheduler.victim", "x.b": "scheduler.queue_order"}
+    arms = [
+        replace(arm, levels={renamed[key]: level for key, level in arm.levels.items()} | {"scheduler.victim": victim})
+        for arm in design(lambda a, b: 2.0**a, 0.05)
+        if (victim := ("auto", "most_blocks")[int(arm.levels["x.a"])])
+    ]
+    factors = [{effect.factor for effect in main_effects(arms, arms[0], [LATENCY[0]])}]
+    for arm in arms:
+        arm.runs[0].manifest["victim_of_auto"] = "lowest_priority" if arm.name.endswith("b 2") else None
+    factors += [{effect.factor for effect in main_effects(arms, base, [LATENCY[0]])} for base in (arms[0], arms[-1])]
+    assert factors == [{"scheduler.victim", "scheduler.queue_order"}, *[{"scheduler.queue_order"}] * 2]
+    (said,) = _ambiguous(arms)
+    assert said.startswith(
+        "victim auto stands for most_recently_admitted in a 0, b 0 and a 0, b 1; lowest_priority in a 0, b 2:"
+    )
+    assert said.endswith(" no average effect of the victim is given, and that of the queue order includes this change.")
+    assert list(_ambiguous(arms[1:3])) == [said.partition(":")[0].replace("a 0, b 0 and ", "") + "."]
+    assert list(_ambiguous(arms[:2])) == []
 
 
 def test_noise_alone_is_no_interaction() -> None:

@@ -117,7 +117,10 @@ def test_a_fair_order_keeps_the_gap_small(tmp_path: Path) -> None:
         run = simulate(trace, model="tiny", folder=tmp_path / order, scheduler=scheduler, cost=cost)
         found[order] = run.summary["fairness"]
     page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
-    assert "| service gap of tenants | mean TTFT of heavy | mean TTFT of light |" in page
+    assert "| service gap of tenants | Jain's index of normalised latency |" in page
+    for name in ("heavy", "light"):
+        assert "| arm | mean TTFT |" in page.partition(f"**Class tenant {name}**")[2][:100]
+    assert page.count("The service gap takes tenants as entitled to equal service while two of them wait") == 1
     assert found["fcfs"]["jain_service"] == found["vtc"]["jain_service"]
     assert found["vtc"]["max_min_service_gap_tokens"] < 0.5 * found["fcfs"]["max_min_service_gap_tokens"]
     assert found["vtc"]["mean_ttft_s"]["light"] < 0.5 * found["fcfs"]["mean_ttft_s"]["light"]

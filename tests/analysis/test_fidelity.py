@@ -14,12 +14,13 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
+from analysis.comparison.arms import Pair
 from analysis.comparison.wording import winner_text
 from analysis.load import Run, load_run
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
-from analysis.reports.fidelity_findings import pace_said, too_noisy, winners
+from analysis.reports.fidelity_findings import alike_said, fidelity_findings, pace_said, too_noisy, winners
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
@@ -27,12 +28,12 @@ from tests.analysis.runs import request_row, simulate, table, write_folder, writ
 S = 10**9
 
 
-def run_of(folder, first_tokens, fingerprint="f"):
+def run_of(folder, first_tokens, fingerprint="f", digest=None):
     rows = [
         request_row(request_id=f"r{i}", token_ns=[t, t + S], finish_ns=t + S, finish_reason="stop")
         for i, t in enumerate(first_tokens)
     ]
-    manifest = simulate(num_requests=2)[2] | {"trace": {"fingerprint": fingerprint}}
+    manifest = simulate(num_requests=2)[2] | {"trace": {"fingerprint": fingerprint}, "digest": digest or folder.name}
     return load_run(write_folder(folder, table(rows, REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest, {}))
 
 
@@ -83,6 +84,44 @@ def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
         (said,) = winners({"": ranking}, {})
         assert "picks the real engine's best policy in 0 of the 1 metrics" in said
         assert said.endswith("not in mean TTFT (where several are best).")
+
+
+def test_policies_that_decided_alike_in_the_simulator_are_one(tmp_path):
+    """The engine tells a, b and c apart by their times, but a and b are the same to the simulator."""
+    times = {"a": (1, 1, "d"), "b": (1, 3, "d"), "c": (3, 4, "e")}
+    pairs = {
+        name: (run_of(tmp_path / f"s{name}", [sim * S], digest=digest), run_of(tmp_path / f"r{name}", [real * S]))
+        for name, (sim, real, digest) in times.items()
+    }
+    ranking = fidelity.ranking_agreement(pairs, ["ttft_s.mean"])
+    row = ranking.iloc[0]
+    assert (row.sim_winner, row.real_winner, row.num_policies, row.num_told_apart) == ("a = b", "a = b", 2, 1)
+    both = {name: pairs[name] for name in "ab"}
+    ranking = fidelity.ranking_agreement(both, ["ttft_s.mean"])
+    assert (ranking.iloc[0].num_told_apart, bool(ranking.iloc[0].winner_is_clear)) == (0, False)
+    assert list(winners({"": ranking}, {})) == []
+    told = "In the simulation these took the same decisions, so there is nothing to rank: a and b"
+    assert alike_said(pairs) == [f"{told}."]
+    both["b"][1].summary["preemptions"]["total"] = 2
+    assert alike_said(both) == [f"{told} (the engine preempted there, and the simulation did not)."]
+    assert alike_said({name: pairs[name] for name in "bc"}) == []
+    found = fidelity_findings(
+        [Pair(name, *runs) for name, runs in both.items()], _errors(both), {"": ranking}, 0.02, {}
+    )
+    assert found[0].startswith(told)
+    assert not [text for text in found if "apart by more than" in text]
+
+
+def test_a_few_repeats_bound_the_noise_by_more_than_their_own_spread(tmp_path):
+    runs = [run_of(tmp_path / str(i), [int(seconds * S)]) for i, seconds in enumerate((4, 4.4, 4, 4, 4))]
+    limits = [fidelity.noise_limits([runs[:num]]).get("ttft_s.mean") for num in range(1, 6)]
+    assert limits == [None, pytest.approx(1.1**4.577 - 1, abs=1e-3), pytest.approx(1.1**1.55 - 1, abs=1e-3),
+                      pytest.approx(1.1**1.146 - 1, abs=1e-3), pytest.approx(0.1)]  # fmt: skip
+    assert fidelity.noise_limits([runs[:2], runs[2:4], runs[:2], runs[2:4]])["ttft_s.mean"] == pytest.approx(0.1)
+
+
+def _errors(pairs):
+    return {name: fidelity.error_table(*runs) for name, runs in pairs.items()}
 
 
 def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.measures.steadiness import is_outrun, outrun_note, steadiness, waiting_of
+from analysis.measures.steadiness import ends_growing, is_outrun, outrun_note, steadiness, waiting_of
 from analysis.reading.request_columns import Requests
 from experiments import simulate
 from testbed.records.schema import REQUEST_COLUMNS
@@ -63,6 +63,22 @@ def test_one_burst_at_the_end_of_a_short_trace_is_not_judged() -> None:
     found = requests(arrivals, waits)
     assert waiting_of(found).num[1] == 0.0
     assert outrun(found) is None
+
+
+@pytest.mark.parametrize(("middle_s", "late_s"), [(1.0, 9.0), (0.0, 6.5)])
+def test_a_long_trace_that_ends_while_its_queue_grows_is_not_judged(middle_s: float, late_s: float) -> None:
+    """16.7 requests/s for 180 s, and a backlog in the last quarter."""
+    arrivals = [i * 0.06 for i in range(3000)]
+    waits: list[float | None] = [  # or stays
+        1.0 if at < 86 else middle_s if at < 129 else (at - 129) / 43 * late_s for at in arrivals
+    ]
+    known = steadiness(served(arrivals, waits))
+    assert known is not None
+    assert known["is_outrun"] is None
+    assert ends_growing({"steadiness": known, "num_requests": 3000})
+    before, middle, last = known["in_system"]
+    assert 39 < last - min(before, middle) < 75, "one standard deviation, and 2.5 % of what came"
+    assert outrun(served(arrivals, [min(wait or 0.0, 1.0) for wait in waits])) is False
 
 
 @pytest.mark.parametrize("num_stragglers", [0, 10, 40])

@@ -87,7 +87,7 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
     repeat = ran(runs / "again", overhead_ns=GIVEN_NS)
     slower_ttft(repeat.path, 1.25)
     copied(base, runs / "first")
-    ran(runs / "late", scheduler="decode_first")
+    ran(runs / "late", scheduler="vllm_v0")
     assert fidelity(runs / "first", runs / "again", runs / "late", "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
     assert [load["name"] for load in found["loads"]] == ["first", "late"]
@@ -432,10 +432,17 @@ def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, ca
 
 
 def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
-    row = {"metric": "ttft_s.mean", "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a", "same_winner": True}
+    row = {
+        "metric": "ttft_s.mean",
+        "num_policies": 2,
+        "kendall_tau": 1.0,
+        "sim_winner": "a",
+        "real_winner": "a",
+        "same_winner": True,
+    }
     told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
     ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
-    lines = comparison_lines(Comparison((), ((["a", "b"], ranking),), None))[-1].splitlines()[-2:]
+    lines = comparison_lines(Comparison((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]
     assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
         ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
         ["TTFT mean", "–", "a", "a", "–", "none told apart"],

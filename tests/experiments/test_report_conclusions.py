@@ -12,6 +12,7 @@ import pytest
 
 from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, RATES, Comparison
+from analysis.comparison.triggered import _never_used
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate
 from analysis.reports.findings import finding
@@ -323,3 +324,18 @@ def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> Non
     said = finding(f"Against a, {rows[0].arm}", rows, 0.02)
     assert all(metric.label in said for metric in metrics)
     assert "Inside the noise: mean TTFT" in said
+
+
+def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path: Path) -> None:
+    for order in ("fcfs", "edf"):
+        ran(tmp_path / order, trace=LOAD | {"num_requests": 40}, scheduler={"name": "vllm_v1", "queue_order": order})
+    (told,) = answered(report(tmp_path, baseline="queue order fcfs"))
+    assert told.startswith("- queue order edf took the same decisions as queue order fcfs at every step; what sets ")
+    assert told.endswith(" and no request has a deadline.")
+    runs, orders = load_sweep(tmp_path).runs, {"fcfs", "priority", "edf"}
+    told_of_each = ["no request has a deadline", "all have one priority"]
+    assert _never_used("scheduler.queue_order", orders, runs)[-2:] == told_of_each
+    runs[0].manifest["trace"]["has_deadlines"] = True
+    assert not {*told_of_each} & {*_never_used("scheduler.queue_order", orders, runs)}, (
+        "one priority does not say why edf was alike"
+    )

@@ -99,6 +99,8 @@ def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> N
     one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
     _, why = light(arms, "load")
     assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
+    other.runs[0].summary["steadiness"]["waiting"] = [0.0, 0.0, 50.0]
+    assert light(arms, "load")[1].endswith(f"; not judged for {other.name}: the trace ends while its queue grows")
 
 
 def test_of_more_than_three_arms_the_light_says_how_many(tmp_path: Path) -> None:

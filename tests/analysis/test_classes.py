@@ -1,0 +1,77 @@
+"""Headline numbers of the classes of requests, and that a report compares each class by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from analysis.comparison.arms import infer_arms
+from analysis.comparison.compare import LATENCY, compare, of_classes
+from analysis.load import Run, load_run
+from analysis.measures.metrics import SLO
+from analysis.reports.report import report_from_folders
+from tests.analysis.runs import write_run
+
+
+def with_classes(
+    folder: Path, num: int, factors: tuple[float, ...] = (), column: str = "tenant", **options: bool
+) -> Run:
+    """A run whose requests are of `num` classes in turn; the times of each class are multiplied by its factor."""
+    file = write_run(folder, num_requests=120, **options) / "requests.parquet"
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    for i, row in enumerate(rows):
+        row |= {"tenant": f"v1.{i % num}"} if column == "tenant" else {"tenant": None, "priority": i % num}
+        slowness, arrival = (factors or (1.0,) * num)[i % num], row["arrival_ns"]
+        for name in ("first_token_ns", "finish_ns"):
+            row[name] = arrival + round(slowness * (row[name] - arrival))
+        row["token_ns"] = [arrival + round(slowness * (t - arrival)) for t in row["token_ns"]]
+        row |= {name: slowness * row[name] for name in ("ttft_s", "tpot_s", "e2e_s") if row[name] is not None}
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    return load_run(folder)
+
+
+def test_classes_are_the_tenants_or_else_the_priorities(tmp_path):
+    run = with_classes(tmp_path / "tenants", 3)
+    found = run.summary_under(SLO(ttft_s=0.05))["classes"]
+    assert (found["by"], found["num_requests"]) == ("tenant", {"v1.0": 40, "v1.1": 40, "v1.2": 40})
+    mine = run.requests[run.requests["tenant"] == "v1.1"]
+    assert found["ttft_s"]["mean"]["v1.1"] == pytest.approx(mine["ttft_s"].mean())
+    assert found["attainment"]["v1.1"] == pytest.approx((mine["ttft_s"] <= 0.05).mean())
+    assert run.summary["classes"]["attainment"] is None, "without an SLO"
+    many = with_classes(tmp_path / "many", 9)
+    assert many.summary["classes"] is None
+    assert of_classes([run, many], with_slo=False) == {}
+    by_priority = with_classes(tmp_path / "priorities", 2, column="priority").summary["classes"]
+    assert (by_priority["by"], by_priority["num_requests"]) == ("priority", {"0": 60, "1": 60})
+    assert json.loads(json.dumps(by_priority)) == by_priority
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
+    with_classes(tmp_path / "runs" / "base", 2)
+    with_classes(tmp_path / "runs" / "other", 2, (0.25, 6.0), chunked=False)
+    arms = infer_arms([load_run(tmp_path / "runs" / name) for name in ("base", "other")])
+    metrics = of_classes([run for arm in arms for run in arm.runs], with_slo=False)
+    assert list(metrics) == ["tenant v1.0", "tenant v1.1"]
+    found = [compare(arms, arms[0], of[:1])[0] for of in metrics.values()]
+    assert [row.claim for row in found] == ["better", "worse"]
+    assert [row.metric.label for row in found] == ["mean TTFT"] * 2
+    frames = [arm.runs[0].requests for arm in arms]
+    means = [frame[frame["tenant"] == "v1.0"]["ttft_s"].mean() for frame in frames]
+    assert found[0].estimate is not None
+    assert found[0].estimate.value == pytest.approx(math.log(means[1] / means[0])), "of the requests of the class only"
+    (pooled,) = compare(arms, arms[0], LATENCY[:1])
+    assert pooled.claim == "worse"
+    page = report_from_folders([tmp_path / "runs"], tmp_path / "report.html", baseline=arms[0].name).with_suffix(".md")
+    text = page.read_text()
+    assert text.count("**Class tenant v1.") == 2
+    assert text.count("corrected over the arms, not over classes") == 1
+    (said,) = [line for line in text.partition("## Answer")[2].splitlines() if line.startswith("- These numbers pool")]
+    assert "pool 2 classes of requests (tenant v1.0 and tenant v1.1), which the tables of classes compare" in said
+    assert f"may hide one: {arms[1].name.replace('_', chr(92) + '_')} is better in " in said

@@ -28,6 +28,10 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
+OF_MEANS = (
+    "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
+    "be below the SLO's; the low end of the range of seeds is the rate for all of them (docs/capacity.md)"
+)
 OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when nearly all have come"}
 OF_ONE_SEED = (
     "one seed: the interval takes requests as independent, which they are not as they queue, so it is too narrow and "
@@ -51,10 +55,10 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
-    said += [f"note: {OF_ONE_SEED}"] * (len(found.seeds) == 1)
+    said.append(f"note: {OF_ONE_SEED if len(found.seeds) == 1 else OF_MEANS}")
     terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
     tables = [_policies(found.found), *([_changes(found)] if found.changes else [])]
-    lines = [*terms, *(line for text in tables for line in ("", text)), *(["", *said] if said else [])]
+    lines = [*terms, *(line for text in tables for line in ("", text)), "", *said]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
@@ -258,12 +262,6 @@ def warnings(found: Found) -> list[str]:
                 "fall with the rate here; give more requests or seeds"
             )
     if at is not None:
-        if (mean := mean_of_all(found.attainments) or 0.0) < arm.share:
-            least = min(one.bracket.kept or 0.0 for one in found.replicates)
-            said.append(
-                f"{mean:.2%} keep the SLO at the mean of the seeds' capacities, as one that is overloaded loses much; "
-                f"each seed keeps it up to {found.rate(least):.4g} {arm.unit}"
-            )
         num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
         if at.stay_s is not None and arriving_s < SHORT * at.stay_s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
@@ -74,7 +74,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
     swept = [key for key, values in choices.items() if len(values) > 1]
     arms: dict[str, Arm] = {}
-    options: dict[str, dict[str, str]] = {}  # of the groups that are swept, as the words that choose them
+    options: dict[str, dict[str, Any]] = {}  # of the groups that are swept, as the words that choose them
     seen: dict[str, _Arrivals] = {}
     for items in product(*choices.values()):
         own = of_one_point(items, library)
@@ -90,7 +90,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     return _named([*arms.values()], [*options.values()]), seeds
 
 
-def _named(arms: Sequence[Arm], options: Sequence[Mapping[str, str]]) -> list[Arm]:
+def _named(arms: Sequence[Arm], options: Sequence[dict[str, Any]]) -> list[Arm]:
     """The arms with names as in reports: the fewest settings that distinguish them."""
     configs = [flatten(arm.raw) | chosen for arm, chosen in zip(arms, options, strict=True)]
     align(configs)

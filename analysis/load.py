@@ -189,7 +189,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
     sweeps = [load_sweep(path) for path in paths]
     if not sweeps:
         raise RunFolderError("no run folder given")
-    align([run for sweep in sweeps for run in sweep.runs])
+    align([run.flat_config for sweep in sweeps for run in sweep.runs])
     runs = {run.path.resolve(): run for sweep in sweeps for run in sweep.runs}
     incomplete = {path.resolve(): (path, reason) for sweep in sweeps for path, reason in sweep.incomplete}
     above = Path(os.path.commonpath([sweep.path.resolve() for sweep in sweeps]))
@@ -274,7 +274,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         else:
             why = _failure(folder) or _cure(folder, "the run is partial (interrupted or still going)")
             incomplete.append((folder, why))
-    align(runs)
+    align([run.flat_config for run in runs])
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
@@ -319,18 +319,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def align(runs: Sequence[Run]) -> None:
-    """Gives a component the same key in every `flat_config` if some runs have only its name ("watermark") and others
+def align(configs: Sequence[dict[str, Any]]) -> None:
+    """Gives a component the same key in every flat configuration if some have only its name ("watermark") and others
     have nested keys for a class or its arguments: the nested keys become one text such as "AtMost(n=16)"."""
-    keys = {key for run in runs for key in run.flat_config}
+    keys = {key for config in configs for key in config}
     parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
     for mixed in keys & parents:
-        for run in runs:
-            inner = {key: value for key, value in run.flat_config.items() if key.startswith(f"{mixed}.")}
+        for config in configs:
+            inner = {key: value for key, value in config.items() if key.startswith(f"{mixed}.")}
             if words := component({key.removeprefix(f"{mixed}."): value for key, value in inner.items()}):
                 for key in inner:
-                    del run.flat_config[key]
-                run.flat_config[mixed] = words
+                    del config[key]
+                config[mixed] = words
 
 
 def swept_keys(runs: Sequence[Run]) -> list[str]:
@@ -338,16 +338,20 @@ def swept_keys(runs: Sequence[Run]) -> list[str]:
 
     Hydra's own keys, and values that contain the run's folder, do not count.
     """
-    keys = list(dict.fromkeys(key for run in runs for key in run.flat_config if not key.startswith("hydra.")))
+
+    def is_of_folder(key: str) -> bool:
+        values = [(run.flat_config.get(key), run.path.name) for run in runs]
+        return any(isinstance(value, str) and name in value and os.sep in value for value, name in values)
+
+    keys = differing_keys([run.flat_config for run in runs])
+    return [key for key in keys if not key.startswith("hydra.") and not is_of_folder(key)]
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values differ between flat configurations, or that some lack, in order of occurrence."""
     absent = object()
-
-    def differs(key: str) -> bool:
-        values = [run.flat_config.get(key, absent) for run in runs]
-        if any(isinstance(v, str) and run.path.name in v and os.sep in v for v, run in zip(values, runs, strict=True)):
-            return False
-        return any(value != values[0] for value in values[1:])
-
-    return [key for key in keys if differs(key)]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if any(one.get(key, absent) != configs[0].get(key, absent) for one in configs[1:])]
 
 
 def relative(path: Path, start: Path) -> str:

@@ -6,15 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.naming import DECIDES, is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 T = TypeVar("T")
 K = TypeVar("K")
+N = TypeVar("N", bound=Named)
 Several = Sweep | Sequence[Run] | Mapping[str, Run]
 Runs = Run | Several
 _POLICY = ("scheduler.", "cache.")
@@ -104,7 +111,7 @@ def same_prices(one: Arm, other: Arm) -> bool:
     return all(one.levels.get(key) == other.levels.get(key) for key in keys)
 
 
-def find_arm(arms: Sequence[Arm], name: str | None) -> Arm:
+def find_arm(arms: Sequence[N], name: str | None) -> N:
     """The arm with this name, or else the only one whose name contains it; the first arm for None. Raises
     RunFolderError if there is none, or several."""
     if name is None:

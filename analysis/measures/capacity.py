@@ -1,21 +1,24 @@
-"""Whether an SLO is kept at a load: the counts of a run, pooled over replicates, and the verdict on them.
+"""Whether an SLO is kept at a load: the counts of a run, the verdict on them, and over replicates where it is lost.
 
 Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
 if arrivals outrun the engine (`analysis.measures.steadiness`). It is also overloaded if fewer than half of the requests
 (or of the sessions, if sessions arrive at a rate) are done when nearly all have arrived, as nothing shows then that the
 engine keeps up. In an overload latencies depend on the length of the trace: the load fails whatever its attainment.
+
+The requests of a run queue behind each other. So an interval of the highest rate that keeps the SLO, or of its change
+from one policy to another, is over replicates (seeds), and paired by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from analysis.measures.metrics import SLO, latency, meets_slo
-from analysis.measures.statistics import wilson
+from analysis.measures.statistics import Estimate, mean_t, wilson
 from analysis.measures.steadiness import Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
@@ -55,7 +58,7 @@ class Load:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the attainment."""
+        """Wilson's 95 % interval of the attainment. Too narrow, as it takes requests as independent."""
         return wilson(self.num_met, self.num_requests) if self.num_requests else (0.0, 1.0)
 
     @property
@@ -167,3 +170,47 @@ def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+# --- the rate at which the SLO is lost ---
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where one replicate loses its SLO: between the rates `kept` and `failed`, estimated at `read`."""
+
+    kept: float
+    failed: float
+    read: float
+
+    @classmethod
+    def between(cls, kept: float, failed: float, at_kept: Load, at_failed: Load, share: float) -> Edge:
+        """`read`: where a line between both attainments, over the logarithm of the rate, crosses `share`. It is the
+        middle if that line is unknown, as the failing run was stopped early or fails by its overload alone."""
+        part = 0.5
+        if at_failed.is_whole and at_failed.attainment < share:
+            part = (at_kept.attainment - share) / (at_kept.attainment - at_failed.attainment)
+        return cls(kept, failed, kept * (failed / kept) ** part)
+
+    def times(self, factor: float) -> Edge:
+        return Edge(self.kept * factor, self.failed * factor, self.read * factor)
+
+
+def mean_edge(edges: Sequence[Edge]) -> Estimate:
+    """The logarithm of the replicates' geometric mean: of the rates read, with the interval over replicates, widened
+    by what the tested rates leave open."""
+    read, kept, failed = np.log([(edge.read, edge.kept, edge.failed) for edge in edges]).T
+    return _over_replicates(read, kept, failed)
+
+
+def edge_change(base: Sequence[Edge], other: Sequence[Edge]) -> Estimate:
+    """The mean change from `base` to `other`, paired by replicate, on the scale "log_ratio"; widened as `mean_edge`."""
+    pairs = list(zip(base, other, strict=True))
+    ratios = [(b.read / a.read, b.kept / a.failed, b.failed / a.kept) for a, b in pairs]
+    return _over_replicates(*np.log(ratios).T)
+
+
+def _over_replicates(read: FloatArray, lowest: FloatArray, highest: FloatArray) -> Estimate:
+    found = mean_t(read, "log_ratio")
+    low, high = float((read - lowest).mean()), float((highest - read).mean())
+    return replace(found, low=found.low - low, high=found.high + high)

@@ -72,9 +72,9 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     if options.out is not None:
         save_calibration(calibration, options.out)
     print(describe(calibration))
-    _doubt(calibration.quality["all"])
+    _doubt(quality := calibration.quality["all"])
     if options.out is not None:
-        print(f"wrote {options.out}; use it with cost=calibrated cost.path={options.out}")
+        print(f"wrote {options.out}; use it {_caveat(quality)}with cost=calibrated cost.path={options.out}")
     return 0
 
 
@@ -110,8 +110,9 @@ def _all(options: argparse.Namespace, command: str) -> int:
     print(describe(fitted.calibration))
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
-    print(f"simulate     {shlex.join(_simulation(options.overrides, measurement, fitted.overrides))}")
-    _doubt(fitted.calibration.quality["all"])
+    _doubt(quality := fitted.calibration.quality["all"])
+    simulation = shlex.join(_simulation(options.overrides, measurement, fitted.overrides))
+    print(f"simulate     {_caveat(quality)}{simulation}")
     return _ending(measurement)
 
 
@@ -173,11 +174,20 @@ def _written(file: Path, profile: Profile) -> str:
     return f"wrote {file}: {len(profile.steps):,} steps of {num_shapes:,} shapes on {profile.manifest.device}"
 
 
-def _doubt(quality: Quality) -> None:
-    """Prints a note if the fit is too far off to compare policies by it."""
+def _is_poor(quality: Quality) -> bool:
+    """Whether the fit is too far off to compare policies by it."""
     from testbed.records.schema import POOR_FIT
 
-    if quality.median <= POOR_FIT:
+    return quality.median > POOR_FIT
+
+
+def _caveat(quality: Quality) -> str:
+    return "(only to try it out: with this error it compares no policies) " * _is_poor(quality)
+
+
+def _doubt(quality: Quality) -> None:
+    """Prints a note if the fit is poor."""
+    if not _is_poor(quality):
         return
     noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"
     print(

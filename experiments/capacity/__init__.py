@@ -1,5 +1,6 @@
 """`testbed capacity`: the highest request rate at which a policy keeps its SLO, by bracketing and bisection."""
 
-from experiments.capacity.study import Capacity, find_capacity
+from experiments.capacity.found import Capacity
+from experiments.capacity.study import find_capacity
 
 __all__ = ["Capacity", "find_capacity"]

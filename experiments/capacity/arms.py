@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from analysis.load import align, differing_keys, flatten
 from analysis.measures.metrics import SLO
+from analysis.naming import labels_of
 from experiments.configuration.compose import compose_raw, with_swept
-from experiments.configuration.config import RunConfig
+from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
 from experiments.wiring.traces import build_source
@@ -71,18 +74,29 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
     swept = [key for key, values in choices.items() if len(values) > 1]
     arms: dict[str, Arm] = {}
+    options: dict[str, dict[str, Any]] = {}  # of the groups that are swept, as the words that choose them
     seen: dict[str, _Arrivals] = {}
     for items in product(*choices.values()):
         own = of_one_point(items, library)
-        words = [item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own]
-        name = " ".join(words).removeprefix("scheduler=")
+        said = {key: item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own}
+        name = " ".join(said.values()).removeprefix("scheduler=")
         if name in arms and len(own) < len(items):
             continue  # differs from an earlier policy only in keys that do not apply to it
         arm = _arm(name, own, seeds, seen)
         if arm.name in arms:
-            raise ConfigError(f"{' '.join(words)} is given twice; name each policy once")
+            raise ConfigError(f"{' '.join(said.values())} is given twice; name each policy once")
         arms[arm.name] = arm
-    return list(arms.values()), seeds
+        options[arm.name] = {f"{key}.name": item.partition("=")[2] for key, item in said.items() if key in GROUPS}
+    return _named([*arms.values()], [*options.values()]), seeds
+
+
+def _named(arms: Sequence[Arm], options: Sequence[dict[str, Any]]) -> list[Arm]:
+    """The arms with names as in reports: the fewest settings that distinguish them."""
+    configs = [flatten(arm.raw) | chosen for arm, chosen in zip(arms, options, strict=True)]
+    align(configs)
+    given = [(config, Path(arm.name)) for config, arm in zip(configs, arms, strict=True)]
+    labels = labels_of(given, differing_keys(configs))
+    return [replace(arm, name=label) for arm, label in zip(arms, labels, strict=True)]
 
 
 def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]:
@@ -185,7 +199,7 @@ def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
 
 
 def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:
-    """Raises ConfigError if several seeds give the same trace: pooling would count every request several times."""
+    """Raises ConfigError if several seeds give the same trace: there is no spread over copies."""
     if len({one.fingerprint for one in arrivals}) < len(seeds):
         raise ConfigError(
             f"seed={','.join(map(str, seeds))} are the same requests of trace={trace}, and copies are no "

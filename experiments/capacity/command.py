@@ -7,13 +7,18 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.measures.capacity import LIMITS, Load
+from analysis.comparison.compare import Comparison
+from analysis.comparison.wording import interval_text, verdict_text
+from analysis.measures.capacity import LIMITS
+from analysis.measures.statistics import mean_of_all
 from analysis.reading.frames import json_safe
+from experiments.capacity.found import Capacity, Found, Replicate
 from experiments.capacity.search import MAX_DOUBLINGS
-from experiments.capacity.study import Capacity, Found, find_capacity
+from experiments.capacity.study import find_capacity
 from experiments.configuration.config import RunConfig
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, folder_named, table
@@ -23,8 +28,15 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
+OF_MEANS = (
+    "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
+    "be below the SLO's; the low end of the range of seeds is the rate for all of them (docs/capacity.md)"
+)
 OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when nearly all have come"}
-_HEADERS = ("policy", "capacity", "fails at", "attainment", "95 % (Wilson)", "ends apart", "fails first", "goodput")
+OF_ONE_SEED = (
+    "one seed: the interval takes requests as independent, which they are not as they queue, so it is too narrow and "
+    "tells no policies apart; give several seeds, as seed=0,1,2,3,4 (docs/capacity.md)"
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -43,9 +55,10 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
+    said.append(f"note: {OF_ONE_SEED if len(found.seeds) == 1 else OF_MEANS}")
     terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
-    policies = table(_HEADERS, [_cells(one) for one in found.found], numbers=False)
-    lines = [*terms, "", policies, *(["", *said] if said else [])]
+    tables = [_policies(found.found), *([_changes(found)] if found.changes else [])]
+    lines = [*terms, *(line for text in tables for line in ("", text)), "", *said]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
@@ -82,11 +95,13 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     from analysis.plots.style import save
 
     out = found.folder
+    changes = {change.arm: change for change in found.changes}
     result = {
         "tolerance": found.tolerance,
         "seeds": list(found.seeds),
         "version": describe_versions()["llm-serving-testbed"],
-        "policies": json_safe([_row(one) for one in found.found]),
+        "baseline": found.baseline,
+        "policies": json_safe([_row(one, changes.get(one.arm.name)) for one in found.found]),
     }
     write_json(out / RESULT, result)
     found.points.to_csv(out / TABLE, index=False)
@@ -106,51 +121,96 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
 # --- results as text ---
 
 
-def _row(found: Found) -> dict[str, Any]:
-    """The results of a policy: its capacity with attainment and interval, the next rate that fails, and what fails.
+def _row(found: Found, change: Comparison | None) -> dict[str, Any]:
+    """The results of a policy: its capacity with its interval over seeds, each seed's, and what fails above it.
 
-    told_apart: whether the attainment at the failing rate lies below the interval at the capacity.
+    change: of the capacity from the baseline's.
     """
-    at, above = found.at_kept, found.at_failed
-    low, high = (None, None) if at is None else at.interval
-    is_known = at is not None and above is not None and above.is_whole
+    at, share = found.at_kept, found.arm.share
+    low, high = found.interval or (None, None)
     return {
         "policy": found.arm.name,
         "capacity": found.capacity,
         "unit": found.arm.unit,
         "failed_at": found.rate(found.bracket.failed),
-        "attainment": None if at is None else at.attainment,
         "ci95_low": low,
         "ci95_high": high,
-        "told_apart": above.attainment < low if is_known and above is not None and low is not None else None,
-        "fails_first": None if above is None else above.first_failed(found.arm.share),
+        "attainment": mean_of_all(found.attainments),
+        "attainment_wilson95": at.interval if at is not None and len(found.replicates) == 1 else None,
+        "fails_first": found.fails_first,
         "goodput_per_s": None if at is None else at.goodput_per_s,
         "num_requests": None if at is None else at.num_requests,
-        "highest_kept": found.extreme(kept=True),
-        "lowest_failed": found.extreme(kept=False),
+        "seeds": [
+            {
+                "seed": one.seed,
+                "capacity": found.rate(one.bracket.kept) or 0.0,
+                "failed_at": found.rate(one.bracket.failed),
+                "attainment": None if (load := one.at(found.bracket.kept)) is None else load.attainment,
+                "highest_kept": found.rate(one.extreme(share, kept=True)),
+                "lowest_failed": found.rate(one.extreme(share, kept=False)),
+            }
+            for one in found.replicates
+        ],
+        "change": None if change is None else _change_row(change),
         "reason": without_capacity(found),
         "warnings": warnings(found),
     }
 
 
+def _change_row(change: Comparison) -> dict[str, Any]:
+    value, low, high = (None,) * 3 if change.estimate is None else change.estimate.percent()
+    return {
+        "percent": value, "ci95_low": low, "ci95_high": high, "p_holm": change.p_holm, "verdict": change.verdict
+    }  # fmt: skip
+
+
+def _policies(found: Sequence[Found]) -> str:
+    """The table of the policies."""
+    has_seeds = len(found[0].replicates) > 1
+    spread = ("95 % over seeds", "range of seeds") if has_seeds else ()
+    wilson = () if has_seeds else ("95 % (Wilson)",)
+    headers = ("policy", "capacity", *spread, "fails at", "attainment", *wilson, "fails first", "goodput")
+    return table(headers, [_cells(one) for one in found], numbers=False)
+
+
 def _cells(found: Found) -> tuple[str, ...]:
-    row, at = _row(found), found.at_kept
-    is_open = row["failed_at"] is None
-    told = ("–", "–") if at is None else (f"{at.attainment:.2%}", f"{at.interval[0]:.2%} to {at.interval[1]:.2%}")
+    at, failed, shares = found.at_kept, found.rate(found.bracket.failed), found.attainments
+    is_open = any(one.bracket.failed is None for one in found.replicates)
+    spread, told = [], [_range(shares, ".2%")]
+    if len(found.replicates) > 1:
+        each = [found.rate(one.bracket.kept) or 0.0 for one in found.replicates]
+        spread = [_range(found.interval or (), ".4g"), _range(each, ".4g")]
+        told = [f"{sum(shares) / len(shares):.2%} ({told[0]})" if shares else "–"]
+    else:
+        told.append(_range(() if at is None else at.interval, ".2%"))
+    goodput = None if at is None else at.goodput_per_s
     return (
         found.arm.name,
         f"{'≥ ' * is_open}{found.capacity:.4g} {found.arm.unit}",
-        "–" if is_open else f"{row['failed_at']:.4g}",
+        *spread,
+        "–" if failed is None else f"{failed:.4g}",
         *told,
-        {True: "yes", False: "no", None: "–"}[row["told_apart"]],
-        _fails_first(found.at_failed, found.arm.share),
-        "–" if row["goodput_per_s"] is None else f"{row['goodput_per_s']:.4g} req/s",
+        _fails_first(found),
+        "–" if goodput is None else f"{goodput:.4g} req/s",
     )
 
 
-def _fails_first(above: Load | None, share: float) -> str:
-    """The limit that most requests exceed, with their share if that is known. share: the required attainment."""
-    first = None if above is None else above.first_failed(share)
+def _range(values: Sequence[float], form: str) -> str:
+    """The least and the largest value, once if they are written alike; a dash if there are none."""
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(values), max(values))) if values else ["–"]
+    return " to ".join(ends)
+
+
+def _changes(found: Capacity) -> str:
+    """The table of the changes from the baseline."""
+    headers = (f"capacity against {found.baseline}", f"change, 95 % over {len(found.seeds)} paired seeds", "verdict")
+    rows = [(one.arm, interval_text(one) or "–", verdict_text(one, found.margin)) for one in found.changes]
+    return table(headers, rows, numbers=False)
+
+
+def _fails_first(found: Found) -> str:
+    """The limit that most requests exceed, with their share if that is known."""
+    first, above = found.fails_first, found.at_failed
     if above is None or first is None:
         return "–"
     if first in OVERLOAD:
@@ -160,15 +220,20 @@ def _fails_first(above: Load | None, share: float) -> str:
 
 def without_capacity(found: Found) -> str:
     """Why there is no capacity, in one line; empty if there is one."""
-    arm, at = found.arm, found.at_failed
+    lacking = [one for one in found.replicates if None in one.bracket]
+    return _without_capacity(found, lacking[0]) if lacking else ""
+
+
+def _without_capacity(found: Found, one: Replicate) -> str:
+    arm, at = found.arm, one.at_failed
+    who = arm.name + (f" with seed={one.seed}" if len(found.replicates) > 1 else "")
     if at is None:
+        highest = found.rate(one.bracket.kept)
         return (
-            f"{arm.name} keeps its SLO at every rate up to {found.capacity:.4g} {arm.unit} ({2**MAX_DOUBLINGS} times "
+            f"{who} keeps its SLO at every rate up to {highest:.4g} {arm.unit} ({2**MAX_DOUBLINGS} times "
             f"{arm.rate_key}): the trace is too short to overload it, or the limits too wide; raise "
             "trace.num_requests (or trace.limit), or tighten slo.*"
         )
-    if found.bracket.kept is not None:
-        return ""
     name, num = at.first_failed(arm.share), at.num_requests
     if name is None or name in OVERLOAD:
         reason = OVERLOAD[name or "queue"]
@@ -176,27 +241,28 @@ def without_capacity(found: Found) -> str:
         reason = f"{at.over[name]} of {num} requests do not finish: they can never fit, or were cancelled"
     else:
         mean = "" if at.mean_s is None or at.mean_s[name] is None else f", with a mean of {at.mean_s[name]:.4g} s"
-        who = f"{at.over[name]} of {num}" if at.is_whole else "too many"
-        reason = f"{who} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
-    lowest = found.rate(found.bracket.failed)
+        many = f"{at.over[name]} of {num}" if at.is_whole else "too many"
+        reason = f"{many} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
+    lowest = found.rate(one.bracket.failed)
     remedy = "widen the limit, or take a faster device or shorter requests"
     if name == "undone":
         remedy = "give a longer trace (trace.num_requests, trace.limit)"
     if name == "unfinished":
         remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
-    return f"{arm.name} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
+    return f"{who} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
 
 
 def warnings(found: Found) -> list[str]:
     arm, at, said = found.arm, found.at_kept, []
-    kept, failed = found.extreme(kept=True), found.extreme(kept=False)
-    if kept is not None and failed is not None and kept > failed:
-        said.append(
-            f"{kept:.4g} {arm.unit} is kept although {failed:.4g} is not: attainment does not fall with the rate here; "
-            "give more requests or seeds"
-        )
+    for one in found.replicates:
+        kept, failed = (found.rate(one.extreme(arm.share, kept=kept)) for kept in (True, False))
+        if kept is not None and failed is not None and kept > failed:
+            said.append(
+                f"{kept:.4g} {arm.unit} is kept although {failed:.4g} is not (seed={one.seed}): attainment does not "
+                "fall with the rate here; give more requests or seeds"
+            )
     if at is not None:
-        num, arriving_s = at.num_requests, at.arriving_s / len(arm.num_requests)
+        num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
         if at.stay_s is not None and arriving_s < SHORT * at.stay_s:
             said.append(
@@ -206,9 +272,9 @@ def warnings(found: Found) -> list[str]:
                 "trace.limit)"
             )
         if (allowed := num * (1 - arm.share)) < 5:
-            said.append(f"{int(allowed + 1e-9)} of {num} requests may fail: a few requests decide; give more")
+            said.append(f"{int(allowed + 1e-9)} of {num:g} requests may fail: a few requests decide; give more")
         if at.over.get("unfinished"):
-            said.append(f"{at.over['unfinished']} of {num} requests do not finish, and count as failed")
+            said.append(f"{at.over['unfinished']} of {at.num_requests} requests do not finish, and count as failed")
     return [f"{arm.name}: {sentence}" for sentence in (*said, *found.notes)]
 
 

@@ -28,13 +28,9 @@ class Bracket(NamedTuple):
 Search = Generator[Ask, bool, Bracket]
 
 
-def search(start: float, tolerance: float, *, looks_beside: bool) -> Search:
+def search(start: float, tolerance: float) -> Search:
     """Doubles or halves from the start until the limit is between two rates, then bisects (by the geometric mean) until
-    these are within `tolerance` of each other. The caller sends whether the yielded rate keeps the SLO.
-
-    looks_beside: afterwards the upper end and rates next to the bracket are tried without early stopping. This shows
-    what fails there, and whether a rate above a failing one keeps the SLO.
-    """
+    these are within `tolerance` of each other. The caller sends whether the yielded rate keeps the SLO."""
     bracket = yield from _bracket(start)
     kept, failed = bracket
     while kept is not None and failed is not None and failed > kept * (1 + tolerance):
@@ -45,13 +41,15 @@ def search(start: float, tolerance: float, *, looks_beside: bool) -> Search:
             kept = middle
         else:
             failed = middle
-    if looks_beside:
-        if failed is not None:
-            yield Ask(failed, True)
-        if kept is not None and failed is not None:
-            for factor in BESIDE:
-                yield Ask(rounded(factor * (kept if factor < 1 else failed)), True)
     return Bracket(kept, failed)
+
+
+def beside(bracket: Bracket) -> list[Ask]:
+    """Rates next to the bracket, for the figure and because a rate above a failing one may keep the SLO."""
+    kept, failed = bracket
+    if kept is None or failed is None:
+        return []
+    return [Ask(rounded(factor * (kept if factor < 1 else failed)), True) for factor in BESIDE]
 
 
 def _bracket(start: float) -> Search:

@@ -1,4 +1,4 @@
-"""Runs the searches of all policies in rounds: the next rate of every search under every seed, then the verdicts.
+"""Runs the searches of all policies and seeds in rounds: the next rate of every search, then the verdicts.
 
 Verdicts depend only on the points, and each point only on its configuration. So neither the number of jobs nor the
 points that a folder already has change a result.
@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +18,14 @@ import pandas as pd
 from joblib import Parallel, delayed
 from tqdm import tqdm
 
+from analysis.comparison.arms import find_arm
 from analysis.load import flatten, require_path
-from analysis.measures.capacity import Load, max_failed, pooled
+from analysis.measures.capacity import Load, max_failed
 from analysis.reading.files import read_json
 from experiments.capacity.arms import Arm, parse
+from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
 from experiments.capacity.points import point_name, read_point, run_point
-from experiments.capacity.search import Ask, Bracket, search
+from experiments.capacity.search import Ask, Bracket, beside, search
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import write_json
@@ -36,55 +37,10 @@ IDENTITY, POINTS = "search.json", "points"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of the search for one policy. tried: all rates, ascending, with the counts pooled over the seeds."""
-
-    arm: Arm
-    bracket: Bracket
-    tried: tuple[tuple[float, Load], ...]  # values of the arm's rate key
-    notes: tuple[str, ...] = ()  # from its cost model
-
-    def rate(self, value: float | None) -> float | None:
-        return None if value is None else value * self.arm.per_value
-
-    @property
-    def capacity(self) -> float:
-        """The highest rate of the search that keeps the SLO, in the arm's unit; 0 if none does."""
-        return self.rate(self.bracket.kept) or 0.0
-
-    @property
-    def at_kept(self) -> Load | None:
-        return self._at(self.bracket.kept)
-
-    @property
-    def at_failed(self) -> Load | None:
-        return self._at(self.bracket.failed)
-
-    def _at(self, value: float | None) -> Load | None:
-        return next((load for tried, load in self.tried if tried == value), None)
-
-    def extreme(self, *, kept: bool) -> float | None:
-        """Of all rates tried, the highest that keeps the SLO, or the lowest that fails; None if there is none."""
-        values = [value for value, load in self.tried if bool(load.keeps(self.arm.share)) is kept]
-        return self.rate(values[-1 if kept else 0]) if values else None
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The results of all policies. points: one row per policy, rate and seed. tolerance: of the coarsest search."""
-
-    found: tuple[Found, ...]
-    points: pd.DataFrame
-    folder: Path
-    tolerance: float
-    seeds: tuple[int, ...]
-
-
 def find_capacity(
     *overrides: str, folder: str | os.PathLike[str], tolerance: float = 0.02, jobs: int = 1, whole: bool = False
 ) -> Capacity:
-    """The highest rate at which each policy keeps its SLO.
+    """The highest rate at which each policy keeps its SLO, under each seed.
 
     overrides: as for `testbed capacity`: "scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "seed=0,1". folder: stores every
     point; the same search continues there and simulates no point again. tolerance: relative distance of the bracket's
@@ -95,6 +51,8 @@ def find_capacity(
     require_whole("jobs", jobs, 1)
     target = require_path("folder", folder)
     arms, seeds = parse(overrides)
+    report = arms[0].raw["report"]
+    baseline = find_arm(arms, report["baseline"]).name
     identity = _claim(target, arms, seeds)
     finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
     searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
@@ -103,7 +61,7 @@ def find_capacity(
     write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)
     points = pd.DataFrame([row for one in searches for row in one.rows()])
-    return Capacity(found, points, target, max(finest.values()), seeds)
+    return Capacity(found, points, target, max(finest.values()), seeds, baseline, report["margin"])
 
 
 def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
@@ -111,7 +69,7 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
     another search, or policies that are missing here.
 
     A search may continue with more policies and seeds, as points are stored by the hash of their configuration. The
-    tolerance of each policy is the finest one that was searched under these seeds.
+    tolerance of each policy is the finest one that was searched.
     """
     for arm in arms:
         check_importable(RunConfig.from_container(arm.raw))
@@ -129,7 +87,7 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
                 f"{folder} holds the search of {', '.join(missing)} too, which its tables would lose; name all "
                 "policies, or choose another --out"
             )
-        finest = kept.get("tolerance", {}) if kept["seed"] == identity["seed"] else {}
+        finest = kept.get("tolerance", {})
         identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
     elif folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
@@ -186,7 +144,7 @@ def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
             TemporaryDirectory(prefix="testbed-capacity-") as scratch,
             Parallel(n_jobs=in_parallel, return_as="generator_unordered") as parallel,
         ):
-            while asking := [one for one in searches if one.ask is not None]:
+            while asking := [one for one in searches if one.asks]:
                 for _ in parallel(point for one in asking for point in one.missing(scratch)):
                     bar.update()
                 for one in asking:
@@ -199,60 +157,75 @@ def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
 
 
 class _Search:
-    """The search for one policy: the rate to try next (`ask`; None: the search has ended), and the earlier results."""
+    """The search for one policy, a bisection for each seed: the rates to try next (`asks`; none: the search has ended),
+    each with the index of its seed, and the earlier results."""
 
     def __init__(self, arm: Arm, seeds: Sequence[int], tolerance: float, folder: Path, *, is_whole: bool) -> None:
         self.arm, self._seeds, self._folder, self._is_whole = arm, seeds, folder, is_whole
-        self._rates = search(arm.start, tolerance, looks_beside=arm.is_simulated)
-        self.ask: Ask | None = next(self._rates)
-        self._bracket = Bracket(None, None)  # set when the search has ended
-        self._tried: dict[float, list[Load]] = {}  # rate -> one load for each seed
+        self._rates = [search(arm.start, tolerance) for _ in seeds]
+        self.asks = [(index, next(rates)) for index, rates in enumerate(self._rates)]
+        self._brackets: dict[int, Bracket] = {}  # of the seeds whose bisection has ended
+        self._tried: list[dict[float, Load]] = [{} for _ in seeds]
         self._notes: dict[str, None] = {}
+        self._has_looked_beside = False
 
-    def _points(self) -> Iterator[tuple[dict[str, Any], Path, int | None]]:
-        """For each seed at the next rate: the configuration, its file, and how many requests may fail."""
-        assert self.ask is not None
-        arm, is_whole = self.arm, self.ask.is_whole or self._is_whole
-        most = None if is_whole else max_failed(sum(arm.num_requests), arm.share)
-        for seed in self._seeds:
-            raw = arm.at(self.ask.value, seed)
-            yield raw, self._folder / f"{point_name(raw)}.json", most
+    def _point(self, index: int, ask: Ask) -> tuple[dict[str, Any], Path, int | None]:
+        """The configuration of a point, its file, and how many requests may fail."""
+        arm, raw = self.arm, self.arm.at(ask.value, self._seeds[index])
+        most = None if ask.is_whole or self._is_whole else max_failed(arm.num_requests[index], arm.share)
+        return raw, self._folder / f"{point_name(raw)}.json", most
 
     def missing(self, scratch: str) -> Iterator[Any]:
         """The calls that run the points which the folder does not have."""
         arm = self.arm
-        for (raw, file, most), num in zip(self._points(), arm.num_requests, strict=True):
+        for index, ask in self.asks:
+            raw, file, most = self._point(index, ask)
             if read_point(file, most) is None:
+                num = arm.num_requests[index]
                 yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
 
     def go_on(self) -> None:
-        """Sends the search the verdict on the rate that was tried, and gets the next rate."""
-        assert self.ask is not None
-        loads = []
-        for _, file, most in self._points():
+        """Sends each bisection the verdict on the rate that was tried, and gets the next rates."""
+        asks = []
+        for index, ask in self.asks:
+            _, file, most = self._point(index, ask)
             load = read_point(file, most)
             assert load is not None, file
-            loads.append(load)
             self._notes |= dict.fromkeys(read_json(file)["notes"])
-        kept = pooled(loads).keeps(self.arm.share)
-        if kept is None:  # traces differ in length at this rate: stopped too early
-            self.ask = Ask(self.ask.value, True)
-            return
-        self._tried[self.ask.value] = loads
-        try:
-            self.ask = self._rates.send(kept)
-        except StopIteration as ended:
-            self.ask, self._bracket = None, ended.value
+            kept = load.keeps(self.arm.share)
+            if kept is None:  # the trace has another length at this rate: stopped too early
+                asks.append((index, Ask(ask.value, True)))
+                continue
+            self._tried[index][ask.value] = load
+            if index in self._brackets:
+                continue
+            try:
+                asks.append((index, self._rates[index].send(kept)))
+            except StopIteration as ended:
+                self._brackets[index] = ended.value
+        if not asks and not self._has_looked_beside:
+            self._has_looked_beside, asks = True, self._beside()
+        self.asks = asks
+
+    def _beside(self) -> list[tuple[int, Ask]]:
+        """The capacity, under each seed. If simulated, also each seed's failing rate, to its end, and rates beside."""
+        bracket, asks = mean_bracket([self._brackets[index] for index in range(len(self._seeds))]), []
+        common = [] if bracket.kept is None else [Ask(bracket.kept, True)]
+        if self.arm.is_simulated:
+            common += beside(bracket)
+            asks = [(i, Ask(one.failed, True)) for i, one in self._brackets.items() if one.failed is not None]
+        return list(dict.fromkeys(asks + [(index, ask) for ask in common for index in range(len(self._seeds))]))
 
     def found(self) -> Found:
-        tried = [(value, pooled(loads)) for value, loads in sorted(self._tried.items())]
-        return Found(self.arm, self._bracket, tuple(tried), tuple(self._notes))
+        tried = [tuple(sorted(loads.items())) for loads in self._tried]
+        each = [Replicate(seed, self._brackets[i], tried[i]) for i, seed in enumerate(self._seeds)]
+        return Found(self.arm, tuple(each), tuple(self._notes))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of the table of points."""
         arm = self.arm
-        for value, loads in sorted(self._tried.items()):
-            kept = pooled(loads).keeps(arm.share)
-            for seed, load in zip(self._seeds, loads, strict=True):
-                point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}
-                yield point | {arm.rate_key: value, "kept": kept} | load.as_row()
+        for value in sorted({value: None for loads in self._tried for value in loads}):
+            for seed, loads in zip(self._seeds, self._tried, strict=True):
+                if (load := loads.get(value)) is not None:
+                    point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}
+                    yield point | {arm.rate_key: value, "kept": load.keeps(arm.share)} | load.as_row()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from analysis.measures.capacity import Load, count_load, max_failed, pooled
+from analysis.measures.capacity import Edge, Load, count_load, edge_change, max_failed, mean_edge, pooled
 from analysis.measures.metrics import SLO
+from analysis.measures.statistics import mean_t
 from analysis.measures.steadiness import Waiting
 from analysis.plots import style
 from analysis.plots.capacity_plots import rate_curves
@@ -115,6 +117,28 @@ def test_replicates_are_pooled():
     assert both.waiting.num == (6.0, 7.0, 8.0)
     assert both.goodput_per_s == 397 / 25
     assert not pooled([one, load(whole=False)]).is_whole
+
+
+def test_an_edge_lies_where_the_attainment_crosses_the_share():
+    def read(failed):
+        return Edge.between(10.0, 40.0, load(100, 4), failed, 0.95).read
+
+    assert read(load(100, 8)) == pytest.approx(10 * 4 ** (1 / 4)), "96, 92 %: a quarter of the way, by logarithms"
+    for other in (load(100, 8, whole=False), load(100, 4, waiting=(10.0, 60.0, 110.0))):
+        assert read(other) == pytest.approx(20), "stopped early, or an overload alone"
+
+
+def test_an_interval_is_over_replicates_and_covers_the_brackets():
+    edges = [Edge(10.0, 11.0, 10.2), Edge(10.0, 11.0, 10.8), Edge(12.0, 13.0, 12.5)]
+    read, kept, failed = np.log([(one.read, one.kept, one.failed) for one in edges]).T
+    found, spread = mean_edge(edges), mean_t(read)
+    half = spread.high - spread.value
+    assert (found.low, found.high) == pytest.approx((kept.mean() - half, failed.mean() + half))
+    same, faster = edge_change(edges, edges), edge_change(edges, [one.times(1.5) for one in edges])
+    open_ = (failed - kept).mean()
+    assert (same.value, same.low, same.high) == pytest.approx((0.0, -open_, open_)), "as far as the brackets tell"
+    assert faster.value == pytest.approx(np.log(1.5))
+    assert mean_edge(edges[:1]).low == -np.inf
 
 
 @pytest.mark.parametrize(("met", "num"), [(0, 10), (10, 10), (990, 1000), (81, 263), (1999, 2000)])

@@ -18,10 +18,11 @@ from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
 from experiments import find_capacity
 from experiments.capacity import study
+from experiments.capacity.arms import parse
 from experiments.capacity.command import warnings, without_capacity
+from experiments.capacity.found import Capacity, Found, Replicate
 from experiments.capacity.points import SloWatch
 from experiments.capacity.search import Ask, Bracket, search
-from experiments.capacity.study import Capacity, Found
 from experiments.configuration.config import RunConfig
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
@@ -53,7 +54,7 @@ def ends(found: Found) -> tuple[float, float]:
 
 
 def answered(start: float, tolerance: float, keeps: Any) -> tuple[Bracket, list[Ask]]:
-    asked, searching = [], search(start, tolerance, looks_beside=True)
+    asked, searching = [], search(start, tolerance)
     ask = next(searching)
     while True:
         asked.append(ask)
@@ -303,7 +304,9 @@ def test_a_search_goes_on_with_more_policies_and_seeds(
     monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(given[0]), run_point(*given)))
     both = find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.1)
     assert {raw["scheduler"]["name"] for raw in simulated} == {"sarathi"}
+    simulated.clear()
     more = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "a", tolerance=0.1)
+    assert sum(raw["seed"] < 2 for raw in simulated) <= 2 * 2 * 4, "only the capacity of all, and rates beside it"
     at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.1)
     assert more.points.equals(at_once.points)
     assert [found.arm.name for found in both.found] == ["vllm_v1", "sarathi"]
@@ -318,16 +321,50 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.Captur
     more = ("scheduler.max_num_seqs=2,8", "slo.ttft_s=0.2", "--out", str(tmp_path))
     said = say(capsys, "capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more)
     assert said.status == 0, said.err
-    assert re.search(r"^\| scheduler.max_num_seqs=2 +\| [\d.]+ req/s +\| [\d.]+ ", said.out, re.MULTILINE)
+    assert re.search(r"^\| max num seqs 2 +\| [\d.]+ req/s +\| [\d.]+ ", said.out, re.MULTILINE)
+    assert "note: one seed: the interval takes requests as independent, which they are not" in said.out
     result = json.loads((tmp_path / "capacity.json").read_text())
     two, eight = result["policies"]
     assert two["capacity"] < eight["capacity"]
-    assert two["ci95_low"] <= two["attainment"] <= two["ci95_high"]
+    low, high = two["attainment_wilson95"]
+    assert low <= two["attainment"] <= high
+    assert (two["ci95_low"], two["change"], eight["change"]) == (None, None, None), "one seed has no spread"
     assert two["fails_first"] == "ttft_s"
     assert (tmp_path / "capacity.png").exists()
     text = (tmp_path / "capacity.md").read_text()
     assert said.out.splitlines()[0] in text
     assert "![goodput and attainment](capacity.png)" in text
+
+
+def test_seeds_are_searched_each_and_policies_compared_by_them(
+    searched: Capacity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(searched.folder, tmp_path / "a")
+    said = say(capsys, "capacity", *TWO, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
+    result = json.loads((tmp_path / "a" / "capacity.json").read_text())
+    first, base = result["policies"]
+    assert (result["baseline"], base["change"]) == ("sarathi", None)
+    for policy, found in zip(result["policies"], searched.found, strict=True):
+        each = [one["capacity"] for one in policy["seeds"]]
+        kept = searched.points.query("policy == @found.arm.name and kept").groupby("seed")["rate"].apply(list)
+        assert all(capacity in rates for capacity, rates in zip(each, kept, strict=True))
+        assert policy["ci95_low"] < min(each) <= policy["capacity"] <= max(each) < policy["ci95_high"]
+        assert policy["attainment"] == pytest.approx(sum(found.attainments) / 2)
+        assert f"{min(found.attainments):.2%} to {max(found.attainments):.2%}" in said.out
+    change = first["change"]
+    assert change["ci95_low"] < change["percent"] < change["ci95_high"]
+    assert re.search(r"^\| capacity against sarathi \| change, 95 % over 2 paired seeds \| ", said.out, re.MULTILINE)
+    assert "one seed" not in said.out
+    error = say(capsys, "capacity", *TWO, "report.baseline=orca", "--out", str(tmp_path / "b")).error()
+    assert "baseline 'orca': no arm is called so; the arms are: vllm_v1; sarathi" in error
+
+
+def test_policies_are_called_as_in_a_report() -> None:
+    order = "scheduler.queue_order=fcfs,{_target_: testbed.policies.orders.priority, ageing_per_s: 0.1}"
+    arms, _ = parse((*TINY, *SHORT, "slo.ttft_s=1", "scheduler=vllm_v1,sarathi", order))
+    last = "queue order priority(ageing_per_s=0.1)"
+    assert [arm.name for arm in arms[:2]] == ["vllm_v1, queue order fcfs", f"vllm_v1, {last}"]
+    assert arms[3].name == f"sarathi, {last}"
 
 
 def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,9 +400,10 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"the run is short: .* give at least [\d,]+ requests", said.out)
     arm = find_capacity(*TINY, *SHORT, "slo.ttft_s=1e-3", folder=tmp_path / "a").found[0].arm
     good, bad = Load(True, 1000, 0, {"ttft_s": 0}), Load(True, 1000, 90, {"ttft_s": 90})
-    found = Found(arm, Bracket(2.0, 4.0), ((2.0, good), (4.0, bad), (5.0, good)))
-    assert (found.capacity, found.extreme(kept=True), found.extreme(kept=False)) == (2.0, 5.0, 4.0)
-    assert any("5 req/s is kept although 4 is not" in sentence for sentence in warnings(found))
+    one = Replicate(7, Bracket(2.0, 4.0), ((2.0, good), (4.0, bad), (5.0, good)))
+    found = Found(arm, (one,))
+    assert (found.capacity, one.extreme(0.99, kept=True), one.extreme(0.99, kept=False)) == (2.0, 5.0, 4.0)
+    assert any("5 req/s is kept although 4 is not (seed=7)" in sentence for sentence in warnings(found))
     assert without_capacity(found) == ""
 
 

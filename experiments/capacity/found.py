@@ -1,0 +1,164 @@
+"""The results of a search: what was found under each seed, for the policy, and from one policy to another.
+
+The seeds are the replicates. Each is searched by itself, so capacities have a spread over seeds, and policies are
+compared seed by seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+
+import pandas as pd
+
+from analysis import format as fmt
+from analysis.comparison.compare import Comparison, Metric, judge
+from analysis.measures.capacity import Edge, Load, edge_change, mean_edge, pooled
+from experiments.capacity.arms import Arm
+from experiments.capacity.search import Bracket, rounded
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The result under one seed. tried: its rates, ascending, as values of the arm's rate key."""
+
+    seed: int
+    bracket: Bracket
+    tried: tuple[tuple[float, Load], ...]
+
+    def at(self, value: float | None) -> Load | None:
+        return next((load for tried, load in self.tried if tried == value), None)
+
+    @property
+    def at_failed(self) -> Load | None:
+        return self.at(self.bracket.failed)
+
+    def extreme(self, share: float, *, kept: bool) -> float | None:
+        """Of all rates tried, the highest that keeps the SLO, or the lowest that fails; None if there is none."""
+        values = [value for value, load in self.tried if bool(load.keeps(share)) is kept]
+        return values[-1 if kept else 0] if values else None
+
+    def edge(self, share: float) -> Edge | None:
+        """Where the SLO is lost; None unless the bracket has both ends."""
+        at_kept, at_failed, (kept, failed) = self.at(self.bracket.kept), self.at_failed, self.bracket
+        if kept is None or failed is None or at_kept is None or at_failed is None:
+            return None
+        return Edge.between(kept, failed, at_kept, at_failed, share)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of the search for one policy."""
+
+    arm: Arm
+    replicates: tuple[Replicate, ...]
+    notes: tuple[str, ...] = ()  # from its cost model
+
+    def rate(self, value: float | None) -> float | None:
+        return None if value is None else value * self.arm.per_value
+
+    @property
+    def bracket(self) -> Bracket:
+        return mean_bracket([one.bracket for one in self.replicates])
+
+    @property
+    def capacity(self) -> float:
+        """The highest rate that keeps the SLO, in the arm's unit: the mean over the seeds; 0 if a seed has none."""
+        return self.rate(self.bracket.kept) or 0.0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the capacity over the seeds; None for one seed, or if a seed has no capacity."""
+        if len(self.replicates) < 2 or (edges := self.edges) is None:
+            return None
+        found = mean_edge(edges)
+        low, high = (math.exp(min(end, 700.0)) * self.arm.per_value for end in (found.low, found.high))
+        return (low, high) if math.isfinite(found.high) else None
+
+    @property
+    def edges(self) -> list[Edge] | None:
+        """Of all seeds; None if one has no capacity."""
+        known = [edge for one in self.replicates if (edge := one.edge(self.arm.share)) is not None]
+        return known if len(known) == len(self.replicates) else None
+
+    @property
+    def tried(self) -> tuple[tuple[float, Load], ...]:
+        """The rates that all seeds tried, ascending, with the counts pooled."""
+        found = {value: [one.at(value) for one in self.replicates] for value, _ in self.replicates[0].tried}
+        known = {value: [load for load in loads if load is not None] for value, loads in found.items()}
+        return tuple((value, pooled(loads)) for value, loads in known.items() if len(loads) == len(self.replicates))
+
+    @property
+    def at_kept(self) -> Load | None:
+        """At the capacity, pooled over the seeds."""
+        return next((load for value, load in self.tried if value == self.bracket.kept), None)
+
+    @property
+    def attainments(self) -> list[float]:
+        """At the capacity, under each seed."""
+        loads = [one.at(self.bracket.kept) for one in self.replicates]
+        return [load.attainment for load in loads if load is not None]
+
+    @property
+    def at_failed(self) -> Load | None:
+        """At each seed's own failing rate, pooled; None if a seed has none."""
+        loads = [load for one in self.replicates if (load := one.at_failed) is not None]
+        return pooled(loads) if len(loads) == len(self.replicates) else None
+
+    @property
+    def fails_first(self) -> str | None:
+        """What most seeds fail by, see `Load.first_failed`; None if a seed fails at no rate."""
+        loads = [load for one in self.replicates if (load := one.at_failed) is not None]
+        reasons = Counter(load.first_failed(self.arm.share) for load in loads)
+        return reasons.most_common(1)[0][0] if len(loads) == len(self.replicates) else None
+
+
+def mean_bracket(brackets: Sequence[Bracket]) -> Bracket:
+    """The geometric means of both ends; None for an end that one of them lacks."""
+    return Bracket(*(_mean(ends) for ends in zip(*brackets, strict=True)))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return known[0] if len(known) == 1 else rounded(geometric_mean(known))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The results of all policies. points: one row per policy, rate and seed. tolerance: of the coarsest search.
+    changes: of the other policies from the `baseline`, paired by seed; empty for one policy or one seed."""
+
+    found: tuple[Found, ...]
+    points: pd.DataFrame
+    folder: Path
+    tolerance: float
+    seeds: tuple[int, ...]
+    baseline: str
+    margin: float  # a relative change up to this counts as none
+
+    @property
+    def changes(self) -> list[Comparison]:
+        if len(self.seeds) < 2:
+            return []
+        base = next(one for one in self.found if one.arm.name == self.baseline)
+        rows = [_change(base, one) for one in self.found if one is not base]
+        return judge(rows, self.margin, [row.arm for row in rows])
+
+
+def _change(base: Found, other: Found) -> Comparison:
+    metric = Metric("capacity", "capacity", 1, partial(fmt.number, unit=other.arm.unit))
+    estimate = None
+    if base.arm.unit == other.arm.unit and base.edges is not None and other.edges is not None:
+        scale = other.arm.per_value / base.arm.per_value
+        estimate = edge_change(base.edges, [edge.times(scale) for edge in other.edges])
+    return Comparison(
+        other.arm.name, metric, other.capacity, estimate, "unknown", base=base.capacity,
+        is_of_prices=base.arm.raw["cost"] != other.arm.raw["cost"],
+    )  # fmt: skip

@@ -324,6 +324,20 @@ def test_tenants_have_a_mix_of_their_own_and_share_the_rate():
     assert [r for r in other if r.tenant == "batch"] == by_tenant["batch"], "one tenant's knob leaves the others alone"
 
 
+@pytest.mark.parametrize("arrival", ["poisson", "closed_loop"])
+def test_tenants_have_a_priority_and_a_deadline_of_their_own(arrival):
+    def made(**urgent):
+        tenants = ({"name": "chat", "max_turns": 3, **urgent}, {"name": "batch", "deadline_s": None})
+        return generate(SyntheticConfig(num_requests=20, arrival=arrival, priority=2, deadline_s=9, tenants=tenants), 1)
+
+    trace = made(priority=-1, deadline_s=0.5)
+    assert {(row.tenant, row.priority, row.deadline_ns) for row in trace} == {
+        ("chat", -1, S // 2), ("batch", 2, None)
+    }  # fmt: skip
+    prints = {fingerprint(each) for each in (trace, made(deadline_s=0.5), made(priority=-1), made())}
+    assert len(prints) == 4
+
+
 @given(st.sampled_from(["rate", "output", "think_time_s", "rag", "agent", "num_tenants"]))
 def test_a_knob_changes_only_what_it_is_about(knob):
     from dataclasses import replace

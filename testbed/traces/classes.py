@@ -1,0 +1,32 @@
+"""Classes of requests: their priority, tenant and deadline, and the shares that several classes have of a whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from testbed.checks import require
+from testbed.errors import ConfigError
+from testbed.traces.schema import MAX_PRIORITY
+
+
+def check_class(where: str, priority: int | None, deadline_s: float | None) -> None:
+    """Raises ConfigError for a value out of range. None: absent. where: what the keys belong to, as "trace."."""
+    is_priority = priority is None or -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY
+    require(f"{where}priority", priority, is_priority, f"{-MAX_PRIORITY - 1:,} to {MAX_PRIORITY:,}")
+    require(f"{where}deadline_s", deadline_s, deadline_s is None or 0 <= deadline_s <= 1e9, "0 to 1e9, or absent")
+
+
+def relative_shares(where: str, shares: Sequence[Any]) -> list[float]:
+    """Returns each share over their sum. Raises ConfigError for one that is not a finite number above 0."""
+    numbers: list[float] = []
+    for position, share in enumerate(shares):
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        is_good = is_number and 0 < share <= sys.float_info.max
+        require(f"{where}[{position}].share", share, is_good, "a finite number above 0")
+        numbers.append(float(share))
+    total = sum(numbers)
+    if total > sys.float_info.max:
+        raise ConfigError(f"{where}: the shares add up to more than a number can hold; give smaller ones")
+    return [number / total for number in numbers]

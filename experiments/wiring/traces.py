@@ -26,6 +26,7 @@ from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.batches import batches_of
+from testbed.traces.classes import class_fields_of
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
@@ -72,12 +73,16 @@ def build_source(config: RunConfig) -> TraceSource:
 
 
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
-    """Returns the manifest's entry for a trace. For a streamed trace that was not read to its end, number of requests
-    and fingerprint are None if not known."""
+    """Returns the manifest's entry for a trace. differ_in: the fields of ClassFields in which requests differ. For a
+    streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
-    return {"name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "notes": notes}
+    differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
+    return {
+        "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
+        "notes": notes,
+    }  # fmt: skip
 
 
 @contextmanager

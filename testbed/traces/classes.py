@@ -1,14 +1,14 @@
-"""Classes of requests: their priority, tenant and deadline, and the shares that several classes have of a whole."""
+"""Classes of requests: their checks and shares, and whether the requests of a trace differ in them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from testbed.checks import require
 from testbed.errors import ConfigError
-from testbed.traces.schema import MAX_PRIORITY
+from testbed.traces.schema import MAX_PRIORITY, TraceRequest
 
 
 def check_class(where: str, priority: int | None, deadline_s: float | None) -> None:
@@ -30,3 +30,33 @@ def relative_shares(where: str, shares: Sequence[Any]) -> list[float]:
     if total > sys.float_info.max:
         raise ConfigError(f"{where}: the shares add up to more than a number can hold; give smaller ones")
     return [number / total for number in numbers]
+
+
+class ClassFields:
+    """Finds the fields of a class in which requests differ. A deadline is counted from the arrival."""
+
+    NAMES = ("priority", "tenant", "deadline")
+
+    def __init__(self) -> None:
+        self._first: tuple[object, ...] | None = None
+        self._differs = [False] * len(self.NAMES)
+
+    def add(self, row: TraceRequest) -> None:
+        fields = (row.priority, row.tenant, row.deadline_ns)
+        if self._first is None:
+            self._first = fields
+        elif fields != self._first:
+            before = zip(self._differs, fields, self._first, strict=True)
+            self._differs = [differs or one != first for differs, one, first in before]
+
+    @property
+    def differing(self) -> list[str]:
+        return [name for name, differs in zip(self.NAMES, self._differs, strict=True) if differs]
+
+
+def class_fields_of(rows: Iterable[TraceRequest]) -> ClassFields:
+    """Returns the fields of the rows. Iterates over them once."""
+    found = ClassFields()
+    for row in rows:
+        found.add(row)
+    return found

@@ -226,10 +226,14 @@ def test_what_was_hardly_triggered_is_told_with_how_often(tmp_path: Path) -> Non
     assert told.startswith(f"- There is too little data for a claim ({num} preemptions in 240 requests): ")
 
 
-def test_fair_shares_of_one_tenant_say_nothing(tmp_path: Path) -> None:
-    for order in ("fcfs", "vtc"):
-        ran(tmp_path / order, scheduler={"name": "decode_first", "queue_order": order})
-    assert "the trace has one tenant" in report(tmp_path)
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [("vtc", "the trace has one tenant"), ("edf", "all have one deadline after arrival, or none")],
+)
+def test_orders_by_what_all_requests_have_alike_say_nothing(tmp_path: Path, order: str, why: str) -> None:
+    for each in ("fcfs", order):
+        ran(tmp_path / each, scheduler={"name": "decode_first", "queue_order": each})
+    assert why in report(tmp_path)
 
 
 def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:

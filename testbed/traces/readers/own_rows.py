@@ -1,6 +1,6 @@
 """Converts one record of the testbed's own schema to a row: checks every field, and makes synthetic contents of counts.
 
-`own` documents the fields.
+docs/traces.md documents the fields, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -234,14 +234,18 @@ class Keys:
 def _similarity(key: str, known: str) -> tuple[float, float]:
     """Returns how similar two keys are, from 0 to 1, and their similarity as a whole, for ties.
 
-    Keys of one group must be similar without it, too. A key without a group may have been meant for any.
+    Keys of one group must be similar without it, too, or the key must resemble as many of the other's first words. In a
+    key without a group, the group may have been forgotten.
     """
     from difflib import SequenceMatcher  # seldom needed
 
     own, other = (name.partition(".")[2] or name for name in (key, known))
     whole = SequenceMatcher(None, known, key).ratio()
-    apart = SequenceMatcher(None, other, own).ratio()
-    return (apart if own == key else min(whole, apart)), whole
+    if own == key:
+        return (1.0 if own == other else whole), whole
+    begin = "_".join(other.split("_")[: own.count("_") + 1])
+    apart = max(SequenceMatcher(None, name, own).ratio() for name in (other, begin))
+    return min(whole, apart), whole
 
 
 def _is_among(key: str, names: list[str]) -> bool:

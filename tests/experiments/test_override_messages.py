@@ -95,6 +95,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["scheduler.chunk_budget=1"], "unknown key 'scheduler.chunk_budget'; scheduler has: "),
         (["model.lora=1"], "unknown key 'model.lora'; model has: "),
         (["backend.disaggregated=1"], "unknown key 'backend.disaggregated'; backend has: "),
+        (["speculation=1"], "unknown key 'speculation'; at the top there are: "),
         (["lora=1"], "unknown key 'lora'; at the top there are: "),
         (["rate=9"], "unknown key 'rate'; did you mean 'trace.rate'?"),
         (["scheduler.queue=9"], "unknown key 'scheduler.queue'; did you mean 'scheduler.queue_order'?"),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Unchecked: TypeAlias = Any  # a configured value that is not checked yet: compiled code must accept any type
+NEAR = 0.62  # similarity (difflib) from which a known name is suggested: `queue_order` for queue, not `oracle` for lora
 _MAX_DIGITS = 4000  # Python refuses to write much longer whole numbers as text
 
 
@@ -76,7 +77,7 @@ def nearest(name: str, choices: Collection[str]) -> str:
     """Returns 'did you mean …? ', or an empty text if no choice is similar."""
     from difflib import get_close_matches  # seldom needed
 
-    near = get_close_matches(name, choices, n=1, cutoff=0.6)
+    near = get_close_matches(name, choices, n=1, cutoff=NEAR)
     return f"did you mean {near[0]!r}? " if near else ""
 
 

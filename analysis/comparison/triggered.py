@@ -19,12 +19,8 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
     (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
     (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
-    (
-        ("edf",),
-        lambda run: (run.manifest.get("trace") or {}).get("has_deadlines") is False,
-        "no request has a deadline",
-    ),
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
+    (("edf",), lambda run: _is_alike(run, "deadline"), "all have one deadline after arrival, or none"),
 )
 _MAX_GROUPS = 4  # groups that are named
 
@@ -35,6 +31,13 @@ def _preemptions(run: Run) -> int:
 
 def _is_one(run: Run, column: str) -> bool:
     return int(run.requests[column].nunique(dropna=False)) < 2
+
+
+def _is_alike(run: Run, field: str) -> bool:
+    """Whether the trace's requests are known not to differ in a field that is not recorded."""
+    trace = run.manifest.get("trace")
+    differ_in = trace.get("differ_in") if isinstance(trace, dict) else None
+    return differ_in is not None and field not in differ_in
 
 
 def _never_blocked(run: Run) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +36,7 @@ from experiments.configuration.options import (
 from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
+from testbed.foreign_text import NEAR
 
 PLAIN = tuple(item.name for item in fields(Root) if item.name not in GROUPS)  # keys outside groups
 _KINDS: dict[Any, tuple[Any, str]] = {
@@ -221,13 +221,31 @@ class Keys:
             return ConfigError(f"{of}; leave it out{limits}, or choose {group}={owners[0]}")
         own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
         known = [f"{place}.{name}" for name in own] if top.partition(".")[0] == "hydra" else self.all
-        near = get_close_matches(key, [*GROUPS, *known] if "." not in key else known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        names = [*GROUPS, *known] if "." not in key else known
+        near = max(names, key=lambda name: _similarity(key, name), default="")
+        hint = f"did you mean {near!r}? " if _similarity(key, near)[0] >= NEAR else ""
         if schema is None or not place:
             tops = dict.fromkeys(name.partition(".")[0] for name in known)
             return ConfigError(f"unknown key {key!r}; {hint}at the top there are: {', '.join(tops)}")
         has = f"has: {', '.join(own)}" if own else "has no keys"
         return ConfigError(f"unknown key {key!r}; {hint}{place} {has}")
+
+
+def _similarity(key: str, known: str) -> tuple[float, float]:
+    """Returns how similar two keys are, from 0 to 1, and their similarity as a whole, for ties.
+
+    Keys of one group must be similar without it, too, or the key must resemble as many of the other's first words. In a
+    key without a group, the group may have been forgotten.
+    """
+    from difflib import SequenceMatcher  # seldom needed
+
+    own, other = (name.partition(".")[2] or name for name in (key, known))
+    whole = SequenceMatcher(None, known, key).ratio()
+    if own == key:
+        return (1.0 if own == other else whole), whole
+    begin = "_".join(other.split("_")[: own.count("_") + 1])
+    apart = max(SequenceMatcher(None, name, own).ratio() for name in (other, begin))
+    return min(whole, apart), whole
 
 
 def _is_among(key: str, names: list[str]) -> bool:

@@ -89,6 +89,10 @@ GROUPS: Mapping[str, Named] = {
     "cache.eviction": EVICTIONS,
     "backend.router": ROUTERS,
 }
+GOES_BY: Mapping[str, Mapping[str, str]] = {  # policies that go by one of testbed.traces.classes.ClassFields
+    "scheduler.queue_order": {"priority": "priority", "edf": "deadline", "vtc": "tenant"},
+    "scheduler.victim": {"lowest_priority": "priority"},
+}
 
 
 def make_policy(key: str, choice: Any) -> Any:
@@ -113,6 +117,14 @@ def make_policy(key: str, choice: Any) -> Any:
         names = [*(["auto"] if key == "scheduler.victim" else []), *named]
         raise ConfigError(unknown(f"{key} is {choice!r}", str(choice), names) + ", or {_target_: your.Class}")
     return named[choice]()
+
+
+def shipped_name(key: str, choice: Any) -> str | None:
+    """Returns the name of a valid choice, which may be given as the class of that name; None for a user's own class."""
+    if not isinstance(choice, dict):
+        return str(choice)
+    made_by = resolve_name(str(choice["_target_"]))
+    return next((name for name, named in GROUPS[key].items() if named is made_by), None)
 
 
 def _refuse_foresight(key: str, target: str, policy: Any) -> None:

@@ -36,6 +36,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     outrun = outrun_note(summary)
     notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun]), *routing_notes(summary)]
     notes += [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    notes += build.without_classes(config, manifest["trace"].get("differ_in"))  # absent in older folders
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(

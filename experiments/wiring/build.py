@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
-from experiments.configuration.policies import make_policy
+from experiments.configuration.policies import GOES_BY, make_policy, shipped_name
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
@@ -298,6 +298,25 @@ def unused_settings(config: RunConfig) -> list[str]:
         f"scheduler.{name} has no effect with composition {type(composition).__name__}"
         for name in getattr(composition, "unused_limits", ())
         if getattr(config.scheduler, name) != defaults[name]
+    ]
+
+
+_ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in it
+    "priority": "all requests have one priority",
+    "tenant": "all requests have one tenant, or none",
+    "deadline": "all requests have one deadline after arrival, or none",
+}
+
+
+def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]:
+    """Returns notes about policies that go by a field in which no two requests differ. differ_in: as in a manifest's
+    trace; None: not known."""
+    named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
+    return [
+        f"{key}={name} has no effect here beyond the order of arrival: {_ALIKE[field]}; trace.tenants, or "
+        "trace.transforms=[{name: label, classes: …}], gives them classes"
+        for key, name in named.items()
+        if differ_in is not None and (field := GOES_BY[key].get(name or "")) and field not in differ_in
     ]
 
 

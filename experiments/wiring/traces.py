@@ -26,6 +26,7 @@ from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.batches import batches_of
+from testbed.traces.classes import class_fields_of
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
@@ -72,19 +73,16 @@ def build_source(config: RunConfig) -> TraceSource:
 
 
 def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
-    """Returns the manifest's entry for a trace. What is not known of a streamed trace until it was read to its end is
-    None."""
+    """Returns the manifest's entry for a trace. differ_in: the fields of ClassFields in which requests differ. For a
+    streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known."""
+    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
-    has_deadlines = (
-        any(row.deadline_ns is not None for row in trace) if isinstance(trace, Trace) else trace.has_deadlines
-    )
+    notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
+    differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
     return {
-        "name": trace.name,
-        "num_requests": trace.num_requests,
-        "fingerprint": fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint,
-        "has_deadlines": has_deadlines,
-        "notes": [*trace.notes, *([] if batches.note is None else [batches.note])],
-    }
+        "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
+        "notes": notes,
+    }  # fmt: skip
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # unified: most tokens of a prefill in a step; decode_first: longer is long
     max_num_partial_prefills: int = 1  # prompts that may be partly prefilled at the same time (decode_first)
     max_long_partial_prefills: int = 1  # those of them that are longer than the threshold (decode_first)
-    lookahead_slots: int = 0  # extra slots that a decoding sequence reserves, for studies of speculative decoding
+    lookahead_slots: int = 0  # extra slots that a decoding sequence reserves; nothing is drafted or verified
     async_scheduling: bool = False  # a step is planned while the one before it runs (vLLM's default on GPUs since 0.14)
     watermark: float = 0.01  # the preset's; cache.watermark overrides it
     kv_rules: KVRules = field(default_factory=KVRules)

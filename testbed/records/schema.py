@@ -111,7 +111,7 @@ MANIFEST_KEYS = (
     "swept",  # those of the overrides that its sweep varies; null: no sweep
     "point",  # its number in the sweep, from 0 on; null: no sweep
     "seed",
-    "trace",  # {name, num_requests, fingerprint, has_deadlines, notes}
+    "trace",  # {name, num_requests, fingerprint, differ_in, notes}
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -13,6 +12,7 @@ from testbed.checks import choose, require, require_type
 from testbed.errors import ConfigError
 from testbed.foreign_text import nearest, shortened
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
+from testbed.traces.classes import check_class, relative_shares
 from testbed.traces.lengths import LengthConfig
 from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
@@ -98,6 +98,8 @@ class SyntheticConfig(ArrivalConfig):
     few_shot: FewShotConfig = field(default_factory=FewShotConfig)
     rag: RagConfig = field(default_factory=RagConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    priority: int = 0  # of every request, or of a tenant's; the lowest is the most urgent
+    deadline_s: float | None = None  # after the arrival of each request
     num_tenants: int = 0  # sessions belong to tenant-0, tenant-1, ... at random; 0: no tenants
     tenants: tuple[Any, ...] = ()  # [{name, share, and any key of this group}]: each with its own settings
 
@@ -121,6 +123,7 @@ class SyntheticConfig(ArrivalConfig):
         if limit is not None:
             least = 2 + (size if self.num_system_prompts else 0)
             require("trace.max_session_tokens", limit, limit >= least, f"at least {least}, or absent")
+        check_class("trace.", self.priority, self.deadline_s)
         tenants_of(self)
 
     @classmethod
@@ -133,28 +136,21 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
 
     share: of the rate and of the requests, relative to the other tenants'. Raises ConfigError on a bad entry.
     """
-    shares: dict[str, float] = {}
+    names: set[str] = set()
     for position, entry in enumerate(config.tenants):
         where = f"trace.tenants[{position}]"
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str) or not entry["name"]:
             raise ConfigError(f"{where} is {entry!r}; it must be {{name: <text>, share: <number>, <key>: <value>, …}}")
-        if entry["name"] in shares:
+        if entry["name"] in names:
             raise ConfigError(f"{where}.name is {entry['name']!r}, which another tenant has; choose another")
-        share = entry.get("share", 1.0)
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        require(f"{where}.share", share, is_number and 0 < share <= sys.float_info.max, "a finite number above 0")
-        shares[entry["name"]] = float(share)
+        names.add(entry["name"])
+    shares = relative_shares("trace.tenants", [entry.get("share", 1.0) for entry in config.tenants])
     found: dict[str, SyntheticConfig] = {}
-    total = sum(shares.values())
-    if total > sys.float_info.max:
-        raise ConfigError("trace.tenants: the shares add up to more than a number can hold; give smaller ones")
-    for position, entry in enumerate(config.tenants):
-        name = entry["name"]
-        share = shares[name] / total
+    for position, (entry, share) in enumerate(zip(config.tenants, shares, strict=True)):
         own = {key: value for key, value in entry.items() if key not in ("name", "share")}
         num = max(1, round(config.num_requests * share))
         base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=num)
-        found[name] = overlaid(base, own, f"trace.tenants[{position}]")
+        found[entry["name"]] = overlaid(base, own, f"trace.tenants[{position}]")
     return found
 
 

@@ -100,6 +100,8 @@ class _Generator:
         rng: Stream = streams(seed, label)
         self._config, self._seed, self._label = config, seed, label
         self._prefix = f"{label}/" if label else ""
+        deadline_s = config.deadline_s
+        self._deadline_ns = None if deadline_s is None else round(deadline_s * 1e9)
         self._starts = instants(config, rng, config.num_requests)
         self._sessions: Iterator[SessionDraw] = session_draws(config, rng)
         self._draws: Iterator[RowDraw] = row_draws(config, rng, joint)
@@ -141,10 +143,12 @@ class _Generator:
                     arrival_ns=arrival_ns,
                     prompt=said.prompt,
                     output=said.output,
+                    priority=config.priority,
                     tenant=tenant,
                     session_id=session_id,
                     turn=turn if in_session else None,
                     think_ns=said.wait_ns if is_closed else None,
+                    deadline_ns=self._deadline_ns,
                 ),
                 draw,
             )
@@ -196,8 +200,10 @@ class _Generator:
                 arrival_ns=0,
                 prompt=said.prompt,
                 output=said.output,
+                priority=config.priority,
                 tenant=talks[user][1],
                 session_id=f"{prefix}u{user}",
                 turn=turn,
                 think_ns=said.wait_ns if turn else None,
+                deadline_ns=self._deadline_ns,
             )

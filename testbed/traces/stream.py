@@ -13,6 +13,7 @@ from typing import final
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrange import arrange, too_late
 from testbed.traces.batches import Batches
+from testbed.traces.classes import ClassFields
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
 
@@ -111,7 +112,7 @@ class CountedTrace:
         self._is_done = False
         self.num_read = 0
         self.batches = Batches()  # of the rows that were read
-        self._has_deadlines = False
+        self._class_fields = ClassFields()
 
     @property
     def name(self) -> str:
@@ -135,18 +136,19 @@ class CountedTrace:
         return self._fingerprint.hexdigest() if self._is_done else None
 
     @property
-    def has_deadlines(self) -> bool | None:
-        """Whether a row has a deadline; None until all rows have been read."""
-        return self._has_deadlines if self._is_done else None
+    def differ_in(self) -> list[str] | None:
+        """The fields of ClassFields in which the requests differ; None until all rows have been read."""
+        return self._class_fields.differing if self._is_done else None
 
     def __iter__(self) -> Iterator[TraceRequest]:
         assert self.num_read == 0, "gone through once"
         update, add, check = self._fingerprint.update, self.batches.add, self._check
+        compare = self._class_fields.add
         for row in self._source:
             self.num_read += 1
             update(row)
             add(row)
-            self._has_deadlines |= row.deadline_ns is not None
+            compare(row)
             if check is not None:
                 check(row)
             yield row

@@ -10,7 +10,7 @@ from analysis.plots.operators import format_operators, load_operators, operator_
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
-from experiments.wiring.build import unused_settings
+from experiments.wiring.build import unused_settings, without_classes
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -20,6 +20,7 @@ from testbed.core.outcome import Spans
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
+from testbed.traces.classes import ClassFields
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.experiments.kit import REAL, SHORT, TINY, latest
 
@@ -203,6 +204,34 @@ def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does(
     own = "{_target_: mine.Admission}"
     for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
         assert notes("cost=linear", asking) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "alike"),
+    [
+        ("queue_order=priority", "priority"),
+        ("queue_order={_target_: testbed.policies.orders.priority, ageing_per_s: 1}", "priority"),
+        ("queue_order=edf", "deadline"),
+        ("queue_order=vtc", "tenant"),
+        ("victim=lowest_priority", "priority"),
+    ],
+)
+def test_policies_that_go_by_a_class_say_so_where_all_requests_are_of_one(policy, alike):
+    config, (key, *_) = compose_config([f"scheduler.{policy}"]), policy.split("=")
+    told = without_classes(config, [name for name in ClassFields.NAMES if name != alike])
+    assert [note.partition("=")[0] for note in told] == [f"scheduler.{key}"]
+    assert f": all requests have one {alike}" in told[0]
+    assert without_classes(config, [alike]) == without_classes(config, None) == []
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
+    one = ["trace.num_requests=4", f"trace.stream={stream}", "scheduler.queue_order=priority"]
+    label = "trace.transforms=[{name: label, classes: [{}, {priority: 1}]}]"
+    said = "scheduler.queue_order=priority has no effect here beyond the order of arrival"
+    for name, options in (("one", one), ("two", [*one, label])):
+        assert run(tmp_path / name, *options)[0] == 0
+        assert (said in capsys.readouterr().out) is (name == "one")
 
 
 def test_what_has_no_effect_is_said(tmp_path, capsys):

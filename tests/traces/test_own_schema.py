@@ -1,6 +1,7 @@
 """Our own schema: the same trace from JSONL, CSV and Parquet; counts become content; rows survive a round trip."""
 
 import json
+import re
 from array import array
 from pathlib import Path
 
@@ -14,9 +15,19 @@ from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate
 from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_own, read_parquet
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
 from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.serialize import row_from_json, row_to_json, write_jsonl
 from testbed.traces.synthesis import materialize
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+
+
+def test_the_page_on_traces_has_all_fields():
+    _, _, section = PAGE.read_text().partition("## Our own schema\n")
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(told) == sorted((*FIELDS, *EXACT_FIELDS))
 
 
 def jsonl(tmp_path: Path, *rows) -> Path:

@@ -32,6 +32,7 @@ STEPS = [
     {"name": "clip_lengths", "max_output_tokens": 20}, {"name": "repeat", "times": 2, "gap_s": 1.0},
     {"name": "spread"}, {"name": "arrivals", "arrival": "gamma", "cv": 2.0},
     {"name": "jitter", "within_s": 2.0}, {"name": "bootstrap"},
+    {"name": "label", "classes": [{"tenant": "chat", "priority": 0}, {"share": 2, "priority": 1, "deadline_s": 1.5}]},
 ]  # fmt: skip
 
 
@@ -102,6 +103,12 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
         ({"name": "scale_lengths", "prompt": 0}, "prompt is 0; it must be above 0"),
         ({"name": "shift", "offset_s": float("nan")}, "offset_s is nan"),
         ({"name": "sample_sessions", "num": 0}, "num is 0; it must be at least 1"),
+        ({"name": "label", "classes": []}, r"\(label\): classes is \[\]; it must be a list of at least one {tenant: "),
+        ({"name": "label", "classes": ["chat"]}, r"classes\[0\] is 'chat'; it must be {tenant: <text>, share: "),
+        ({"name": "label", "classes": [{"priorty": 1}]}, r"key 'classes\[0\].priorty'; did you mean 'priority'\?"),
+        ({"name": "label", "classes": [{"share": 0}]}, r"classes\[0\].share is 0; it must be a finite number above 0"),
+        ({"name": "label", "classes": [{"deadline_s": -1}]}, r"\(label\): classes\[0\].deadline_s is -1; it must be 0"),
+        ({"name": "label", "classes": [{"tenant": " "}]}, r"classes\[0\].tenant is ' '; it must be not empty"),
         ({"name": "merge", "path": "x", "label": "plain"}, "label is 'plain', which is the name of the first trace"),
         ("thin", r"trace\.transforms\[1\] is 'thin'; it must be \{name: <one of"),
     ],
@@ -109,6 +116,35 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
 def test_steps_that_make_no_sense_are_refused(step, message):
     with pytest.raises(ConfigError, match=message):
         transforms.apply_all(plain(0, 1, 2), [{"name": "limit", "num_requests": 3}, step], lambda *_: plain(1))
+
+
+def labelled(trace, *shares, seed=3):
+    classes = [{"tenant": f"class-{i}", "share": share, "priority": i} for i, share in enumerate(shares)]
+    return transforms.apply_all(trace, [{"name": "label", "classes": classes}], no_file, seed)
+
+
+def test_sessions_are_labelled_whole_by_shares_and_seed():
+    chat = generate(SyntheticConfig(num_requests=4_000, max_turns=4, deadline_s=2.0), 1)
+    found = labelled(chat, 0.6, 0.4)
+    assert {(row.tenant, row.priority, row.deadline_ns) for row in found} == {
+        ("class-0", 0, 2 * S), ("class-1", 1, 2 * S)
+    }  # fmt: skip
+    of = {row.session_id: row.tenant for row in found}
+    assert all(of[row.session_id] == row.tenant for row in found)
+    assert list(of.values()).count("class-0") / len(of) == pytest.approx(0.6, abs=0.03)
+    assert [row._replace(tenant=None, priority=0) for row in found] == list(chat)
+    more = {row.session_id: row.tenant for row in labelled(chat, 7, 3)}
+    assert not any(of[name] == "class-0" != more[name] for name in of), "a larger share only takes sessions in"
+    assert fingerprint(found) == fingerprint(labelled(chat, 0.6, 0.4)) != fingerprint(labelled(chat, 6, 4, seed=4))
+    assert found.notes[-1].startswith(
+        "sessions put into classes (tenant class-0, share 0.6, priority 0; tenant class-1"
+    )
+
+
+def test_labels_are_drawn_apart_from_what_is_thinned():
+    rows = plain(*range(4_000))
+    kept = labelled(transforms.thin(rows, 0.5, 3), 1, 1)
+    assert sum(row.priority for row in kept) / len(kept) == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["default", "given"])
@@ -322,6 +358,20 @@ def test_tenants_have_a_mix_of_their_own_and_share_the_rate():
     assert {row.num_prompt_tokens for row in by_tenant["batch"]} == {9}
     other = generate(SyntheticConfig(num_requests=400, tenants=({**tenants[0], "max_turns": 2}, tenants[1])), 1)
     assert [r for r in other if r.tenant == "batch"] == by_tenant["batch"], "one tenant's knob leaves the others alone"
+
+
+@pytest.mark.parametrize("arrival", ["poisson", "closed_loop"])
+def test_tenants_have_a_priority_and_a_deadline_of_their_own(arrival):
+    def made(**urgent):
+        tenants = ({"name": "chat", "max_turns": 3, **urgent}, {"name": "batch", "deadline_s": None})
+        return generate(SyntheticConfig(num_requests=20, arrival=arrival, priority=2, deadline_s=9, tenants=tenants), 1)
+
+    trace = made(priority=-1, deadline_s=0.5)
+    assert {(row.tenant, row.priority, row.deadline_ns) for row in trace} == {
+        ("chat", -1, S // 2), ("batch", 2, None)
+    }  # fmt: skip
+    prints = {fingerprint(each) for each in (trace, made(deadline_s=0.5), made(priority=-1), made())}
+    assert len(prints) == 4
 
 
 @given(st.sampled_from(["rate", "output", "think_time_s", "rag", "agent", "num_tenants"]))

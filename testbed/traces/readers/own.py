@@ -1,17 +1,7 @@
 """Files of the testbed's own schema, as JSONL, CSV or Parquet, whole or row by row. `own_rows` reads one record.
 
-    request_id                              a name, unique in the file; absent: the row's number from 0
-    arrival_time                            s from the start of the run; not shifted. Optional only with think_time
-    prompt_token_ids or prompt_tokens       the ids, or their number
-    output_token_ids or output_tokens       the ids, or their number; neither: the model decides (real engine only)
-    priority, tenant                        optional
-    session_id, turn                        optional, together; turns count up by one from any number
-    think_time                              s after the turn before finished: a closed-loop turn
-    cancel_after, deadline                  s after arrival
-    cache_salt                              cached prefixes are shared only with rows of the same salt
-Exact fields, which write_jsonl writes and which take precedence over those above: arrival_ns, think_ns,
-cancel_after_ns, deadline_ns, prompt_parts, output_part (see serialize). A field that resembles an absent one of these
-is an error; others are ignored, and the notes list them. Sampling is that of the run (`sampling.*`), not of a row.
+docs/traces.md has the table of fields. Exact fields, which write_jsonl writes (see serialize), take precedence. A field
+that resembles an absent one is an error; others are ignored, and the notes list them.
 
 Counts become synthetic content keyed by the request's id, the same in every file. In a session, a count is the length
 of the turn's whole prompt. If it is long enough for the prompt and the output of the turn before, it begins with them,

@@ -1,6 +1,6 @@
 """Converts one record of the testbed's own schema to a row: checks every field, and makes synthetic contents of counts.
 
-`own` documents the fields.
+docs/traces.md documents the fields, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.errors import TraceError
 from testbed.traces.parts import join_parts
 from testbed.traces.readers import fields as check
-from testbed.traces.schema import MAX_NUM_TOKENS, Part, Span, TokenIds, TraceRequest
+from testbed.traces.schema import MAX_NUM_TOKENS, MAX_PRIORITY, Part, Span, TokenIds, TraceRequest
 from testbed.traces.synthesis import content_key
 
 FIELDS = (
@@ -222,7 +222,9 @@ def _turn(value: object, place: str) -> int:
 
 
 def _priority(value: object, place: str) -> int:
-    return check.whole_number(value, place, "priority", -(2**31), 2**31 - 1, "a whole number from -2**31 to 2**31 - 1")
+    return check.whole_number(
+        value, place, "priority", -MAX_PRIORITY - 1, MAX_PRIORITY, "a whole number from -2**31 to 2**31 - 1"
+    )
 
 
 def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:

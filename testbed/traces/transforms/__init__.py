@@ -7,6 +7,7 @@ transformations by name.
 """
 
 from testbed.traces.transforms.combination import merge, merge_streams, repeat
+from testbed.traces.transforms.labels import label
 from testbed.traces.transforms.pipeline import TRANSFORMS, apply_all, check_steps
 from testbed.traces.transforms.resampling import bootstrap, jitter
 from testbed.traces.transforms.selection import keep, keep_within, limit, sample_sessions, thin, window
@@ -32,6 +33,7 @@ __all__ = [
     "jitter",
     "keep",
     "keep_within",
+    "label",
     "limit",
     "merge",
     "merge_streams",

@@ -256,12 +256,12 @@ def write_long_run(folder: Path, num_steps: int, length: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize(("length", "sizes"), [(300, (300_000, 3_000_000)), (2, (600_000, 2_400_000))])
+@pytest.mark.parametrize(("length", "sizes"), [(300, (150_000, 1_500_000)), (2, (300_000, 1_200_000))])
 def test_the_memory_of_a_summary_grows_neither_with_steps_nor_with_requests(
     tmp_path: Path, length: int, sizes: tuple[int, int]
 ) -> None:
-    """Up to 3,000,000 steps, and as many tokens: all step columns of the difference would be 400 MB. And up to
-    1,200,000 requests: the columns that a summary looks at would be 200 MB."""
+    """Up to 1,500,000 steps, and as many tokens: all step columns of the difference would be 200 MB. And up to 600,000
+    requests: the columns that a summary looks at would be 100 MB."""
     peak = {}
     for num_steps in sizes:
         write_long_run(tmp_path / str(num_steps), num_steps, length)

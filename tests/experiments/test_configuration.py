@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,14 @@ def test_constant_cost_takes_its_step_in_seconds() -> None:
     assert compose_config(["cost=constant", "cost.step_s=1"]).raw["cost"]["step_s"] == 1.0
 
 
+@cache
+def chosen(option: str) -> dict[str, Any]:
+    return config_of((option,), cache__num_gpu_blocks=100, trace__num_requests=1).raw
+
+
 def pair(model: str, device: str) -> dict[str, Any]:
     """A model on a device, each as it is composed alone: a composition takes a tenth of a second."""
-    alone = config_of((f"device={device}",)).raw["device"]
-    return config_of((f"model={model}",), device=alone, cache__num_gpu_blocks=100, trace__num_requests=1).raw
+    return chosen(f"model={model}") | {"device": chosen(f"device={device}")["device"]}
 
 
 @pytest.mark.parametrize("model", options("model"))

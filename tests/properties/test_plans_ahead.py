@@ -55,7 +55,9 @@ class AsyncDevice:
                 text = self.texts[self._prefixes[row.seq_id][row.start + row.num_tokens - 1]]
                 drawn[row.seq_id] = draw(text)
                 if not row.forced:
-                    outcomes.append(Outcome(row.seq_id, (draw(text),)))
+                    forks = tuple(draw(text, member) for member in range(1, row.num_samples))
+                    outcomes.append(Outcome(row.seq_id, (draw(text),), forks=forks))
+                    self.counts["forks"] += len(forks)
         self._newest = drawn
         return tuple(outcomes)
 
@@ -76,16 +78,17 @@ class AsyncDevice:
             known.append(name)
 
 
-def draw(text: Sequence[int]) -> int:
-    return zlib.crc32(bytes(text)) % VOCAB_SIZE
+def draw(text: Sequence[int], member: int = 0) -> int:
+    """member: of a group at its fork."""
+    return zlib.crc32(bytes([*text, *[VOCAB_SIZE] * member])) % VOCAB_SIZE
 
 
-def written(request: Request, max_model_len: int) -> list[int]:
+def written(request: Request, max_model_len: int, member: int) -> list[int]:
     """What the device makes of the request, token after token."""
     text = list(request.prompt_token_ids)
     sampling, output = request.sampling, list[int]()
     while True:
-        output.append(draw(text + output))
+        output.append(draw(text + output, 0 if output else member))
         ends = output[-1] in sampling.stop_token_ids or (output[-1] == EOS and not sampling.ignore_eos)
         if ends or len(output) == sampling.max_tokens or len(text) + len(output) >= max(max_model_len, len(text) + 1):
             return output
@@ -119,8 +122,9 @@ class AsyncLife:
         prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0 if prompt else 1, 6))]
         stops = rng.choice(((), (STOP,)))
         sampling = SamplingParams(
-            max_tokens=rng.choice((None, 1, 2, 5, 12)), stop_token_ids=stops, ignore_eos=rng.random() < 0.5
-        )
+            max_tokens=rng.choice((None, 1, 2, 5, 12)), stop_token_ids=stops, ignore_eos=rng.random() < 0.5,
+            n=rng.choice((1, 1, 1, 2, 3)),
+        )  # fmt: skip
         return Request(
             f"r{self._num_requests}", array("i", prompt), arrival_ns=self.now_ns, sampling=sampling,
             priority=rng.randrange(3),
@@ -163,9 +167,13 @@ class AsyncLife:
 
     def _ended(self, item: Finished) -> None:
         request = self.live.pop(item.request.request_id)
-        if item.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert list(item.output_token_ids) == written(request, self.setup.limits.max_model_len), "other tokens"
-            self.counts[f"ends by {item.reason}"] += 1
+        members = range(request.sampling.n)
+        wanted = Counter(tuple(written(request, self.setup.limits.max_model_len, member)) for member in members)
+        for one in item.completions:
+            if one.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                wanted[tuple(one.token_ids)] -= 1
+                self.counts[f"ends by {one.reason}"] += 1
+        assert min(wanted.values()) >= 0, f"other tokens: {wanted}"
 
     def drain(self) -> None:
         for _ in range(4000):
@@ -212,7 +220,7 @@ def test_long_lives_see_preemptions_surprises_and_aborts_while_a_plan_is_in_flig
     for number in range(60):
         rng = random.Random(f"ahead/{number}")
         counts += lived(ahead(rng), rng, 200).counts
-    rare = ("placeholders", "preemptions ahead", "aborts in flight", "resets in flight")
+    rare = ("placeholders", "forks", "preemptions ahead", "aborts in flight", "resets in flight")
     assert min(counts[name] for name in rare) > 100, counts
     assert min(counts["ends by stop"], counts["ends by length"]) > 100, counts
 

@@ -59,6 +59,11 @@ class Metric:
     def of(self, summary: Mapping[str, Any]) -> float | None:
         return summary_value(summary, self.path)
 
+    def is_known_in(self, run: Run) -> bool:
+        """Whether the run has requests of its class."""
+        classes = run.summary.get("classes")
+        return classes is not None and self.part[2] in classes["num_requests"]
+
 
 _OF_CLASS = "classes."
 _MIN_FOR_EFFECT = 3  # replicates
@@ -105,11 +110,11 @@ FAIRNESS = (
 
 
 def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric, ...]]:
-    """Class ("tenant batch") -> its metrics, for the classes that all these runs have; none if there are not several.
-    See `measures.classes`."""
-    known = [run.summary.get("classes") or {"by": "", "num_requests": {}} for run in runs]
-    names = [name for name in known[0]["num_requests"] if all(name in one["num_requests"] for one in known)]
-    if len({one["by"] for one in known}) > 1 or len(names) < 2:
+    """Class ("tenant batch") -> its metrics, for each class that a run has; none if there are not several, or if some
+    runs have tenants and others priorities. See `measures.classes`."""
+    known = [classes for run in runs if (classes := run.summary.get("classes"))]
+    names = dict.fromkeys(name for classes in known for name in classes["num_requests"])
+    if len({classes["by"] for classes in known}) != 1:
         return {}
     metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E")]
     share = replace(SLO_METRICS[0], path="attainment")

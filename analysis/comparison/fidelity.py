@@ -156,6 +156,11 @@ def alike_policies(pairs: Mapping[str, Sequence[Run]]) -> list[list[str]]:
     return list(grouped(pairs, lambda name: _decided(pairs[name][0])).values())
 
 
+def equal_runs(pairs: Mapping[str, Sequence[Run]]) -> list[list[Run]]:
+    """The real runs in groups of those that repeat each other: under one policy, or under `alike_policies`."""
+    return [[real for name in names for real in pairs[name][1:]] for names in alike_policies(pairs)]
+
+
 def _decided(sim: Run) -> tuple[str, float | None]:
     return decided_alike(sim), summary_value(sim.summary, "e2e_s.mean")
 
@@ -180,8 +185,8 @@ def ranking_agreement(
     """
     same_trace([run for pair in pairs.values() for run in pair])
     pairs = {
-        " = ".join(names): [pairs[names[0]][0], *(real for name in names for real in pairs[name][1:])]
-        for names in alike_policies(pairs)
+        " = ".join(names): [pairs[names[0]][0], *reals]
+        for names, reals in zip(alike_policies(pairs), equal_runs(pairs), strict=True)
     }
     rows: list[dict[str, Any]] = []
     for path in metrics or tuple(FIDELITY_METRICS):

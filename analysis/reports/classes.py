@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm
-from analysis.comparison.compare import Comparison, compare, of_classes
+from analysis.comparison.compare import Comparison, Metric, compare, of_classes
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import change_text
 from analysis.measures.metrics import SLO
+from analysis.reports.first_screen import conditions
 from analysis.reports.tables import Table, ablation_table
 
 _JUDGED = (
@@ -20,20 +21,31 @@ _JUDGED = (
 
 
 def compared_classes(arms: Sequence[Arm], margin: float, slo: SLO | None) -> dict[str, list[Comparison]]:
-    """Class -> the comparisons of its metrics with the first arm."""
-    metrics = of_classes([run for arm in arms for run in arm.runs], with_slo=slo is not None)
-    return {name: compare(arms, arms[0], of, margin, slo) for name, of in metrics.items()}
+    """Class -> the comparisons of its metrics with the first arm, over the runs that have the class."""
+    return {name: compare(those, those[0], of, margin, slo) for name, of, those in _classes(arms, slo)}
 
 
 def class_tables(
     arms: Sequence[Arm], classes: Mapping[str, Sequence[Comparison]], at_load: str, margin: float, slo: SLO | None
 ) -> Iterator[Table]:
     """One table for each class, as those of all requests. classes: from `compared_classes`."""
-    metrics = of_classes([run for arm in arms for run in arm.runs], with_slo=slo is not None)
-    for name, of in metrics.items():
-        table = ablation_table(f"Class {name}{at_load}", arms, of, classes[name], margin, slo)
-        is_last = name == [*metrics][-1] and len(arms) > 1
-        yield replace(table, note=" ".join(filter(None, (table.note, _JUDGED)))) if is_last else table
+    for name, of, those in _classes(arms, slo):
+        table = ablation_table(f"Class {name}{at_load}", those, of, classes[name], margin, slo)
+        notes = [table.note]
+        num, num_of = (sum(len(arm.runs) for arm in each) for each in (those, arms))
+        if num < num_of:
+            notes.append(f"{num_of - num} of {num_of} runs have no request of this class, and are left out here.")
+        if name == [*classes][-1] and len(arms) > 1:
+            notes.append(_JUDGED)
+        yield replace(table, note=" ".join(filter(None, notes)))
+
+
+def _classes(arms: Sequence[Arm], slo: SLO | None) -> Iterator[tuple[str, Sequence[Metric], list[Arm]]]:
+    """(class, its metrics, the arms with those of their runs that have it), without classes that an arm has not."""
+    for name, metrics in of_classes([run for arm in arms for run in arm.runs], with_slo=slo is not None).items():
+        those = [replace(arm, runs=tuple(run for run in arm.runs if metrics[0].is_known_in(run))) for arm in arms]
+        if all(arm.runs for arm in those):
+            yield name, metrics, those
 
 
 def pooled_said(groups: Sequence[Compared]) -> list[str]:
@@ -42,23 +54,25 @@ def pooled_said(groups: Sequence[Compared]) -> list[str]:
     names = list(dict.fromkeys(name for group in groups for name in group.classes))
     if not names:
         return []
-    said = f"These numbers pool {len(names)} classes of requests ({fmt.listing(names)}), which the tables of classes "
-    said += "compare one by one"
+    said = f"These numbers pool the classes of requests ({fmt.listing(names)})"
+    if all(len(group.arms) == 1 for group in groups):
+        return [f"{said}, of which each has a table."]
+    said += ", which are compared one by one in tables"
     turned = [one for group in groups for one in _turned(group)]
     if not turned:
         return [f"{said}."]
-    name, load, pooled, row = max(turned, key=lambda one: one[-1].size)
-    at = f" at {load}" if load else ""
-    told = f"{row.arm} is {row.claim} in {row.metric.label} for {name} ({change_text(row)}), at {change_text(pooled)}"
-    return [f"{said}, and may hide one: {told} over all requests{at}."]
+    name, group, pooled, row = max(turned, key=lambda one: (one[2].is_claim, one[3].size))
+    told = f"{row.arm} is {row.claim} in {row.metric.label} for {name} ({change_text(row)})"
+    over_all = f"{change_text(pooled)} over all requests{'' if pooled.is_claim else ', which is inside the noise'}"
+    return [f"{said}, and may hide one: {', '.join([*conditions(group.load, group.arms), told])}, at {over_all}."]
 
 
-def _turned(group: Compared) -> Iterator[tuple[str, str, Comparison, Comparison]]:
-    """(class, load, the comparison over all requests, that in the class) where the latter is a claim of the other
+def _turned(group: Compared) -> Iterator[tuple[str, Compared, Comparison, Comparison]]:
+    """(class, the group, the comparison over all requests, that in the class) where the latter is a claim of the other
     sign."""
     pooled = {(row.arm, row.metric.label): row for row in group.rows}
     for name, rows in group.classes.items():
         for row in rows:
             all_of_it = pooled.get((row.arm, row.metric.label))
             if all_of_it is not None and row.is_claim and row.gain * all_of_it.gain < 0:
-                yield name, group.load, all_of_it, row
+                yield name, group, all_of_it, row

@@ -53,7 +53,8 @@ def _rankings(report: ReportInput) -> dict[str, pd.DataFrame]:
     """Load ("" if there is only one) -> how the simulator and the real engine rank the policies that ran at it."""
     by_trace = grouped(report.pairs, lambda pair: pair.real.fingerprint).values()
     several = [pairs for pairs in by_trace if len(pairs) > 1]
-    found, noise = {}, fidelity.noise_limits([pair.reals for pair in report.pairs])
+    equal = [runs for pairs in by_trace for runs in fidelity.equal_runs({pair.label: pair.runs for pair in pairs})]
+    found, noise = {}, fidelity.noise_limits(equal)
     for pairs in several:
         real = pairs[0].real
         offered, seed = real.summary["throughput"]["offered_per_s"] or 0.0, real.manifest.get("seed")

@@ -89,7 +89,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
             ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject)]
             for row in subject.claims:
                 key = (subject.average + subject.name, row.metric.label)
-                claimed.setdefault(key, []).append((_conditions(group.load, subject.arms), row))
+                claimed.setdefault(key, []).append((", ".join(conditions(group.load, subject.arms)), row))
             if not subject.claims and not subject.by_cell:
                 num_untested += subject.is_untested
                 quiet_names += [] if subject.is_untested else [subject.average + subject.name]
@@ -116,7 +116,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
 
 def _under(load: str, arms: Sequence[Arm], text: str) -> str:
     """A sentence on these arms, with the conditions under which it holds."""
-    said = _conditions(load, arms)
+    said = ", ".join(conditions(load, arms))
     return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{_as_sentence(text)}."
 
 
@@ -126,7 +126,8 @@ def _as_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}" if is_word else text
 
 
-def _conditions(load: str, arms: Sequence[Arm]) -> str:
+def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
+    """The conditions under which claims on these arms hold."""
     parts = [f"at {load}"] if load else []
     beyond = [one for one in judged(arms) if one.state == "beyond"]
     if not all(one.is_whole for one in beyond):
@@ -143,7 +144,7 @@ def _conditions(load: str, arms: Sequence[Arm]) -> str:
         parts.append("each measured once" if all(once) else "some measured once")
     if any(was_busy(run) for arm in arms for run in arm.runs):
         parts.append("on a busy machine")
-    return ", ".join(parts)
+    return parts
 
 
 def _changes(subject: _Subject) -> list[tuple[float, str]]:

@@ -55,7 +55,10 @@ def main(arguments: list[str]) -> int:
         again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
-    said.append(f"note: {OF_ONE_SEED if len(found.seeds) == 1 else OF_MEANS}")
+    if len(found.seeds) == 1:
+        said.append(f"note: {OF_ONE_SEED}")
+    elif any(min(one.attainments, default=1.0) < one.arm.share for one in found.found):
+        said.append(f"note: {OF_MEANS}")
     terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
     tables = [_policies(found.found), *([_changes(found)] if found.changes else [])]
     lines = [*terms, *(line for text in tables for line in ("", text)), "", *said]

@@ -158,7 +158,7 @@ def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFram
     for members in grouped(compared, lambda one: one.load.key).values():
         if len(members) > 1:
             pairs = {_policy_name(one, members): one.pair for one in members}
-            reals = [one.pair[1:] for one in members]
+            reals = fidelity.equal_runs(pairs)
             ranking = fidelity.ranking_agreement(pairs, noise=fidelity.noise_limits(reals))
             noise = _noise_known(num_repeats(reals)) if ranking["num_policies"].max() > 1 else []
             found.append((list(pairs), ranking, [*alike_said(pairs), *noise]))

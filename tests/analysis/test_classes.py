@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from tests.analysis.runs import write_run
 
 
 def with_classes(
-    folder: Path, num: int, factors: tuple[float, ...] = (), column: str = "tenant", **options: bool
+    folder: Path, num: int, factors: tuple[float, ...] = (), column: str = "tenant", **options: Any
 ) -> Run:
     """A run whose requests are of `num` classes in turn; the times of each class are multiplied by its factor."""
     file = write_run(folder, num_requests=120, **options) / "requests.parquet"
@@ -46,7 +47,7 @@ def test_classes_are_the_tenants_or_else_the_priorities(tmp_path):
     assert run.summary["classes"]["attainment"] is None, "without an SLO"
     many = with_classes(tmp_path / "many", 9)
     assert many.summary["classes"] is None
-    assert of_classes([run, many], with_slo=False) == {}
+    assert list(of_classes([many, run], with_slo=False)) == ["tenant v1.0", "tenant v1.1", "tenant v1.2"]
     by_priority = with_classes(tmp_path / "priorities", 2, column="priority").summary["classes"]
     assert (by_priority["by"], by_priority["num_requests"]) == ("priority", {"0": 60, "1": 60})
     assert json.loads(json.dumps(by_priority)) == by_priority
@@ -73,5 +74,18 @@ def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
     assert text.count("**Class tenant v1.") == 2
     assert text.count("corrected over the arms, not over classes") == 1
     (said,) = [line for line in text.partition("## Answer")[2].splitlines() if line.startswith("- These numbers pool")]
-    assert "pool 2 classes of requests (tenant v1.0 and tenant v1.1), which the tables of classes compare" in said
-    assert f"may hide one: {arms[1].name.replace('_', chr(92) + '_')} is better in " in said
+    assert "pool the classes of requests (tenant v1.0 and tenant v1.1), which are compared one by one in tables" in said
+    assert f"may hide one: on this one trace, {arms[1].name.replace('_', chr(92) + '_')} is better in " in said
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_class_that_a_replicate_lacks_is_compared_over_the_others(tmp_path):
+    """Of a third replicate, which has one class only, nothing is in the tables of classes, and they say so."""
+    for seed, num in enumerate((2, 2, 1)):
+        with_classes(tmp_path / "runs" / f"base-{seed}", num, seed=seed)
+        with_classes(tmp_path / "runs" / f"other-{seed}", num, (4.0, 0.2)[:num], chunked=False, seed=seed)
+    page = report_from_folders([tmp_path / "runs"], tmp_path / "report.html").with_suffix(".md")
+    text = page.read_text()
+    assert text.count("**Class tenant v1.1**") == 1
+    assert "- These numbers pool the classes of requests (tenant v1.0 and tenant v1.1)" in text
+    assert "2 of 6 runs have no request of this class, and are left out here." in text

@@ -120,7 +120,7 @@ def test_steps_that_make_no_sense_are_refused(step, message):
 
 def labelled(trace, *shares, seed=3):
     classes = [{"tenant": f"class-{i}", "share": share, "priority": i} for i, share in enumerate(shares)]
-    return transforms.apply_all(trace, [{"name": "label", "classes": classes}], no_file, seed)
+    return transforms.apply_all(trace, [{"name": "label", "classes": classes, "seed": seed}], no_file, 7)
 
 
 def test_sessions_are_labelled_whole_by_shares_and_seed():
@@ -139,6 +139,13 @@ def test_sessions_are_labelled_whole_by_shares_and_seed():
     assert found.notes[-1].startswith(
         "sessions put into classes (tenant class-0, share 0.6, priority 0; tenant class-1"
     )
+
+
+def test_a_run_s_seed_makes_no_replicates_by_other_labels():
+    labels = [{"name": "label", "classes": [{"tenant": "a"}, {"tenant": "b", "priority": None}]}]
+    first, other = (transforms.apply_all(plain(*range(50)), labels, no_file, seed) for seed in (1, 2))
+    assert fingerprint(first) == fingerprint(other)
+    assert first.notes[-1].startswith("sessions put into classes (tenant a; tenant b) with seed 0")
 
 
 def test_labels_are_drawn_apart_from_what_is_thinned():

@@ -34,7 +34,8 @@ class ClassConfig:
 def label(trace: S, classes: Sequence[Mapping[str, Any]], seed: int = 0) -> S:
     """Puts each session, conversation, or request outside of them into one of the `classes`, by a hash of its name.
 
-    A class has the keys of ClassConfig. Other shares move only the sessions that they must.
+    A class has the keys of ClassConfig. Other shares move only the sessions that they must. The run's seed is not taken
+    for `seed`: the same requests with other labels are no replicate.
     """
     require("classes", classes, len(classes) > 0, f"a list of at least one {_KEYS}")
     checked = [_class_of(entry, f"classes[{position}]") for position, entry in enumerate(classes)]
@@ -51,7 +52,8 @@ def label(trace: S, classes: Sequence[Mapping[str, Any]], seed: int = 0) -> S:
             num_labelled[number] += 1
             yield row._replace(**labels[number])
 
-    given = "; ".join(", ".join(f"{key} {value}" for key, value in entry.items()) or "as it is" for entry in classes)
+    told = [[f"{key} {value}" for key, value in entry.items() if value is not None] for entry in classes]
+    given = "; ".join(", ".join(words) or "as it is" for words in told)
     note = f"sessions put into classes ({given}) with seed {seed}"
     return derived(
         trace,

@@ -99,9 +99,7 @@ TRANSFORMS: dict[str, Transform] = {
     "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
     "limit": Transform(selection.limit, "the first `num_requests`"),
     "filter": Transform(selection.keep_within, "requests within bounds: `max_prompt_tokens`, `tenant`, `max_turn`, …"),
-    "label": Transform(
-        labels.label, "puts sessions into `classes` [{tenant, share, priority, deadline_s}]", draws="classes"
-    ),
+    "label": Transform(labels.label, "puts sessions into `classes` [{tenant, share, priority, deadline_s}]"),
     "scale_lengths": Transform(sizes.scale_lengths, "`prompt` and `output` times as long"),
     "clip_lengths": Transform(
         sizes.clip_lengths, "cuts at `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`"

@@ -176,7 +176,12 @@ def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
         else:
             require_type(f"{where}.{key}", value, _hints(cls)[key])
         changed[key] = value
-    return replace(base, **changed)
+    try:
+        return replace(base, **changed)
+    except ConfigError as error:  # a value out of range; what it belongs to is known here
+        group, _, said = str(error).partition(".")
+        is_named = group not in ("trace", "lengths") or str(error).startswith(where)
+        raise ConfigError(str(error) if is_named else f"{where}.{said}") from None
 
 
 _hints = cache(get_type_hints)

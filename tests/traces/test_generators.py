@@ -185,10 +185,17 @@ def test_settings_without_effect_are_told(values, told):
         ({"rate": True}, r"trace\.tenants\[0\]\.rate is True; it must be a number"),
         ({"priorty": 1}, r"unknown key 'trace\.tenants\[0\]\.priorty'; did you mean 'priority'\?"),
         ({"priority": 0.5}, r"trace\.tenants\[0\]\.priority is 0\.5; it must be a whole number"),
-        ({"priority": 2**31}, r"trace\.priority is 2147483648; it must be -2,147,483,648 to 2,147,483,647"),
-        ({"deadline_s": -1}, r"trace\.deadline_s is -1; it must be 0 to 1e9, or absent"),
+        (
+            {"priority": 2**31},
+            r"trace\.tenants\[0\]\.priority is 2147483648; it must be -2,147,483,648 to 2,147,483,647",
+        ),
+        ({"deadline_s": -1}, r"trace\.tenants\[0\]\.deadline_s is -1; it must be 0 to 1e9, or absent"),
+        ({"prompt": {"value": 0}}, r"trace\.tenants\[0\]\.prompt\.value is 0; it must be 1 to"),
         ({"share": 10**400}, r"trace\.tenants\[0\]\.share is a whole number of about 401 digits; it must be a finite"),
-        ({"num_users": 10**400}, r"trace\.num_users is a whole number of about 401 digits; it must be 1 to"),
+        (
+            {"num_users": 10**400},
+            r"trace\.tenants\[0\]\.num_users is a whole number of about 401 digits; it must be 1 to",
+        ),
     ],
 )
 def test_what_a_tenant_has_of_another_type_is_refused(entry, message):

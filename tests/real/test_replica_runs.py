@@ -23,10 +23,8 @@ from tests.parity.kit import CLOSED, real_config, real_run
 from tests.real.processes import assert_gone, check_end, ranks_of, stepping
 
 TWO = {"backend__num_replicas": 2, "backend__num_threads": 1}
-KINDS = {
-    "vllm_v1": {},
-    "vllm_v1_async": {},
-    "sarathi": {"scheduler__max_num_batched_tokens": 32},
+KINDS = {  # plain vllm_v1: test_replicas_of_two_ranks_each
+    "vllm_v1_async": {"scheduler__max_num_batched_tokens": 32},
     "prefill_first": {"scheduler__preemption": "swap", "cache__num_cpu_blocks": 64},
 }
 

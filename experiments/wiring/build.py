@@ -313,7 +313,7 @@ def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]
     trace; None: not known."""
     named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
     return [
-        f"{key}={name} has no effect here beyond the order of arrival: {_ALIKE[field]}; trace.tenants, or "
+        f"{key}={name} tells no requests apart here: {_ALIKE[field]}; trace.tenants, or "
         "trace.transforms=[{name: label, classes: …}], gives them classes"
         for key, name in named.items()
         if differ_in is not None and (field := GOES_BY[key].get(name or "")) and field not in differ_in

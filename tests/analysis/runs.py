@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,18 @@ def change_config(folder, **settings):
         section, _, leaf = key.rpartition("__")
         (config.setdefault(section, {}) if section else config)[leaf] = value
     (folder / "config.yaml").write_text(json.dumps(config))
+
+
+def change_requests(folder: Path, change: Callable[[int, dict[str, Any]], float]) -> None:
+    """Changes the request records of a run. change: is given the number and the fields of a request, which it may
+    change, and returns how many times as long the request takes."""
+    file = folder / "requests.parquet"
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    for i, row in enumerate(rows):
+        slowness, arrival = change(i, row), row["arrival_ns"]
+        for name in ("first_token_ns", "finish_ns"):
+            row[name] = arrival + round(slowness * (row[name] - arrival))
+        row["token_ns"] = [arrival + round(slowness * (t - arrival)) for t in row["token_ns"]]
+        row |= {name: slowness * row[name] for name in ("ttft_s", "tpot_s", "e2e_s") if row[name] is not None}
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)

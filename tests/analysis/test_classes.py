@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.comparison.arms import infer_arms
@@ -16,24 +14,19 @@ from analysis.comparison.compare import LATENCY, compare, of_classes
 from analysis.load import Run, load_run
 from analysis.measures.metrics import SLO
 from analysis.reports.report import report_from_folders
-from tests.analysis.runs import write_run
+from tests.analysis.runs import change_requests, write_run
 
 
 def with_classes(
     folder: Path, num: int, factors: tuple[float, ...] = (), column: str = "tenant", **options: Any
 ) -> Run:
     """A run whose requests are of `num` classes in turn; the times of each class are multiplied by its factor."""
-    file = write_run(folder, num_requests=120, **options) / "requests.parquet"
-    table = pq.read_table(file)
-    rows = table.to_pylist()
-    for i, row in enumerate(rows):
+
+    def change(i: int, row: dict[str, Any]) -> float:
         row |= {"tenant": f"v1.{i % num}"} if column == "tenant" else {"tenant": None, "priority": i % num}
-        slowness, arrival = (factors or (1.0,) * num)[i % num], row["arrival_ns"]
-        for name in ("first_token_ns", "finish_ns"):
-            row[name] = arrival + round(slowness * (row[name] - arrival))
-        row["token_ns"] = [arrival + round(slowness * (t - arrival)) for t in row["token_ns"]]
-        row |= {name: slowness * row[name] for name in ("ttft_s", "tpot_s", "e2e_s") if row[name] is not None}
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+        return (factors or (1.0,) * num)[i % num]
+
+    change_requests(write_run(folder, num_requests=120, **options), change)
     return load_run(folder)
 
 

@@ -7,8 +7,6 @@ import math
 import re
 from itertools import permutations
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.comparison.arms import infer_arms, num_replicates
@@ -16,7 +14,7 @@ from analysis.comparison.compare import LATENCY, compare, engine_noise, mean_ove
 from analysis.comparison.effects import main_effects
 from analysis.load import Run, load_run
 from analysis.reports.report import report_from_folders
-from tests.analysis.runs import write_run
+from tests.analysis.runs import change_requests, write_run
 
 MEANS = LATENCY[::2]  # of so few requests a P99 has no interval
 MEAN_TTFT = MEANS[0]
@@ -25,16 +23,7 @@ UNMEASURED = "How far the real engine differs from itself was not measured"
 
 def measured(folder, slowness, backend="real", **options):
     """A run whose requests take so many times as long, all else equal."""
-    file = write_run(folder, backend, **options) / "requests.parquet"
-    table = pq.read_table(file)
-    rows = table.to_pylist()
-    for row in rows:
-        arrival = row["arrival_ns"]
-        for name in ("first_token_ns", "finish_ns"):
-            row[name] = arrival + round(slowness * (row[name] - arrival))
-        row["token_ns"] = [arrival + round(slowness * (t - arrival)) for t in row["token_ns"]]
-        row |= {name: slowness * row[name] for name in ("ttft_s", "tpot_s", "e2e_s") if row[name] is not None}
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    change_requests(write_run(folder, backend, **options), lambda i, row: slowness)
     return load_run(folder)
 
 

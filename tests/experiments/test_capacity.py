@@ -1,11 +1,10 @@
-"""`testbed capacity`: capacities that queueing theory or arithmetic knows, early stops, resuming, mistakes."""
+"""`testbed capacity`: capacities that queueing theory or arithmetic knows, early stops, what is said, mistakes."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,26 @@ from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
 from experiments import find_capacity
-from experiments.capacity import study
 from experiments.capacity.arms import parse
 from experiments.capacity.command import warnings, without_capacity
-from experiments.capacity.found import Capacity, Found, Replicate
+from experiments.capacity.found import Found, Replicate
 from experiments.capacity.points import SloWatch
 from experiments.capacity.search import Ask, Bracket, search
 from experiments.configuration.config import RunConfig
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
+from tests.experiments.capacity_kit import BUSY, ends
 from tests.experiments.kit import REAL, SHORT, TINY, Said, config_of, say, write_rows
 
 ONE_TOKEN = (
     "model=tiny", "cost=constant", "cost.step_s=0.01", "scheduler.max_num_seqs=1", "cache.prefix_caching=false",
     "cache.num_gpu_blocks=4096", "trace.prompt={kind: constant, value: 1}", "trace.output={kind: constant, value: 1}",
 )  # fmt: skip
-BUSY = (  # preemptions, swaps, queues
-    *TINY, "cache.num_gpu_blocks=24", "cache.num_cpu_blocks=40", "scheduler=vllm_v0", "scheduler.preemption=swap",
-    "cost=constant", "cost.step_s=0.01", "trace.num_requests=70", "trace.output={kind: uniform, min_tokens: 1, "
-    "max_tokens: 30}", "trace.prompt={kind: uniform, min_tokens: 4, max_tokens: 40}",
-)  # fmt: skip
 
 
 def capacity_of(folder: Path, *overrides: str, **options: Any) -> Found:
     (found,) = find_capacity(*overrides, folder=folder, **options).found
     return found
-
-
-def ends(found: Found) -> tuple[float, float]:
-    failed = found.rate(found.bracket.failed)
-    assert failed is not None
-    return found.capacity, failed
 
 
 # --- the search alone ---
@@ -204,116 +192,6 @@ def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tm
         assert watch.over == {name: count for name, count in found.over.items() if count}
 
 
-# --- points that are kept ---
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    names = ("capacity.json", "points.csv", "capacity.svg")
-    return {name: (folder / name).read_bytes() for name in names}
-
-
-TWO = (
-    *(item for item in BUSY if not item.startswith("scheduler")), "scheduler=vllm_v1,sarathi", "slo.ttft_s=0.2",
-    "slo.attainment=0.9", "seed=0,1",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Capacity:
-    """At once, by one process."""
-    return find_capacity(*TWO, folder=tmp_path_factory.mktemp("searched"))
-
-
-def test_the_same_command_goes_on_and_comes_to_the_same(
-    tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(searched.folder, tmp_path / "a")
-    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
-    said = say(capsys, *command)
-    assert said.status == 0, said.err
-    before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
-    simulated = []
-    run_point = study.run_point
-    monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(1), run_point(*given)))
-    assert say(capsys, *command).out == said.out
-    assert (files_of(tmp_path / "a"), simulated) == (before, [])
-    for file in points[::2]:
-        file.unlink()
-    assert say(capsys, *command).out == said.out
-    assert files_of(tmp_path / "a") == before
-    assert len(points[::2]) <= len(simulated) < 2 * len(points)
-
-
-def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
-    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2).points)
-
-
-def test_an_interrupt_keeps_what_was_done(
-    tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_point, num = study.run_point, [0]
-
-    def interrupted(*given: Any) -> None:
-        num[0] += 1
-        if num[0] == 8:
-            raise KeyboardInterrupt
-        run_point(*given)
-
-    monkeypatch.setattr(study, "run_point", interrupted)
-    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
-    said = say(capsys, *command)
-    assert said.status == 130
-    assert "go on with: testbed capacity" in said.error()
-    assert len(list((tmp_path / "a" / "points").iterdir())) == 7
-    monkeypatch.setattr(study, "run_point", run_point)
-    assert find_capacity(*TWO, folder=tmp_path / "a").points.equals(searched.points)
-
-
-def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.1)
-    num = len(list((tmp_path / "points").iterdir()))
-    there = ("--out", str(tmp_path))
-    for more, text in (
-        ("slo.ttft_s=0.3", "slo.ttft_s of vllm_v1 is 0.2 there and 0.3 here"),
-        ("seed=0,2", "seed is [0, 1] there and [0, 2] here"),
-        ("cache.block_size=8", "cache.block_size of vllm_v1 is 4 there and 8 here"),
-    ):
-        assert text in say(capsys, "capacity", *TWO, more, *there).error()
-    fine = find_capacity(*TWO, folder=tmp_path, tolerance=0.02)
-    assert len(list((tmp_path / "points").iterdir())) > num
-    for before, after in zip(coarse.found, fine.found, strict=True):
-        assert ends(before)[0] <= ends(after)[0] < ends(after)[1] <= ends(before)[1]
-    again = say(capsys, "capacity", *TWO, "--tolerance", "0.2", *there)
-    assert "has the brackets of --tolerance 0.02, finer than asked for" in again.out
-    rows = json.loads((tmp_path / "capacity.json").read_text())["policies"]
-    assert [(row["capacity"], row["failed_at"]) for row in rows] == [ends(found) for found in fine.found]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "x").write_text("")
-    refused = say(capsys, "capacity", *TWO, "--out", str(tmp_path / "other")).error()
-    assert "is not empty and holds no search" in refused
-
-
-def test_a_search_goes_on_with_more_policies_and_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if all had been searched at once, and what was simulated is not simulated again."""
-    one = tuple("scheduler=vllm_v1" if "scheduler" in item else item for item in TWO)
-    find_capacity(*one, folder=tmp_path / "a", tolerance=0.1)
-    simulated = []
-    run_point = study.run_point
-    monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(given[0]), run_point(*given)))
-    both = find_capacity(*TWO, folder=tmp_path / "a", tolerance=0.1)
-    assert {raw["scheduler"]["name"] for raw in simulated} == {"sarathi"}
-    simulated.clear()
-    more = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "a", tolerance=0.1)
-    assert sum(raw["seed"] < 2 for raw in simulated) <= 2 * 2 * 4, "only the capacity of all, and rates beside it"
-    at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.1)
-    assert more.points.equals(at_once.points)
-    assert [found.arm.name for found in both.found] == ["vllm_v1", "sarathi"]
-    fewer = say(capsys, "capacity", *one, "seed=0,1,2", "--out", str(tmp_path / "a")).error()
-    assert "holds the search of sarathi too, which its tables would lose; name all policies" in fewer
-
-
 # --- what is said ---
 
 
@@ -334,29 +212,6 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.Captur
     text = (tmp_path / "capacity.md").read_text()
     assert said.out.splitlines()[0] in text
     assert "![goodput and attainment](capacity.png)" in text
-
-
-def test_seeds_are_searched_each_and_policies_compared_by_them(
-    searched: Capacity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(searched.folder, tmp_path / "a")
-    said = say(capsys, "capacity", *TWO, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
-    result = json.loads((tmp_path / "a" / "capacity.json").read_text())
-    first, base = result["policies"]
-    assert (result["baseline"], base["change"]) == ("sarathi", None)
-    for policy, found in zip(result["policies"], searched.found, strict=True):
-        each = [one["capacity"] for one in policy["seeds"]]
-        kept = searched.points.query("policy == @found.arm.name and kept").groupby("seed")["rate"].apply(list)
-        assert all(capacity in rates for capacity, rates in zip(each, kept, strict=True))
-        assert policy["ci95_low"] < min(each) <= policy["capacity"] <= max(each) < policy["ci95_high"]
-        assert policy["attainment"] == pytest.approx(sum(found.attainments) / 2)
-        assert f"{min(found.attainments):.2%} to {max(found.attainments):.2%}" in said.out
-    change = first["change"]
-    assert change["ci95_low"] < change["percent"] < change["ci95_high"]
-    assert re.search(r"^\| capacity against sarathi \| change, 95 % over 2 paired seeds \| ", said.out, re.MULTILINE)
-    assert "one seed" not in said.out
-    error = say(capsys, "capacity", *TWO, "report.baseline=orca", "--out", str(tmp_path / "b")).error()
-    assert "baseline 'orca': no arm is called so; the arms are: vllm_v1; sarathi" in error
 
 
 def test_policies_are_called_as_in_a_report() -> None:

@@ -228,7 +228,7 @@ def test_policies_that_go_by_a_class_say_so_where_all_requests_are_of_one(policy
 def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
     one = ["trace.num_requests=4", f"trace.stream={stream}", "scheduler.queue_order=priority"]
     label = "trace.transforms=[{name: label, classes: [{}, {priority: 1}]}]"
-    said = "scheduler.queue_order=priority has no effect here beyond the order of arrival"
+    said = "scheduler.queue_order=priority tells no requests apart here"
     for name, options in (("one", one), ("two", [*one, label])):
         assert run(tmp_path / name, *options)[0] == 0
         assert (said in capsys.readouterr().out) is (name == "one")

@@ -22,11 +22,17 @@ OURS := testbed sim real experiments analysis tests setup.py
 VLLM_VERSIONS ?= 0.28.0 0.32.0
 NEWER_RUNNER := $(addprefix tests/vllm/,test_decides.py test_reset.py test_observed_and_served.py)
 
-# Models that `make gpu` measures, and the device of the library that the card is.
-GPU_MODELS ?= qwen3_0.6b qwen3_8b
+# What `make gpu` measures: models, the device of the library that the card is, seconds of each calibration, requests per
+# second of the runs to compare with, and rounds of the whole runs beside other engines.
+GPU_MODELS ?= qwen3_0.6b,qwen3_8b
 GPU_DEVICE ?= h100
+GPU_SECONDS ?= 120
+GPU_RATES ?= 4,8
+GPU_ROUNDS ?= 3
+comma := ,
 
-.PHONY: demo test test-vllm setup compile lint types check bench gpu flash clean
+.PHONY: demo test test-vllm setup compile lint types check bench flash clean \
+  gpu gpu-tests gpu-fidelity gpu-speed gpu-offline
 
 demo: setup
 	$(BIN)/testbed demo
@@ -87,21 +93,31 @@ test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 bench: setup
 	$(BIN)/testbed bench
 
-# On a machine with an NVIDIA GPU: its tests, the speed of steps, for each model a calibration and how far simulations are from
-# runs that it has not seen, and whole runs beside other engines.
-gpu: setup
+# On a machine with an NVIDIA GPU. `make -k gpu` goes on after a part that failed.
+gpu: gpu-tests gpu-fidelity gpu-speed gpu-offline
+
+gpu-tests: setup
 	$(BIN)/pytest -m gpu -n 8 -k 'not cuda_memory_is_measured'
 	$(BIN)/pytest -m gpu -k cuda_memory_is_measured
-	$(BIN)/testbed bench engine --parts decode,sampling,prefill,mixed,swap
-	@for model in $(GPU_MODELS); do \
+
+# For each model a calibration, and how far simulations with it are from runs that it has not seen.
+gpu-fidelity: setup
+	@for model in $(subst $(comma), ,$(GPU_MODELS)); do \
 	  out=runs/gpu/$$model; options="model=$$model device=$(GPU_DEVICE) scheduler.max_model_len=16384"; \
-	  $(BIN)/testbed calibrate $$options --max-seconds 120 --overwrite --out $$out/fit && \
-	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=4,8 trace.num_requests=100 \
-	    hydra.sweep.dir=$$out/real overwrite=true && \
+	  $(BIN)/testbed calibrate $$options --max-seconds $(GPU_SECONDS) --overwrite --out $$out/fit && \
+	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=$(GPU_RATES) \
+	    trace.num_requests=100 hydra.sweep.dir=$$out/real overwrite=true && \
 	  $(BIN)/testbed fidelity $$out/real cost=calibrated cost.path=$$out/fit/calibrated-cost.json --overwrite \
 	    --out $$out/fidelity || exit 1; \
 	done
-	$(BIN)/testbed bench engine --parts offline
+
+# Steps against the card's measured ceilings.
+gpu-speed: setup
+	$(BIN)/testbed bench engine --models $(GPU_MODELS) --parts decode,sampling,prefill,mixed,swap
+
+# Whole runs beside other engines.
+gpu-offline: setup
+	$(BIN)/testbed bench engine --models $(GPU_MODELS) --repeats $(GPU_ROUNDS) --parts offline
 
 clean:
 	rm -rf $(VENV) build testbed/_compiled *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

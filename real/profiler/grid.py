@@ -189,7 +189,9 @@ def _mixed(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         kinds = [(context,) * num for context in sorted({min(MIN_CONTEXT, longest), max(1, longest // 4), longest})]
         kinds.append(tuple(draw.randint(1, longest) for _ in range(num)))
         batches = [_split(size, 1) for size in sizes]
-        batches += [_split(size, 4) for size in sizes if size >= 16 and num + 4 <= room.max_num_seqs]
+        for size in sizes:
+            splits = [parts for parts in SPLITS[1:] if 4 * parts <= size and num + parts <= room.max_num_seqs]
+            batches += [_split(size, draw.choice(splits))] if splits else []
         for batch in batches:
             for contexts in draw.sample(kinds, 2):
                 yield Episode(contexts, batches=(batch,))

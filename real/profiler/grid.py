@@ -55,7 +55,8 @@ class Episode:
     and one for each of `batches`. A batch is prompts that arrive together: (cached prefix, new tokens) each.
 
     budget: token budget of a step; None: no limit. Only with a budget is a prompt cut into chunks. decodes_wait:
-    prompts are computed without decodes, and each batch is followed by a step of decodes only.
+    prompts are computed without decodes, and each batch is followed by a step of decodes only. num_common: whole blocks
+    of tokens with which all decoding sequences begin, and which they share.
     """
 
     contexts: tuple[int, ...] = ()
@@ -64,6 +65,7 @@ class Episode:
     batches: tuple[Batch, ...] = ()
     budget: int | None = None
     decodes_wait: bool = False
+    num_common: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -132,6 +134,10 @@ def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         for context in sorted({round(shortest * (longest / shortest) ** share) for share in shares}):
             yield Episode((context,) * num, NUM_ALONE)
         yield Episode(tuple(draw.randint(1, longest) for _ in range(num)), NUM_ALONE)
+        if num > 1:  # the same contexts, of which a part is shared
+            for share in (0.25, 0.75):
+                num_common = int(longest * share) // room.block_size * room.block_size
+                yield Episode((longest,) * num, NUM_ALONE, num_common=num_common)
 
 
 def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -> int:

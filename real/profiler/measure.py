@@ -120,7 +120,7 @@ def fill_with_noise(kv: Any) -> None:
 def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
     """Runs one episode; returns its measured steps. seed: for token ids and for the blocks that are moved."""
     room = bench.room
-    has_prefixes = any(chunk.start for batch in episode.batches for chunk in batch)
+    has_prefixes = episode.num_common > 0 or any(chunk.start for batch in episode.batches for chunk in batch)
     budget = episode.budget or room.max_num_seqs * room.max_model_len
     scheduler = bench.make_scheduler(
         budget=budget, caching=True if has_prefixes else None, decodes_wait=episode.decodes_wait
@@ -157,16 +157,15 @@ class _Stage(Recorder):
     def _events(self) -> Iterator[list[Event]]:
         """Yields the events at each step boundary, after setting how the step is treated."""
         episode = self._episode
-        decoding = [self._request(context, episode.num_steps) for context in episode.contexts]
+        common = self._ids(episode.num_common)
+        owned = [self._ids(context - episode.num_common) for context in episode.contexts]
+        decoding = [self._made(common + own, episode.num_steps) for own in owned]
         prefixes = {chunk: self._ids(chunk.start) for batch in episode.batches for chunk in batch if chunk.start}
-        before = [*decoding, *(self._made(ids, 1) for ids in prefixes.values())]
-        if before:
-            self._num_to_compute = sum(len(request.prompt_token_ids) for request in before)
-            self._is_skipped = True
-            yield [Arrive(request) for request in before]
-            while self._num_to_compute > 0:
-                yield []
-            self._is_skipped = False
+        if common:
+            yield from self._skipped([self._made(common, 1)], len(common))
+        others = [self._made(ids, 1) for ids in prefixes.values()]
+        if before := [*decoding, *others]:
+            yield from self._skipped(before, sum(map(len, [*owned, *prefixes.values()])))
         yield [] if decoding else [Arrive(self._request(self._bench.room.block_size, 1))]  # unmeasured
         self._is_kept = True
         for moves in (*[Moves()] * episode.num_alone, *episode.moves):
@@ -179,6 +178,14 @@ class _Stage(Recorder):
                 yield []
         self._is_kept, self._is_skipped, self._is_over = False, True, True
         yield [Abort(request.request_id) for request in decoding]
+
+    def _skipped(self, requests: list[Request], num_tokens: int) -> Iterator[list[Event]]:
+        """Yields the events of requests until `num_tokens` prompt tokens are planned and committed, not computed."""
+        self._num_to_compute, self._is_skipped = num_tokens, True
+        yield [Arrive(request) for request in requests]
+        while self._num_to_compute > 0:
+            yield []
+        self._is_skipped = False
 
     def _prompts(self, batch: Batch, prefixes: dict[PrefillChunk, array[int]]) -> Iterator[list[Event]]:
         """Yields the events of a batch of prompts, until they are computed."""

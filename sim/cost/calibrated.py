@@ -34,6 +34,7 @@ class Coefficients:
     mixed_decode: float = 0.0  # a decode row of a step with prefills, in addition to its share of the curve
     mixed_decode_context_token: float = 0.0  # as decode_context_token, which it replaces in steps with prefills
     mixed_decode_skew_token: float = 0.0  # as decode_skew_token, likewise
+    repeated_context_token: float = 0.0  # what is saved on a position that another decode reads too; 0: not known
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
@@ -78,6 +79,12 @@ class Calibration:
     ranges: Ranges
     quality: dict[str, Quality]
     num_folds: int
+
+    def with_saving(self, share: float) -> Calibration:
+        """Returns the fit with a saving of `share` on positions that several decodes read, if it was not profiled."""
+        known = self.coefficients
+        saved_ns = known.repeated_context_token or share * known.decode_context_token
+        return replace(self, coefficients=replace(known, repeated_context_token=saved_ns))
 
     def scaled(self, host: float, device: float) -> Calibration:
         """Returns the fit for a machine whose host takes `host` times as long, and everything else `device` times."""
@@ -160,11 +167,11 @@ class CalibratedCost:
         num, context, c = shape.num_decodes, shape.decode_context_tokens, self._c
         if num == 0:
             return 0
-        skew = decode_skew(shape)
+        skew, saved_ns = decode_skew(shape), shape.repeated_context_tokens * c.repeated_context_token
         if not has_prefills:
-            return to_ns(context * c.decode_context_token + skew * c.decode_skew_token)
+            return to_ns(max(0.0, context * c.decode_context_token + skew * c.decode_skew_token - saved_ns))
         mixed_ns = num * c.mixed_decode + context * c.mixed_decode_context_token
-        return to_ns(mixed_ns + skew * c.mixed_decode_skew_token)
+        return to_ns(max(0.0, mixed_ns + skew * c.mixed_decode_skew_token - saved_ns))
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Returns the number of tokens of all chunks, and the ns of their attention."""

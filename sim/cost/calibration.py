@@ -177,6 +177,7 @@ def _forward(
         shape.num_decodes if has_prefills else 0,
         shape.decode_context_tokens if has_prefills else 0,
         decode_skew(shape) if has_prefills else 0,
+        -shape.repeated_context_tokens,
         len(shape.prefills),
         sum(chunk.start + chunk.num_tokens for chunk in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,
@@ -227,7 +228,7 @@ def _solve(features: Floats, measured: Floats, expected: Floats) -> Floats:
     from scipy.optimize import nnls  # slow to import, and a simulation does not need it
 
     relative = features / expected[:, None]
-    scale = relative.max(axis=0, initial=0.0)
+    scale = np.abs(relative).max(axis=0, initial=0.0)
     used = scale > 0
     found = np.zeros(features.shape[1])
     if used.any():

@@ -14,7 +14,7 @@ from testbed.foreign_text import number, parsed, shown, whole
 from testbed.specs.profiles import ProfileManifest
 from testbed.specs.ranges import MAX_PART_NS
 
-FORMAT = "testbed calibrated cost 4"
+FORMAT = "testbed calibrated cost 5"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps
 MAX_ERROR = 1e15  # of a relative error
 _KEYS = ("manifest", "decode_curve", "prefill_curve", "coefficients_ns", "ranges", "quality", "num_folds")

@@ -15,8 +15,7 @@ class CopyOnWrite:
 
     def __init__(self, gpu: GPUBlocks, block_size: int) -> None:
         self.pairs: tuple[Pair, ...] = ()
-        self._gpu = gpu
-        self._block_size = block_size
+        self._gpu, self._block_size = gpu, block_size
 
     def take(self) -> tuple[Pair, ...]:
         """Returns the copies of the decided step and clears them."""

@@ -69,6 +69,11 @@ class BlockManager:
     def num_free_cpu_blocks(self) -> int:
         return self._cpu.pool.num_free
 
+    @property
+    def num_repeated_tokens(self) -> int:
+        """Positions of shared GPU blocks, counted for each sequence that holds them but one."""
+        return self._gpu.pool.num_repeats * self.block_size
+
     def hand_out_in(self, order: list[int]) -> None:
         """Sets the allocation order of the free GPU blocks, for example one as in a pool that has been in use."""
         assert sorted(order) == sorted(self._gpu.pool.free), "not the blocks that are free"

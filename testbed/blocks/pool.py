@@ -22,6 +22,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts: vec[i32] = vec[i32]([0] * num_blocks)
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
+        self.num_repeats = 0  # references beyond the first one of each block
 
     @property
     def num_free(self) -> int:
@@ -39,6 +40,7 @@ class BlockPool:
         count = self.ref_counts[block]
         assert count > 0, "a block is shared that nobody references"
         self.ref_counts[block] = count + 1
+        self.num_repeats += 1
 
     def revive(self, block: int) -> None:
         """Sets the first reference to a block that was kept unreferenced."""
@@ -50,6 +52,7 @@ class BlockPool:
         count = self.ref_counts[block] - 1
         assert count >= 0, "a block is freed twice"
         self.ref_counts[block] = count
+        self.num_repeats -= count > 0
         return count == 0
 
     def put_back(self, block: int) -> None:
@@ -65,6 +68,7 @@ class BlockPool:
             for block in held:
                 references[block] += 1
         assert references == list(self.ref_counts), "reference counts differ from the tables"
+        assert self.num_repeats == sum(max(0, count - 1) for count in references)
         assert len(set(self.free)) == len(self.free), "a block is free twice"
         assert not any(references[block] for block in self.free), "a free block is referenced"
         assert self.num_free + num_kept + sum(map(bool, references)) == self.num_blocks, "a block is lost"

@@ -92,7 +92,8 @@ class Swapping:
         """Whether the CPU pool has room for these sequences. NEVER: they need more blocks than the whole pool."""
         num_blocks = num_distinct([one.block_table for one in unit])
         if not self._counts_all:
-            num_blocks = sum([self._num_counted(one, one.block_table) - self._num_on_cpu(one) for one in unit])
+            on_cpu = [self._cpu.num_held(one, self._prefixes.num_merged_blocks(one)) for one in unit]
+            num_blocks = sum([self._num_counted(one, one.block_table) for one in unit]) - sum(on_cpu)
         if num_blocks > self._cpu.pool.num_blocks:
             return Verdict.NEVER
         return Verdict.OK if num_blocks <= self._cpu.pool.num_free else Verdict.LATER
@@ -184,11 +185,7 @@ class Swapping:
                 writers[one.cpu_table[index]] = writers.get(one.cpu_table[index], 0) + 1
         return num_new + sum(writers.values()) - len(writers)
 
-    def _num_on_cpu(self, seq: KVSequence) -> int:
-        return self._cpu.num_held(seq, self._prefixes.num_merged_blocks(seq))
-
     def _num_on_gpu(self, seq: KVSequence) -> int:
-        """Returns how many full blocks have content that others reference on the GPU; a swap-in reuses these."""
         num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
         return 0 if merged is None or chain is None else merged.num_referenced(chain, num_merged)

@@ -16,6 +16,7 @@ from testbed.core.sequence import Sequence, SequenceGroup
 from testbed.core.state import FINISHED, RUNNING
 
 Ending = tuple[Sequence, FinishReason]
+Parting = tuple[Sequence, Outcome]
 
 
 class Commit:
@@ -25,9 +26,7 @@ class Commit:
         self.emitters: list[Sequence] = []  # of the last step, in the order scheduled, one entry per token
         self.next_seq_id = 0
         self.num_new_tokens = 0  # of the last step: emitted tokens, and the tokens that forked sequences start with
-        self._running = running
-        self._blocks = blocks
-        self._digest = digest
+        self._running, self._blocks, self._digest = running, blocks, digest
 
     def new_seq_ids(self, num_ids: int) -> int:
         """Reserves `num_ids` consecutive sequence ids and returns the first."""
@@ -48,7 +47,7 @@ class Commit:
         batch.is_over = True
         self.emitters, self.num_new_tokens = [], 0
         ending: tuple[Ending, ...] = ()
-        parting: tuple[tuple[Sequence, Outcome], ...] = ()
+        parting: tuple[Parting, ...] = ()
         num_taken = 0
         index: i64
         counts, samples_ahead = batch.counts, batch.samples
@@ -101,9 +100,7 @@ class Commit:
 
     # --- groups ---
 
-    def _parting(
-        self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None
-    ) -> tuple[tuple[Sequence, Outcome], ...]:
+    def _parting(self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None) -> tuple[Parting, ...]:
         """Returns the sequence with its outcome if members of its group fork from it in this step, else nothing."""
         if outcome is None:  # forced: each member emits the same tokens
             outcome = Outcome(seq.seq_id, (0,), forks=(0,) * (seq.num_samples - 1))

@@ -99,10 +99,8 @@ class StepResult(Value):
         self, end_ns: int, outcomes: tuple[Outcome, ...] | None = None, spans: Spans | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:  # fmt: skip
-        self.end_ns = end_ns
-        self.outcomes = outcomes
+        self.end_ns, self.outcomes, self.prompt_logprobs = end_ns, outcomes, prompt_logprobs
         self.spans = spans if spans is not None else Spans()
-        self.prompt_logprobs = prompt_logprobs
 
 
 class Completion(NamedTuple):

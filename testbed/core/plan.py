@@ -112,23 +112,24 @@ class BatchShape(Value):
     """The input of a cost model: integers. A decode row is one token of a sequence whose prompt is computed.
 
     decode_context_tokens: positions attended, the new one included, summed over the decode rows; the largest of them
-    is longest_decode_context (0: not given). num_samples: rows that need logits."""
+    is longest_decode_context (0: not given). repeated_context_tokens: those of them whose K and V another row reads
+    too, but for one row each: a device may find them in its cache. num_samples: rows that need logits."""
 
     FIELDS: ClassVar = (
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",
-        "num_blocks_swapped_in", "num_blocks_copied", "longest_decode_context",
+        "num_blocks_swapped_in", "num_blocks_copied", "longest_decode_context", "repeated_context_tokens",
     )  # fmt: skip
     __slots__ = FIELDS
 
     def __init__(
         self, num_decodes: int, decode_context_tokens: int, prefills: tuple[PrefillChunk, ...], num_samples: int,
         num_blocks_swapped_out: int = 0, num_blocks_swapped_in: int = 0, num_blocks_copied: int = 0,
-        longest_decode_context: int = 0,
+        longest_decode_context: int = 0, repeated_context_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.num_decodes, self.decode_context_tokens, self.prefills = num_decodes, decode_context_tokens, prefills
         self.num_samples, self.num_blocks_swapped_out = num_samples, num_blocks_swapped_out
         self.num_blocks_swapped_in, self.num_blocks_copied = num_blocks_swapped_in, num_blocks_copied
-        self.longest_decode_context = longest_decode_context
+        self.longest_decode_context, self.repeated_context_tokens = longest_decode_context, repeated_context_tokens
 
     @property
     def num_prefill_tokens(self) -> int:

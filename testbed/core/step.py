@@ -283,13 +283,10 @@ class Step:
 
     def close(self) -> tuple[Sequence, ...]:
         """Requeues deferred sequences and held victims. With a step in flight it returns the victims instead."""
-        for seq in reversed(self.deferred):
+        late, now = (self.leaving.held, ()) if self._is_ahead else ((), self.leaving.held)
+        for seq in (*reversed(self.deferred), *now):
             self._waiting.push_back(seq)
-        if self._is_ahead:
-            return self.leaving.held
-        for seq in self.leaving.held:
-            self._waiting.push_back(seq)
-        return ()
+        return late
 
 
 def _miscounted(seq: Sequence, num_tokens: int, start: int) -> str:

@@ -23,12 +23,13 @@ from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 FORMAT = 2
 METADATA_KEY = "testbed.profile"
-_PREFILLS = "list<struct<start, num_tokens>>"
+_PREFILLS, _REPEATED = "list<struct<start, num_tokens>>", "repeated_context_tokens"
 
 COLUMNS: dict[str, str] = {
     "num_decodes": "int32",  # rows of one token of sequences whose prompt is computed
     "decode_context_tokens": "int64",  # positions that they attended to, their own included; summed
     "longest_decode_context": "int64",  # positions that the longest of them attended to; 0: not known
+    _REPEATED: "int64",  # of all positions, those whose K and V another of them reads too, but for one decode each
     "prefills": _PREFILLS,  # each prompt or chunk: positions before it (within the window), tokens computed
     "num_samples": "int32",  # rows that needed logits
     "num_blocks_swapped_out": "int32",
@@ -264,6 +265,8 @@ def read_profile(path: str | Path) -> Profile:
     except ValueError as error:
         raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
     manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
+    if _REPEATED not in table.column_names:  # an older profile, whose steps had none
+        table = table.append_column(_REPEATED, pa.array([0] * table.num_rows, pa.int64()))
     for name, kind in COLUMNS.items():
         if name not in table.column_names:
             raise ProfileError(f"{path} lacks the column {name!r} ({kind}); it has {', '.join(table.column_names)}")
@@ -317,6 +320,11 @@ def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
         raise ProfileError(
             f"{place}: longest_decode_context is {longest} of {num_decodes} decodes that attend to {context} positions "
             "in all; expected from their mean to all of them, or 0 where it is not known"
+        )
+    if (repeated := row[_REPEATED]) > context - longest:
+        raise ProfileError(
+            f"{place}: {_REPEATED} is {repeated} of {context} positions, of which the longest decode has {longest}; "
+            f"expected at most {context - longest}"
         )
     if row["num_samples"] > num_decodes + len(chunks):
         raise ProfileError(

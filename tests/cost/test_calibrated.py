@@ -36,6 +36,7 @@ KNOWN = Calibration(
         0.0,
         80.0,
         9.0,
+        20.0,
         4e4,
         90.0,
         1.5,
@@ -70,7 +71,7 @@ def test_prices_are_positive_integers_and_the_breakdown_adds_up(shape):
 
 
 def test_the_price_is_the_sum_of_its_parts():
-    shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3, 21)
+    shape = BatchShape(2, 30, (PrefillChunk(10, 14), PrefillChunk(0, 3)), 4, 1, 2, 3, 21, 5)
     own_pairs = 14 * 15 // 2 + 6
     pairs = 14 * 10 + own_pairs
     dense = 3e6 + (60e6 - 3e6) * (19 - 16) / (2700 - 16)
@@ -81,11 +82,12 @@ def test_the_price_is_the_sum_of_its_parts():
         round(dense)
         + 30 * 80
         + (2 * 21 - 30) * 9
+        - 5 * 20
         + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + own_pairs * 0.8 + 0.1),  # a half goes up
         round(9e4 + 4 * 800),
     )
-    alone = CalibratedCost(KNOWN).breakdown(BatchShape(2, 30, (), 2, longest_decode_context=21))
-    assert alone["attention_decode"] == 30 * 50 + (2 * 21 - 30) * 7
+    alone = BatchShape(2, 30, (), 2, longest_decode_context=21, repeated_context_tokens=8)
+    assert CalibratedCost(KNOWN).breakdown(alone)["attention_decode"] == 30 * 50 + (2 * 21 - 30) * 7 - 8 * 20
 
 
 def test_curves_are_level_before_and_go_on_after_what_was_measured():
@@ -103,6 +105,19 @@ def test_a_fit_finds_known_prices_again():
         assert CalibratedCost(fit).price(shape).total_ns == pytest.approx(
             CalibratedCost(KNOWN).price(shape).total_ns, rel=0.05
         )
+
+
+def test_a_position_that_several_decodes_read_is_found_to_be_cheaper():
+    """A fit learns it from steps that have such positions. For one without, the device's data sheet tells the share."""
+    shared = [one.replace(repeated_context_tokens=one.decode_context_tokens // 2) for one in grid() if not one.prefills]
+    steps = measured(CalibratedCost(KNOWN), grid() + shared)
+    found = calibrate(Profile(manifest(), steps))
+    assert found.coefficients.repeated_context_token == pytest.approx(20, rel=0.02)
+    assert found.with_saving(0.9) == found
+    unknown = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
+    assert unknown.coefficients.repeated_context_token == 0
+    told = unknown.with_saving(0.5).coefficients
+    assert told.repeated_context_token == 0.5 * told.decode_context_token > 20
 
 
 def test_what_a_kernel_does_of_the_mask_is_told_apart_from_what_lies_before():
@@ -230,7 +245,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 4'"),
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 5'"),
         (
             ["coefficients_ns", "prefill"],
             -1,

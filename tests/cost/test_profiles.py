@@ -27,6 +27,13 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert pq.read_table(tmp_path / "p.parquet").column_names == list(COLUMNS)
 
 
+def test_a_profile_of_before_repeated_positions_were_counted_has_none(tmp_path):
+    write_profile(tmp_path / "p.parquet", manifest(), STEPS)
+    table = pq.read_table(tmp_path / "p.parquet")
+    pq.write_table(table.drop_columns("repeated_context_tokens"), tmp_path / "old.parquet")
+    assert read_profile(tmp_path / "old.parquet") == (manifest(), STEPS)
+
+
 def test_repeats_of_a_shape_are_counted():
     one, two = BatchShape(1, 5, (), 1), BatchShape(2, 9, (), 2)
     steps = number_repeats([(one, Spans(), 3), (two, Spans(), 3), (one, Spans(), 4)])
@@ -51,6 +58,7 @@ def rows() -> list[dict]:
         ("prefills", [], "row 1: the step computed and moved nothing"),
         ("decode_context_tokens", 7, "row 1: decode_context_tokens is 7 with 0 decodes"),
         ("longest_decode_context", 9, "row 1: longest_decode_context is 9 of 0 decodes that attend to 0 positions"),
+        ("repeated_context_tokens", 1, "row 1: repeated_context_tokens is 1 of 0 positions, .* expected at most 0"),
         ("num_samples", 2, "row 1: num_samples is 2; expected at most a row each, 1"),
         ("forward_ns", 10**12, "row 1: forward_ns is 1000000000000, and total_ns 9; expected no part longer than its"),
         ("num_blocks_copied", 2**41, "row 1: num_blocks_copied is 2199023255552; expected at most 1,099,511,627,776"),

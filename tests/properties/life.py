@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from testbed.blocks.kv_sequence import RELEASED
 from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import StepResult
+from testbed.core.plan import BatchShape
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from tests.properties.setups import NS_PER_S, Setup, random_request, random_setup
@@ -79,6 +81,7 @@ class Life:
         plan = scheduler.plan(planned_ns)
         self.counts["evictions"] += max(0, num_cached - self._num_cached_blocks())  # at least
         self._check()
+        assert plan.is_empty or plan.shape.repeated_context_tokens == self._num_repeated(plan.shape)
         rows = plan.scheduled if not plan.is_empty else ()
         shadow.planned(plan)
         result = shadow.execute(plan)
@@ -119,6 +122,12 @@ class Life:
         shuffle_blocks(scheduler.blocks, seed)
         assert repeat(scheduler, self.calls) == self.digests, "other block ids, other decisions"
         self.counts["digests repeated"] += len(self.digests)
+
+    def _num_repeated(self, shape: BatchShape) -> int:
+        """Positions of blocks that several sequences hold, but for one of them each; at most those of the decodes."""
+        held = Counter(block for seq in self.scheduler.unfinished() for block in seq.block_table if block != RELEASED)
+        repeated = (held.total() - len(held)) * self.scheduler.blocks.block_size
+        return min(repeated, shape.decode_context_tokens - shape.longest_decode_context)
 
     def _num_cached_blocks(self) -> int:
         return self.scheduler.blocks._gpu.cache.num_cached_blocks

@@ -113,6 +113,11 @@ def test_every_episode_comes_about_as_designed(room, is_quick, seed, data):
         assert grown == [len(episode.contexts)] * len(grown)
         if episode.contexts and episode.budget is None:
             assert contexts[0] == start + 2 * len(episode.contexts)  # the first tokens, and a step for nothing
+        repeated = {
+            one.repeated_context_tokens for one in shapes if one.kind == "decode" and not any(one.values()[4:7])
+        }
+        if repeated and not episode.batches:
+            assert repeated == {episode.num_common * (len(episode.contexts) - 1)}
 
 
 def test_no_prompt_is_empty_however_small_the_engine():
@@ -177,6 +182,9 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     """Steps that cost what known coefficients say give these coefficients back."""
     draw = Random(4)
     known = Coefficients(**{item.name: draw.uniform(1e3, 9e3) for item in fields(Coefficients)})
+    known = replace(
+        known, repeated_context_token=0.6 * min(known.decode_context_token, known.mixed_decode_context_token)
+    )
     truth = Calibration(
         manifest(block_size=4),
         decode_curve=((1, 2e6), (12, 2.5e6)),

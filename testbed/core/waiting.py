@@ -22,6 +22,7 @@ class Waiting:
         self.num_seqs = 0
         self.num_long = 0  # waiting sequences with a long prefill
         self._queue = queue
+        self._pass_over: Callable[[Sequence], None] = getattr(queue, "pass_over", queue.remove)
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
 
     def tell_served(self, batch: Batch, emitters: list[Sequence], now_ns: int) -> None:
@@ -48,6 +49,11 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         self._count(seq, -1)
         self._queue.remove(seq)
+
+    def pass_over(self, seq: Sequence) -> None:
+        """Removes a sequence until `push_back`, in the same step."""
+        self._count(seq, -1)
+        self._pass_over(seq)
 
     def _count(self, seq: Sequence, change: int) -> None:
         self.num_seqs += change

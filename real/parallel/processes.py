@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from testbed import errors
 from testbed.errors import DeviceError, TestbedError
@@ -34,6 +34,8 @@ END_S = 5.0  # time to end before a process is killed
 LOST = "LostPeerError"  # of a rank that failed because another rank had ended
 HEADER_BYTES = 8  # of a message: its length
 READY = "ready"  # message of a rank once it is connected
+
+_started: list[subprocess.Popen[bytes]] = []  # by this process
 
 
 class Channel:
@@ -277,6 +279,14 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def end_here(status: int) -> NoReturn:
+    """Ends this process at once, and those that it started: one that hangs would not notice. Skips the clean-up of
+    libraries, which may wait for other ranks."""
+    for process in _started:
+        process.kill()
+    os._exit(status)
+
+
 def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
     """Starts the process of a rank or of a replica; returns it and the driver's end of the connection.
 
@@ -293,6 +303,7 @@ def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
+    _started.append(process)
     return process, Channel(ours)
 
 

@@ -1,9 +1,11 @@
-"""What a replica and its proxy send each other; a thread of this process is the replica, and its engine an echo."""
+"""What a replica and its proxy send each other, where a thread is the replica and its engine an echo; and its end."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 from real import backend
 from real.config import RealConfig
 from real.driver import Computed, Work
-from real.parallel import replica
-from real.parallel.processes import Channel
+from real.parallel import processes, replica, worker
+from real.parallel.processes import Channel, end_process, spawn
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan
 from tests.real.engine_helpers import plan_of, row, tiny_spec
+from tests.real.hung_rank import HungRank, LeftByDriver
+from tests.real.processes import assert_gone
 
 NUM_TOKENS = 200_000  # more bytes than a connection holds
 
@@ -63,3 +67,31 @@ def test_a_long_plan_and_a_long_result_pass_each_other(echo: replica.ReplicaEngi
         assert (outcome.seq_id, outcome.tokens) == (number, (number,) * NUM_TOKENS)
     assert not echo.has_answer
     echo.close()
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["the replica fails", "the driver leaves"])
+def test_a_rank_that_hangs_does_not_outlive_its_replica(fails: bool) -> None:
+    process, channel = spawn(5.0)
+    channel.send(pickle.dumps(HungRank(fails=fails)))
+    rank = pickle.loads(channel.receive() or b"")
+    if fails:
+        assert "a rank does not answer" in pickle.loads(channel.receive() or b"").message
+    channel.hang_up()
+    end_process(process)
+    assert_gone([rank])
+
+
+def test_a_rank_that_fails_after_its_driver_has_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    Channel(ours).send(pickle.dumps(LeftByDriver()))
+    monkeypatch.setattr(sys, "argv", ["", str(theirs.detach())])
+    monkeypatch.setattr(processes, "_started", [])
+    monkeypatch.setattr(worker, "_end_with_driver", lambda fileno: None)
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    worker.main()
+    assert ends[0] == 1
+    ours.close()

@@ -13,7 +13,6 @@ from real.late_records import LateRecords
 from testbed.core.commands import Execute, Recorder, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
 from testbed.errors import LivelockError
-from testbed.records.recorders import Recorders
 from tests.real.engine_helpers import plan_of, row, tiny_backend
 
 PLAN = plan_of()
@@ -255,14 +254,3 @@ def test_all_late_records_are_seen_when_they_are_closed_also_after_failures():
     with pytest.raises(OSError, match="the first"):
         late.close()
     assert notes == [("committed", "second"), ("arrived", "r", 0, 3)]
-
-
-def test_a_step_that_one_recorder_cannot_write_is_seen_by_those_after_it():
-    """The tape comes after the records: a step that was missing on it could not be replayed, nor any later one."""
-    notes: list = []
-    late = LateRecords().of(Recorders(Full([]), Seen(notes)))
-    for step in ("first", "second"):
-        late.committed(step)
-    with pytest.raises(OSError, match="the first"):
-        late.close()
-    assert notes == [("committed", "first"), ("committed", "second")]

@@ -117,7 +117,7 @@ class _Told:
         batch = Batch(0)
         for name, num_tokens in step.scheduled.items():
             batch.add(self._seqs[name], num_tokens)
-        shape = batch.shape(None, 0, 0, 0)
+        shape = batch.shape(None, 0, 0, 0, 0)
         for seq, num_tokens in zip(batch.seqs, batch.counts, strict=True):
             if seq.advance(num_tokens):
                 seq.num_tokens += 1  # the emitted token, or its placeholder, exists when the next step is planned

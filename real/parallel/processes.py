@@ -21,9 +21,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from testbed import errors
 from testbed.errors import DeviceError, TestbedError
@@ -34,26 +35,48 @@ LOST = "LostPeerError"  # of a rank that failed because another rank had ended
 HEADER_BYTES = 8  # of a message: its length
 READY = "ready"  # message of a rank once it is connected
 
+_started: list[subprocess.Popen[bytes]] = []  # by this process
+
 
 class Channel:
-    """Sends and receives whole messages at one end of a socket pair. One thread can send while another receives."""
+    """Sends and receives whole messages at one end of a socket pair. One thread can `send` while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._early: deque[bytes] = deque()  # messages that came in `send_across`
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def has_message(self, timeout_s: float | None) -> bool:
         """Whether within this time a message arrives or the other end closes. None: waits without limit."""
-        return bool(select.select([self._end], [], [], timeout_s)[0])
+        return bool(self._early or select.select([self._end], [], [], timeout_s)[0])
 
     def send(self, message: bytes) -> None:
         """Raises OSError if the other end is closed; its subclass TimeoutError if that reads nothing for too long."""
-        self._end.sendall(len(message).to_bytes(HEADER_BYTES, "little") + message)
+        self._end.sendall(_framed(message))
+
+    def send_across(self, message: bytes) -> None:
+        """Sends while the other end may be sending: messages that come first are kept for `receive`. Otherwise two
+        messages longer than the connection's buffers would wait for each other. Only one end may do this. Raises as
+        `send`."""
+        left = memoryview(_framed(message))
+        while left:
+            readable, writable, _ = select.select([self._end], [self._end], [], self._end.gettimeout())
+            if writable:
+                left = left[self._end.send(left) :]
+            elif not readable:
+                raise TimeoutError("timed out")
+            elif (early := self._receive()) is None:
+                raise ConnectionResetError("the other end has closed")
+            else:
+                self._early.append(early)
 
     def receive(self) -> bytes | None:
         """Returns the next message; None if the other end is closed."""
+        return self._early.popleft() if self._early else self._receive()
+
+    def _receive(self) -> bytes | None:
         header = self._read(HEADER_BYTES)
         return None if header is None else self._read(int.from_bytes(header, "little"))
 
@@ -75,6 +98,10 @@ class Channel:
                 return None
             num_read += num
         return bytes(message)
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(HEADER_BYTES, "little") + message
 
 
 class Failure(NamedTuple):
@@ -252,6 +279,14 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def end_here(status: int) -> NoReturn:
+    """Ends this process at once, and those that it started: one that hangs would not notice. Skips the clean-up of
+    libraries, which may wait for other ranks."""
+    for process in _started:
+        process.kill()
+    os._exit(status)
+
+
 def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
     """Starts the process of a rank or of a replica; returns it and the driver's end of the connection.
 
@@ -268,6 +303,7 @@ def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
+    _started.append(process)
     return process, Channel(ours)
 
 

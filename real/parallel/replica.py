@@ -101,7 +101,7 @@ class ReplicaEngine:
     def start(self, plan: BatchPlan) -> Work:
         self._heard_s = time.monotonic()
         try:
-            self._channel.send(_packed(plan))
+            self._channel.send_across(_packed(plan))  # results of earlier plans may be on their way
         except OSError:
             while True:  # skips results that were already sent, then raises the engine's failure
                 self.receive()

@@ -13,11 +13,12 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from real.config import RealConfig
-from real.parallel.processes import READY, Channel, Failure
+from real.parallel.processes import READY, Channel, Failure, end_here
 from testbed.errors import TestbedError
 from testbed.specs.model import ModelSpec
 
@@ -62,16 +63,17 @@ def main() -> None:
         if message is not None:
             pickle.loads(message).work(channel)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says it)
-        channel.send(pickle.dumps(_failure(error)))
-        os._exit(1)
-    os._exit(0)  # skips the clean-up of libraries, which may wait for other ranks
+        with suppress(OSError):  # the driver has ended first
+            channel.send(pickle.dumps(_failure(error)))
+        end_here(1)
+    end_here(0)
 
 
 def _end_with_driver(fileno: int) -> None:
     hangup = select.poll()
     hangup.register(fileno, 0)  # POLLHUP is always reported
     hangup.poll()
-    os._exit(1)
+    end_here(1)
 
 
 def _failure(error: BaseException) -> Failure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from librt.vecs import append, pop, vec
 from mypy_extensions import i64
 
-from testbed.blocks.manager import BlockManager
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
 
@@ -44,11 +43,11 @@ class Batch(Rows):
     def num_tokens_of(self, seq: Sequence) -> int:
         return sum([self.counts[index] for index, other in enumerate(self.seqs) if other is seq])
 
-    def shape(self, blocks: BlockManager, num_out: int, num_in: int, num_copied: int) -> BatchShape:
-        """Returns the input of a cost model. num_out, num_in, num_copied: blocks to move."""
+    def shape(self, window: int | None, num_repeated: int, num_out: int, num_in: int, num_copied: int) -> BatchShape:
+        """Returns the input of a cost model. window, num_repeated: in tokens. num_out, num_in, num_copied: blocks."""
         num_decodes = context = longest = num_samples = i64(0)
         prefills: tuple[PrefillChunk, ...] = ()
-        counts, window = self.counts, blocks.sliding_window
+        counts = self.counts
         index: i64
         for index, seq in enumerate(self.seqs):
             num_tokens, start = counts[index], seq.num_computed_tokens
@@ -62,7 +61,7 @@ class Batch(Rows):
                 prefills += (PrefillChunk(start if window is None else min(start, window - 1), num_tokens),)
             if end == seq.num_tokens:
                 num_samples += 1
-        repeated = min(blocks.num_repeated_tokens, context - longest)
+        repeated = min(num_repeated, context - longest)
         return BatchShape(num_decodes, context, prefills, num_samples, num_out, num_in, num_copied, longest, repeated)
 
     def make(self) -> tuple[ScheduledSequence, ...]:

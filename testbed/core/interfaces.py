@@ -81,6 +81,8 @@ class WaitingQueue(Protocol):
     #   served(seq, num_tokens, num_emitted, now_ns)  called after each step for each live sequence of its batch and for
     #                                      each new member of a group (num_tokens 0). `seq.num_computed_tokens` includes
     #                                      num_tokens, and the `seq.num_in_flight_tokens` of plans in flight
+    #   pass_over(seq)                     called instead of `remove` for a head that a step passes over; push_preempted
+    #                                      brings it back before the step is over
     #   left(seq, now_ns)                  called when a sequence has ended for any reason, while `seq.members` has it
     #   yields(running, now_ns) -> Sequence | None    the running sequence to preempt for the head now, if any
 

@@ -9,7 +9,8 @@ from testbed.core.step import Step
 def make_plan(step: Step, *, has_groups: bool) -> BatchPlan:
     """Returns the plan of a step. has_groups: whether any running sequence belongs to a group."""
     copies, swap_in = _last_into_each(step.blocks.planned()), _last_into_each(step.swap_in)
-    shape = step.batch.shape(step.blocks, len(step.leaving.swap_out), len(swap_in), len(copies))
+    blocks, num_out = step.blocks, len(step.leaving.swap_out)
+    shape = step.batch.shape(blocks.sliding_window, blocks.num_repeated_tokens, num_out, len(swap_in), len(copies))
     has_beams = has_groups and any(seq.group is not None and seq.group.is_beam for seq in step.batch.seqs)
     return BatchPlan(
         step.number, shape, step.batch, step.admitted, step.leaving.preempted, step.leaving.swap_out, swap_in,

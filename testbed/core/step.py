@@ -270,7 +270,7 @@ class Step:
 
     def defer(self, seq: Sequence) -> None:
         """Passes a waiting sequence over in this step; it keeps its place in the queue."""
-        self._waiting.remove(seq)
+        self._waiting.remove(seq, passes_over=True)
         self.deferred += (seq,)
 
     def ignore(self, seq: Sequence, reason: str) -> None:

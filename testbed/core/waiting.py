@@ -21,7 +21,7 @@ class Waiting:
         self.left: Callable[[Sequence, int], None] | None = getattr(queue, "left", None)
         self.num_seqs = 0
         self.num_long = 0  # waiting sequences with a long prefill
-        self._queue = queue
+        self._queue, self._pass_over = queue, getattr(queue, "pass_over", queue.remove)
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
 
     def tell_served(self, batch: Batch, emitters: list[Sequence], now_ns: int) -> None:
@@ -45,9 +45,9 @@ class Waiting:
     def head(self, now_ns: int) -> Sequence | None:
         return self._queue.head(now_ns) if self.num_seqs else None
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence, *, passes_over: bool = False) -> None:
         self._count(seq, -1)
-        self._queue.remove(seq)
+        (self._pass_over if passes_over else self._queue.remove)(seq)
 
     def _count(self, seq: Sequence, change: int) -> None:
         self.num_seqs += change

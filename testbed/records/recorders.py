@@ -28,8 +28,15 @@ class Recorders(Recorder):
             recorder.prefixes_reset(now_ns, step)
 
     def committed(self, step: StepView) -> None:
+        """Raises the first error once all recorders have the step: a tape without it could not be replayed further."""
+        failure: Exception | None = None
         for recorder in self._recorders:
-            recorder.committed(step)
+            try:
+                recorder.committed(step)
+            except Exception as error:  # noqa: BLE001  (raised below)
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
         for recorder in self._recorders:

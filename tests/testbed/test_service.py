@@ -67,3 +67,13 @@ def test_nothing_is_kept_of_requests_that_have_ended(
     assert not any(getattr(queue, name, None) for name in by_request)
     assert not queue._meter._reached
     assert len(queue) == 0
+
+
+def test_a_tenant_is_not_charged_for_a_prompt_that_a_step_passes_over() -> None:
+    queue, limits = orders.VirtualTokenCounter(), make_limits(threshold=4, partial=3)  # one of them longer than 4
+    scheduler = make_scheduler("decode_first", queue=queue, limits=limits)
+    for name, prompt in (("b0", 8), ("a0", 20), ("a1", 3), ("b1", 3)):
+        scheduler.add(make_request(name, prompt, 9, tenant=name[0]))
+    plan = scheduler.plan(0)
+    assert [admission.request_id for admission in plan.admitted] == ["b0", "a1", "b1"], "a is at 0 as a0 is passed over"
+    assert (queue.counter("a"), queue.counter("b"), scheduler.num_waiting) == (3, 11, 1)

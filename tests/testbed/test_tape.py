@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from testbed.core.commands import Abort, Arrive, ResetPrefixes, StepView
+from testbed.core.commands import Abort, Arrive, Recorder, ResetPrefixes, StepView
 from testbed.core.outcome import FinishReason, Outcome, Spans, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import RunFolderError
+from testbed.records.recorders import Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
 from tests.testbed.core_kit import add, make_request, make_scheduler
@@ -65,6 +66,23 @@ def test_a_step_whose_rows_were_all_forced_has_no_outcomes(tmp_path: Path) -> No
     writer.committed(view(scheduler, 0, 1, None))
     writer.close()
     assert read_tape(tmp_path / "tape.jsonl").steps[0].outcomes is None
+
+
+class FullDisk(Recorder):
+    def committed(self, step: StepView) -> None:
+        raise OSError(f"no space left for step {step.plan.step}")
+
+
+def test_a_step_that_the_records_have_no_room_for_is_on_the_tape(tmp_path: Path) -> None:
+    """Without it, no later step could be replayed."""
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    both = Recorders(FullDisk(), writer)
+    add(scheduler, make_request("a", 4, 2))
+    for step in range(2):
+        with pytest.raises(OSError, match=f"for step {step}"):
+            both.committed(view(scheduler, step, step + 1, None))
+    writer.close()
+    assert len(read_tape(tmp_path / "tape.jsonl").steps) == 2
 
 
 def test_which_members_stop_with_their_first_token_is_kept(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ class VirtualTokenCounter:
 
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence that is admitted, or that ends (`left` follows), and charges its prompt."""
+        self.pass_over(seq)
+        advanced = self._advanced[seq.request.request_id] = self._meter.missing(seq)
+        self._charge(_tenant(seq), self._input_weight * advanced)
+
+    def pass_over(self, seq: Sequence) -> None:
+        """Removes a sequence that is not admitted: nothing is charged, so its tenant may be next again."""
         tenant = _tenant(seq)
         queue = self._queues[tenant]
         queue.remove(seq)
@@ -78,8 +84,7 @@ class VirtualTokenCounter:
             if tenant in self._tenants:
                 self._tenants.remove(tenant)
             self._last_tenant = tenant
-        advanced = self._advanced[seq.request.request_id] = self._meter.missing(seq)
-        self._charge(tenant, self._input_weight * advanced)
+        self._moved[tenant] = None  # its head has changed
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
         cost = self._output_weight * num_emitted

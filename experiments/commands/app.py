@@ -40,7 +40,7 @@ from experiments.configuration.overrides import (
     with_searched,
 )
 from experiments.configuration.saved import read_config, read_manifest
-from experiments.console import UsageError
+from experiments.console import UsageError, from_here
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.repeat import measured_anew, same_decisions
@@ -275,11 +275,11 @@ def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | N
     if config.overwrite:
         return folder
     if is_done(folder, identity):
-        print(f"done before  {folder}")
+        print(f"done before  {from_here(folder)}")
         return None
     refuse_others([folder] if holds_another(folder, config) else [])
     for why, place in Known(folder.parent).make_room(folder, identity):
-        print(f"set aside    ({why}): {place}")
+        print(f"set aside    ({why}): {from_here(place)}")
     return folder
 
 

@@ -62,7 +62,7 @@ def test_a_folder_has_the_name_that_was_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").status == 0
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").out.endswith(f"complete     {name}\n")
     assert [folder.name for folder in tmp_path.iterdir()] == [name]
     (tmp_path / name).rename(tmp_path / "first")
     assert say(capsys, *shlex.split(manifest_of(tmp_path / "first")["command"])[1:]).status == 0

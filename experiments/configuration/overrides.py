@@ -323,7 +323,9 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
         if group in ("hydra/launcher", "hydra/sweeper") and option not in names and option in _EXTRAS:
             raise ConfigError(f"{item.input_line} needs a package that is not installed: pip install {_EXTRAS[option]}")
         if names and option not in names and library.file(group, option) is None:
-            raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
+            keys = [key for key, policies in POLICIES.items() if value in policies]
+            elsewhere = f" (a value of {', '.join(keys)})" * bool(keys)
+            raise ConfigError(unknown(f"{group} has no option {value!r}{elsewhere}", value, names))
         found.append(option)
     if not names:
         raise ConfigError(f"{item.input_line}: there is no group {group!r}")

@@ -83,6 +83,8 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["+scheduler=orca"], "+scheduler=orca: a run has its scheduler; choose another without the +"),
         (["+experiment=watermark"], "+experiment=watermark: a run has its experiment; choose another without the +"),
         (["report.question=\udcff"], "'report.question=\\udcff' is not UTF-8; give it in that encoding"),
+        (["scheduler=sjf"], "scheduler has no option 'sjf' (a value of scheduler.queue_order); valid: decode_first, "),
+        (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),

@@ -159,9 +159,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         (flags if item.startswith("-") or is_value else overrides).append(item)
         name = item.partition("=")[0]
         if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # abbreviations are accepted
-            raise UsageError(
-                f"unrecognized arguments: {item}; {nearest(name, _FLAGS)}`testbed run --help` lists what there is"
-            )
+            hint = nearest(name, _FLAGS) or "settings are key=value, the folder is hydra.run.dir=<folder>; "
+            raise UsageError(f"unrecognized arguments: {item}; {hint}`testbed run --help` lists what there is")
     if others := [item for item in flags if item.partition("=")[0] in _PRIMARY]:
         raise ConfigError(
             f"{others[0]}: a run has one configuration; options of your own, as experiment/mine.yaml, go into a folder "

@@ -189,3 +189,6 @@ def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(
     monkeypatch.setattr(Progress, "LINE_S", 0.0)
     said = say(capsys, *run, "overwrite=true").err
     assert re.search(r"^sim: \d+ of 20 requests in 0 s, [\d,]+ req/s, 0 s left$", said, re.MULTILINE), said
+    slow = Progress(8, "real")
+    slow._num = 1
+    assert slow._line(40.0) == "real: 1 of 8 requests in 40 s, 0.025 req/s, 280 s left"

@@ -41,6 +41,12 @@ def refuse_existing(path: Path | None, overwrite: bool, what: str = "--out") -> 
         raise RunFolderError(f"{path} exists; choose another {what} or pass --overwrite")
 
 
+def from_here(path: Path | str) -> str:
+    """Returns a path as one would type it here: relative to the working directory if it lies below it."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if here in path.parents else path)
+
+
 def words(text: str) -> str:
     """Returns `text`. Raises ConfigError if it is empty or blank."""
     if not text.strip():

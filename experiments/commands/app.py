@@ -40,7 +40,7 @@ from experiments.configuration.overrides import (
     with_searched,
 )
 from experiments.configuration.saved import read_config, read_manifest
-from experiments.console import UsageError
+from experiments.console import UsageError, from_here
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.repeat import measured_anew, same_decisions
@@ -159,9 +159,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         (flags if item.startswith("-") or is_value else overrides).append(item)
         name = item.partition("=")[0]
         if name.startswith("--") and not any(flag.startswith(name) for flag in _FLAGS):  # abbreviations are accepted
-            raise UsageError(
-                f"unrecognized arguments: {item}; {nearest(name, _FLAGS)}`testbed run --help` lists what there is"
-            )
+            hint = nearest(name, _FLAGS) or "settings are key=value, the folder is hydra.run.dir=<folder>; "
+            raise UsageError(f"unrecognized arguments: {item}; {hint}`testbed run --help` lists what there is")
     if others := [item for item in flags if item.partition("=")[0] in _PRIMARY]:
         raise ConfigError(
             f"{others[0]}: a run has one configuration; options of your own, as experiment/mine.yaml, go into a folder "
@@ -275,11 +274,11 @@ def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | N
     if config.overwrite:
         return folder
     if is_done(folder, identity):
-        print(f"done before  {folder}")
+        print(f"done before  {from_here(folder)}")
         return None
     refuse_others([folder] if holds_another(folder, config) else [])
     for why, place in Known(folder.parent).make_room(folder, identity):
-        print(f"set aside    ({why}): {place}")
+        print(f"set aside    ({why}): {from_here(place)}")
     return folder
 
 

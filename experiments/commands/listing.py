@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from experiments.console import from_here
 from experiments.runs.run import RunResult
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -134,7 +135,7 @@ def print_summary(result: RunResult) -> None:
         print(clock_line(probe))
     for note in result.notes:
         print(f"note         {note}")
-    print(f"{result.status:<12} {result.folder}")
+    print(f"{result.status:<12} {from_here(result.folder)}")
 
 
 def clock_line(probe: dict[str, Any]) -> str:

@@ -24,9 +24,12 @@ from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown, unknown
 
-_EXTRAS = {  # launchers, and what to install for each
-    "joblib": "joblib", "ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"
-}  # fmt: skip
+_EXTRAS = {  # launchers and sweepers of other packages, and what to install for each
+    "joblib": "'.[joblib]' in the repository",
+    **dict.fromkeys(("ray", "ray_aws"), "'.[ray]' in the repository"),
+    **dict.fromkeys(("submitit_local", "submitit_slurm"), "'.[slurm]' in the repository"),
+    "optuna": "hydra-optuna-sweeper",
+}
 
 
 def check(
@@ -317,13 +320,12 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
                 f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
             )
         option = value.removesuffix(".yaml")
-        if group == "hydra/launcher" and option not in names and option in _EXTRAS:
-            raise ConfigError(
-                f"{item.input_line} needs a package that is not installed: "
-                f"pip install '.[{_EXTRAS[option]}]' in the repository"
-            )
+        if group in ("hydra/launcher", "hydra/sweeper") and option not in names and option in _EXTRAS:
+            raise ConfigError(f"{item.input_line} needs a package that is not installed: pip install {_EXTRAS[option]}")
         if names and option not in names and library.file(group, option) is None:
-            raise ConfigError(unknown(f"{group} has no option {value!r}", value, names))
+            keys = [key for key, policies in POLICIES.items() if value in policies]
+            elsewhere = f" (a value of {', '.join(keys)})" * bool(keys)
+            raise ConfigError(unknown(f"{group} has no option {value!r}{elsewhere}", value, names))
         found.append(option)
     if not names:
         raise ConfigError(f"{item.input_line}: there is no group {group!r}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
+from experiments.configuration.overrides import literal
 from experiments.runs.run import execute
 from experiments.wiring.costs import fit_file
 from sim.cost.config import CalibratedConfig, RooflineConfig
@@ -87,7 +88,7 @@ def described(config: RunConfig) -> str:
     for key in _SHOWN:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))
-        words.append(f"{key}={value}")
+        words.append(f"{key}={literal(value)}")
     if isinstance(config.cost, RooflineConfig):
         words.append(f"device.step_overhead_ns={config.device.step_overhead_ns}")
     elif isinstance(config.cost, CalibratedConfig) and (file := fit_file(config)) is not None:

@@ -37,7 +37,9 @@ class Progress(Recorder):
     def _line(self, spent_s: float) -> str:
         of = "" if self._total is None else f" of {self._total:,}"
         left = "" if self._total is None else f", {(self._total - self._num) * spent_s / self._num:.0f} s left"
-        return f"{self._label}: {self._num:,}{of} requests in {spent_s:.0f} s, {self._num / spent_s:,.0f} req/s{left}"
+        rate = self._num / spent_s
+        shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        return f"{self._label}: {self._num:,}{of} requests in {spent_s:.0f} s, {shown} req/s{left}"
 
     def close(self) -> None:
         if self._bar is not None:

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from experiments.console import go_on_unheard
+from experiments.console import from_here, go_on_unheard
 from experiments.sweeps.points import Board, Outcome
 
 _EVERY_S = 0.2
@@ -63,7 +63,7 @@ class Followed:
         for outcome in news:
             if outcome.status != "interrupted":
                 label = f"{outcome.label}: " if outcome.label else ""
-                self._say(f"{outcome.status:<12} {label}{outcome.message or outcome.folder}")
+                self._say(f"{outcome.status:<12} {label}{outcome.message or from_here(outcome.folder)}")
         if self._bar is not None:
             failed = sum(outcome.status == "failed" for outcome in self.outcomes)
             running = self._board.num_taken - len(self.outcomes)

@@ -30,6 +30,7 @@ from experiments.configuration.on_device import check_device
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.configuration.saved import read_manifest
+from experiments.console import from_here
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run import FailedError
@@ -244,10 +245,10 @@ def _refuse_shared(places: list[tuple[Path, str]]) -> None:
 def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:
     for why, num in Counter(why for why, _ in aside).items():
         places = [place for reason, place in aside if reason == why]
-        where = f"{places[0].parent}" if num > _FEW else ", ".join(map(str, places))
+        where = from_here(places[0].parent) if num > _FEW else ", ".join(map(from_here, places))
         print(f"set aside    {count(num, 'point')} ({why}): {where}")
     if done:
-        names = f": {', '.join(map(str, done))}" if len(done) <= _FEW else ""
+        names = f": {', '.join(map(from_here, done))}" if len(done) <= _FEW else ""
         print(f"done before  {len(done)} of {num_points} points{names}")
     if num_restated:
         print(f"restated     {num_restated} of them: {' and '.join(JUDGING)} as they are given now")
@@ -352,7 +353,7 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
         raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
     if num_left:
         raise FailedError(f"{num_left} of {total} points were not run; the same command runs them")
-    print(f"complete     {count(total, 'point')}: {sweep.root}")
+    print(f"complete     {count(total, 'point')}: {from_here(sweep.root)}")
 
 
 def _failure(bad: list[Outcome], how_many: str) -> FailedError:

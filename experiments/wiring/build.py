@@ -262,12 +262,14 @@ def asks_step_times(config: RunConfig) -> bool:
 def unused_settings(config: RunConfig) -> list[str]:
     """Returns notes about changed settings that have no effect: arms that differ only in one of them are the same."""
     backend, alone = config.backend, SimConfig()
-    composition = make_policy("scheduler.composition", config.scheduler.composition)
+    given = config.scheduler.composition
+    composition = make_policy("scheduler.composition", given)
+    chosen = given if isinstance(given, str) else type(composition).__name__
     defaults = {item.name: item.default for item in fields(SchedulerConfig)}
     rules, standard = config.scheduler.kv_rules, KVRules()
     unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
     notes = [
-        f"scheduler.kv_rules.{name} has no effect with composition {type(composition).__name__}"
+        f"scheduler.kv_rules.{name} has no effect with scheduler.composition={chosen}"
         for name in unread
         if getattr(rules, name) != getattr(standard, name)
     ]
@@ -295,7 +297,7 @@ def unused_settings(config: RunConfig) -> list[str]:
     if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
         notes.append("backend.router has no effect with backend.num_replicas=1")
     return notes + [
-        f"scheduler.{name} has no effect with composition {type(composition).__name__}"
+        f"scheduler.{name} has no effect with scheduler.composition={chosen}"
         for name in getattr(composition, "unused_limits", ())
         if getattr(config.scheduler, name) != defaults[name]
     ]

@@ -59,7 +59,9 @@ class Tokenizer:
         """Returns the prompt of a conversation, with the header of the next turn. Raises RequestError if there is no
         template, or if it rejects the messages."""
         if chat_template is None and not getattr(self.inner, "chat_template", None):
-            raise RequestError("the tokenizer has no chat template; pass chat_template=, or a prompt to generate()")
+            raise RequestError(
+                "the tokenizer has no chat template; give plain prompts (without --chat), or LLM.chat a chat_template="
+            )
         from jinja2 import TemplateError
 
         arguments = {"chat_template": chat_template, "add_generation_prompt": True, **options}

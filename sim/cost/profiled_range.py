@@ -8,6 +8,7 @@ from typing import NamedTuple
 from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
+from testbed.wording import count
 
 REGIONS = ("decode", "prefill", "mixed", "moves")  # the values of BatchShape.kind
 
@@ -119,14 +120,14 @@ class RangeWatch(Recorder):
             )
         self.num_outside += bool(found)
         for item in found:
-            worst, count = self._worst.get(item.feature, (item, 0))
-            self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), count + 1
+            worst, num = self._worst.get(item.feature, (item, 0))
+            self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), num + 1
 
     def notes(self) -> list[str]:
         """Returns one line with the features that left the range, how far, and in how many steps; none if none did."""
         if not self.num_outside or self._policy == "allow":
             return []
-        parts = [f"{item} in {count:,} steps" for item, count in self._worst.values()]
+        parts = [f"{item} in {count(num, 'step')}" for item, num in self._worst.values()]
         return [
             f"EXTRAPOLATED STEP TIMES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
             f"{'; '.join(parts)}; profile such steps before trusting this run"

@@ -223,6 +223,7 @@ def test_a_run_of_decodes_may_leave_the_range_on_its_way(num_steps, num_outside,
     for step in steps:
         watch.committed(step)
     assert (watch.num_steps, watch.num_outside) == (num_steps, num_outside)
+    assert ("x outside) in 1 step;" in "".join(watch.notes())) == (num_outside == 1 and policy == "warn")
     assert bool(watch.notes()) == bool(num_outside)
 
 

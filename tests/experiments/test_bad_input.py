@@ -323,7 +323,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_with_its_place(
 def test_a_setting_without_effect_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = run(capsys, tmp_path, [GOOD], "scheduler.composition=prefill_first", "scheduler.max_num_partial_prefills=4")
     assert said.status == 0
-    assert "scheduler.max_num_partial_prefills has no effect with composition PrefillFirst" in said.out
+    assert "scheduler.max_num_partial_prefills has no effect with scheduler.composition=prefill_first" in said.out
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])

@@ -170,6 +170,7 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("explain", "a", "--kep=x"), "unrecognized arguments: --kep=x; did you mean '--keep'? `testbed explain"),
         (("run", "--multirn"), "unrecognized arguments: --multirn; did you mean '--multirun'? `testbed run --help`"),
+        (("run", "--scheduler", "orca"), "unrecognized arguments: --scheduler; settings are key=value, the folder is "),
         (("timeline",), "the following arguments are required: run"),
         (("capacity", "--jobs", "abc"), "argument --jobs: invalid int value: 'abc'; `testbed capacity --help`"),
         (("demo", "foo"), "unrecognized arguments: foo; `testbed demo --help`"),

@@ -234,6 +234,7 @@ def test_a_study_draws_as_its_engine_does(tmp_path, engine, recommended, filteri
     assert (f"cost.filtering={filtering}" in run.settings) == (filtering is not None)
     assert config.raw["cost"]["filtering"] == (filtering or "select")
     assert ("sampling.top_k=20" in described(config)) == (recommended is not None)
+    assert " cache.num_gpu_blocks=null " in described(composed(run.settings, ["cache.num_gpu_blocks=null"]))
     assert composed(run.settings, ["sampling=default"]).sampling.temperature == 0.0
 
 

@@ -83,6 +83,8 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["+scheduler=orca"], "+scheduler=orca: a run has its scheduler; choose another without the +"),
         (["+experiment=watermark"], "+experiment=watermark: a run has its experiment; choose another without the +"),
         (["report.question=\udcff"], "'report.question=\\udcff' is not UTF-8; give it in that encoding"),
+        (["scheduler=sjf"], "scheduler has no option 'sjf' (a value of scheduler.queue_order); valid: decode_first, "),
+        (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
@@ -207,13 +209,20 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
         assert said.error().endswith(f"mine.yaml{expected}")
 
 
-@pytest.mark.parametrize(("launcher", "extra"), [("ray", "ray"), ("submitit_slurm", "slurm")])
-def test_a_launcher_that_is_not_installed_names_what_to_install(
-    launcher: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("plugin", "what"),
+    [
+        ("launcher=ray", "'.[ray]' in the repository"),
+        ("launcher=submitit_slurm", "'.[slurm]' in the repository"),
+        ("sweeper=optuna", "hydra-optuna-sweeper"),
+    ],
+)
+def test_a_launcher_or_sweeper_that_is_not_installed_names_what_to_install(
+    plugin: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.configuration.options.Library.names", lambda library, group: ["basic"])
-    error = say(capsys, "run", "-m", f"hydra/launcher={launcher}", "seed=0,1").error()
-    assert error.endswith(f"needs a package that is not installed: pip install '.[{extra}]' in the repository")
+    error = say(capsys, "run", "-m", f"hydra/{plugin}", "seed=0,1").error()
+    assert error.endswith(f"needs a package that is not installed: pip install {what}")
 
 
 def test_a_value_may_be_taken_from_what_is_given_whole() -> None:

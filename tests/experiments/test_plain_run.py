@@ -62,7 +62,7 @@ def test_a_folder_has_the_name_that_was_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").status == 0
+    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").out.endswith(f"complete     {name}\n")
     assert [folder.name for folder in tmp_path.iterdir()] == [name]
     (tmp_path / name).rename(tmp_path / "first")
     assert say(capsys, *shlex.split(manifest_of(tmp_path / "first")["command"])[1:]).status == 0
@@ -189,3 +189,6 @@ def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(
     monkeypatch.setattr(Progress, "LINE_S", 0.0)
     said = say(capsys, *run, "overwrite=true").err
     assert re.search(r"^sim: \d+ of 20 requests in 0 s, [\d,]+ req/s, 0 s left$", said, re.MULTILINE), said
+    slow = Progress(8, "real")
+    slow._num = 1
+    assert slow._line(40.0) == "real: 1 of 8 requests in 40 s, 0.025 req/s, 280 s left"

@@ -38,13 +38,20 @@ def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, capsys: p
     ]
 
 
-def test_the_same_command_again_runs_nothing_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_again_runs_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep(capsys, tmp_path / "s", POINTS)
     before = stamps(tmp_path / "s")
     said = sweep(capsys, tmp_path / "s", POINTS)
     assert said.status == 0
     assert "done before  3 of 3 points: " in said.out
-    assert all(str(point(tmp_path / "s", seed)) in said.out for seed in range(3))
+    monkeypatch.chdir(tmp_path)
+    again = sweep(capsys, tmp_path / "s", POINTS)
+    for seed in range(3):
+        place = point(tmp_path / "s", seed)
+        assert str(place) in said.out
+        assert f" {place.relative_to(tmp_path)}" in again.out, "as one would type it there"
     assert stamps(tmp_path / "s") == before
 
 

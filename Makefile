@@ -22,14 +22,16 @@ OURS := testbed sim real experiments analysis tests setup.py
 VLLM_VERSIONS ?= 0.28.0 0.32.0
 NEWER_RUNNER := $(addprefix tests/vllm/,test_decides.py test_reset.py test_observed_and_served.py)
 
-# What `make gpu` measures: models, the device of the library that the card is, seconds of each calibration, requests per
-# second of the runs to compare with, and rounds of the whole runs beside other engines.
+# What `make gpu` measures: models, the device of the library that the card is (left out: by its name), seconds of each
+# calibration, requests per second of the runs to compare with, and rounds of the whole runs beside other engines.
 GPU_MODELS ?= qwen3_0.6b,qwen3_8b
-GPU_DEVICE ?= h100
+GPU_DEVICE ?=
 GPU_SECONDS ?= 120
 GPU_RATES ?= 4,8
 GPU_ROUNDS ?= 3
 comma := ,
+BY_NAME := import sys; from torch import cuda; from experiments.configuration.names import device_named; \
+  print((device_named(cuda.get_device_name()) or "h100") if cuda.is_available() else sys.exit("error: no GPU for torch"))
 
 .PHONY: demo test test-vllm setup compile lint types check bench flash clean \
   gpu gpu-tests gpu-fidelity gpu-speed gpu-offline
@@ -102,8 +104,9 @@ gpu-tests: setup
 
 # For each model a calibration, and how far simulations with it are from runs that it has not seen.
 gpu-fidelity: setup
-	@for model in $(subst $(comma), ,$(GPU_MODELS)); do \
-	  out=runs/gpu/$$model; options="model=$$model device=$(GPU_DEVICE) scheduler.max_model_len=16384"; \
+	@device=$(or $(GPU_DEVICE),$$($(BIN)/python -c '$(BY_NAME)')) || exit 1; \
+	for model in $(subst $(comma), ,$(GPU_MODELS)); do \
+	  out=runs/gpu/$$model; options="model=$$model device=$$device scheduler.max_model_len=16384"; \
 	  $(BIN)/testbed calibrate $$options --max-seconds $(GPU_SECONDS) --overwrite --out $$out/fit && \
 	  $(BIN)/testbed run -m backend=real $$options scheduler=vllm_v1,vllm_v1_async trace.rate=$(GPU_RATES) \
 	    trace.num_requests=100 hydra.sweep.dir=$$out/real overwrite=true && \

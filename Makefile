@@ -15,6 +15,9 @@ BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/test_compiled.py
 INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
   $(filter-out $(BUILT_ON_IT),$(wildcard tests/test_*.py)) $(filter tests/experiments/%,$(BOTH_WAYS))
 
+# Processes that run the tests.
+JOBS ?= 2
+
 # What is checked for style: a policy that you try beside it is yours.
 OURS := testbed sim real experiments analysis tests setup.py
 
@@ -69,11 +72,11 @@ check:
 	@$(BIN)/python -m compileall -q testbed sim real experiments analysis
 	@if why=$$(TESTBED_COMPILED=1 $(BIN)/python -c 'import testbed' 2>&1); then \
 	  echo 'interpreted: all but $(BUILT_ON_IT)'; \
-	  TESTBED_COMPILED=0 $(BIN)/pytest -n 2 $(INTERPRETED) && \
+	  TESTBED_COMPILED=0 $(BIN)/pytest -n $(JOBS) $(INTERPRETED) && \
 	  echo 'compiled: $(BUILT_ON_IT) $(BOTH_WAYS)' && \
-	  TESTBED_COMPILED=1 $(BIN)/pytest -n 2 $(BUILT_ON_IT) $(BOTH_WAYS); \
+	  TESTBED_COMPILED=1 $(BIN)/pytest -n $(JOBS) $(BUILT_ON_IT) $(BOTH_WAYS); \
 	elif echo "$$why" | grep -qE 'not compiled: (no C compiler|Python.h is missing|mypyc is|TESTBED_COMPILED=0)'; then \
-	  echo "interpreted alone: $$why"; TESTBED_COMPILED=0 $(BIN)/pytest -n 2; \
+	  echo "interpreted alone: $$why"; TESTBED_COMPILED=0 $(BIN)/pytest -n $(JOBS); \
 	else echo "$$why"; exit 1; fi
 
 # Against vLLM itself, on the CPU (docs/vllm.md), then with its newer model runner, which it takes by itself on GPUs.

@@ -41,8 +41,8 @@ MEASURED_FIELDS = (  # device fields whose change does not affect operators that
     "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
 )  # fmt: skip
 PRICED_FIELDS = (  # device fields on which only step times depend
-    *MEASURED_FIELDS, "cache_bytes_per_s", "interconnect_factor", "host_link_bytes_per_s", "host_link_latency_ns",
-    "kernel_factor", "step_overhead_ns",
+    *MEASURED_FIELDS, "interconnect_factor", "host_link_bytes_per_s", "host_link_latency_ns", "kernel_factor",
+    "step_overhead_ns",
 )  # fmt: skip
 _Cost = TypeVar("_Cost", bound=RooflineCost)
 
@@ -253,7 +253,8 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
         kv_dtype=config.cache.kv_dtype,
         sliding_window=config.sliding_window,
     )
-    calibration = calibration.with_saving(config.device.repeated_saving)
+    if options.repeated_saving is not None:
+        calibration = replace(calibration, repeated_saving=options.repeated_saving)
     return calibration.scaled(options.host_factor, options.device_factor)
 
 

@@ -134,9 +134,9 @@ def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         for context in sorted({round(shortest * (longest / shortest) ** share) for share in shares}):
             yield Episode((context,) * num, NUM_ALONE)
         yield Episode(tuple(draw.randint(1, longest) for _ in range(num)), NUM_ALONE)
-        if num > 1:  # the same contexts, of which a part is shared
-            for share in (0.25, 0.75):
-                num_common = int(longest * share) // room.block_size * room.block_size
+        for share in (0.25, 0.75):  # the same contexts, of which a part is shared
+            num_common = int(longest * share) // room.block_size * room.block_size
+            if num > 1 and num_common:
                 yield Episode((longest,) * num, NUM_ALONE, num_common=num_common)
 
 

@@ -34,7 +34,6 @@ class Coefficients:
     mixed_decode: float = 0.0  # a decode row of a step with prefills, in addition to its share of the curve
     mixed_decode_context_token: float = 0.0  # as decode_context_token, which it replaces in steps with prefills
     mixed_decode_skew_token: float = 0.0  # as decode_skew_token, likewise
-    repeated_context_token: float = 0.0  # what is saved on a position that another decode reads too; 0: not known
     prefill: float = 0.0  # a prompt or chunk
     prefill_context_token: float = 0.0  # a position that a chunk attends to
     prefill_pair: float = 0.0  # a (query, key) pair of a chunk
@@ -70,7 +69,11 @@ class Quality(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fit. decode_curve, prefill_curve: ns over the rows of a step. quality: for each region, and for `all`."""
+    """A fit. decode_curve, prefill_curve: ns over the rows of a step. quality: for each region, and for `all`.
+
+    repeated_saving: the share of a position's time that is saved if another decode of the step reads its K and V too; 0
+    also for a profile without such positions.
+    """
 
     manifest: ProfileManifest
     decode_curve: Curve
@@ -79,12 +82,7 @@ class Calibration:
     ranges: Ranges
     quality: dict[str, Quality]
     num_folds: int
-
-    def with_saving(self, share: float) -> Calibration:
-        """Returns the fit with a saving of `share` on positions that several decodes read, if it was not profiled."""
-        known = self.coefficients
-        saved_ns = known.repeated_context_token or share * known.decode_context_token
-        return replace(self, coefficients=replace(known, repeated_context_token=saved_ns))
+    repeated_saving: float = 0.0
 
     def scaled(self, host: float, device: float) -> Calibration:
         """Returns the fit for a machine whose host takes `host` times as long, and everything else `device` times."""
@@ -167,11 +165,12 @@ class CalibratedCost:
         num, context, c = shape.num_decodes, shape.decode_context_tokens, self._c
         if num == 0:
             return 0
-        skew, saved_ns = decode_skew(shape), shape.repeated_context_tokens * c.repeated_context_token
+        skew = decode_skew(shape)
+        read = context - shape.repeated_context_tokens * self.calibration.repeated_saving
         if not has_prefills:
-            return to_ns(max(0.0, context * c.decode_context_token + skew * c.decode_skew_token - saved_ns))
-        mixed_ns = num * c.mixed_decode + context * c.mixed_decode_context_token
-        return to_ns(max(0.0, mixed_ns + skew * c.mixed_decode_skew_token - saved_ns))
+            return to_ns(read * c.decode_context_token + skew * c.decode_skew_token)
+        mixed_ns = num * c.mixed_decode + read * c.mixed_decode_context_token
+        return to_ns(mixed_ns + skew * c.mixed_decode_skew_token)
 
     def _prefill_attention(self, shape: BatchShape) -> tuple[int, int]:
         """Returns the number of tokens of all chunks, and the ns of their attention."""

@@ -119,15 +119,18 @@ def _fit(
         _curve(knots["decode"], forward[:num_decode]),
         _curve(knots["prefill"], forward[num_decode : num_decode + num_prefill]),
     ]
-    values = dict(zip(_NAMES, [*forward[num_decode + num_prefill :], *swap, *sampler, *host], strict=True))
+    saved_ns, *forward_ns = forward[num_decode + num_prefill :]
+    coefficients = Coefficients(**dict(zip(_NAMES, [*forward_ns, *swap, *sampler, *host], strict=True)))
+    read_ns = coefficients.decode_context_token
     return Calibration(
         manifest=manifest,
         decode_curve=curves[0] or curves[1] or ((1, 0.0),),
         prefill_curve=curves[1] or curves[0] or ((1, 0.0),),
-        coefficients=Coefficients(**values),
+        coefficients=coefficients,
         ranges=profiled_ranges(shapes),
         quality=quality,
         num_folds=num_folds,
+        repeated_saving=min(1.0, saved_ns / read_ns) if read_ns else 0.0,
     )
 
 
@@ -164,7 +167,7 @@ def _sampler(shape: BatchShape) -> tuple[int, ...]:
 def _forward(
     shape: BatchShape, knots: dict[str, list[int]], num_rows: Callable[[BatchShape], int], window: int | None
 ) -> list[float]:
-    """Returns the factors of both curves' pieces, then the factor of each forward coefficient."""
+    """Returns the factors of both curves' pieces, that of repeated positions, then those of forward coefficients."""
     has_prefills, num_tokens = bool(shape.prefills), shape.num_tokens
     row: list[float] = []
     for mode, own in knots.items():
@@ -172,12 +175,12 @@ def _forward(
         row += _pieces(own, num_rows(shape)) if is_mode else [0.0] * len(own)
     return [
         *row,
+        -shape.repeated_context_tokens,  # its coefficient is what is saved
         0 if has_prefills else shape.decode_context_tokens,
         0 if has_prefills else decode_skew(shape),
         shape.num_decodes if has_prefills else 0,
         shape.decode_context_tokens if has_prefills else 0,
         decode_skew(shape) if has_prefills else 0,
-        -shape.repeated_context_tokens,
         len(shape.prefills),
         sum(chunk.start + chunk.num_tokens for chunk in shape.prefills),
         attention_pairs_doubled(shape, window) / 2,

@@ -17,7 +17,9 @@ from testbed.specs.ranges import MAX_PART_NS
 FORMAT = "testbed calibrated cost 5"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps
 MAX_ERROR = 1e15  # of a relative error
-_KEYS = ("manifest", "decode_curve", "prefill_curve", "coefficients_ns", "ranges", "quality", "num_folds")
+_KEYS = (
+    "manifest", "decode_curve", "prefill_curve", "coefficients_ns", "repeated_saving", "ranges", "quality", "num_folds",
+)  # fmt: skip
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
@@ -28,6 +30,7 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
         "num_folds": calibration.num_folds,
         "quality": {region: quality._asdict() for region, quality in calibration.quality.items()},
         "coefficients_ns": asdict(calibration.coefficients),
+        "repeated_saving": calibration.repeated_saving,
         "decode_curve": calibration.decode_curve,
         "prefill_curve": calibration.prefill_curve,
         "ranges": calibration.ranges,
@@ -74,6 +77,7 @@ def load_calibration(path: str | Path) -> Calibration:
         ranges=_ranges(path, document["ranges"]),
         quality=_quality(path, document["quality"]),
         num_folds=_whole(path, "num_folds", document["num_folds"], least=2),
+        repeated_saving=_share(path, "repeated_saving", document["repeated_saving"]),
     )
 
 
@@ -91,6 +95,12 @@ def _object(path: str | Path, key: str, document: dict[str, Any], names: tuple[s
 def _ns(path: str | Path, field: str, value: Any) -> float:
     if not number(0, MAX_PART_NS)(value):
         raise _refused(path, field, value, f"a number of ns, from 0 to {MAX_PART_NS:,}")
+    return float(value)
+
+
+def _share(path: str | Path, field: str, value: Any) -> float:
+    if not number(0, 1)(value):
+        raise _refused(path, field, value, "a share from 0 to 1")
     return float(value)
 
 

@@ -60,7 +60,8 @@ class CalibratedConfig:
     """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote.
     Neither: the fit that comes with the testbed for this model on this device (experiments/fits).
 
-    The factors adapt a fit to another machine: its host time, and everything else.
+    The factors adapt a fit to another machine: its host time, and everything else. repeated_saving: None: that of the fit
+    (see Calibration).
     """
 
     profile: str | None = None
@@ -68,14 +69,21 @@ class CalibratedConfig:
     outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
     host_factor: float = 1.0
     device_factor: float = 1.0
+    repeated_saving: float | None = None
 
     @property
-    def factors(self) -> dict[str, float]:
-        return {"host_factor": self.host_factor, "device_factor": self.device_factor}
+    def adapted(self) -> dict[str, float]:
+        """The settings that make step times differ from the fit's."""
+        given = {"host_factor": self.host_factor, "device_factor": self.device_factor}
+        saving = {} if self.repeated_saving is None else {"repeated_saving": self.repeated_saving}
+        return {name: value for name, value in given.items() if value != 1.0} | saving
 
     def __post_init__(self) -> None:
-        for name, value in self.factors.items():
+        for name in ("host_factor", "device_factor"):
+            value = getattr(self, name)
             require(f"cost.{name}", value, 0.001 <= value <= 1000, "from 0.001 to 1000")
+        saving = self.repeated_saving
+        require("cost.repeated_saving", saving, saving is None or 0 <= saving <= 1, "null, or a share from 0 to 1")
         if self.profile is not None and self.path is not None:
             raise ConfigError(
                 "cost=calibrated takes cost.profile=<profile>.parquet or cost.path=<fit>.json; both are set"

@@ -76,7 +76,6 @@ class RooflineCost:
         rate = device.flops_per_s / slow * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
         self._ns_per_byte = slow * 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
-        self._repeated_saving = device.repeated_saving
         self._collectives = collectives_of(size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
         self._kv_size = model.num_kv_heads_per_rank(size) * model.head_dim
@@ -115,12 +114,14 @@ class RooflineCost:
 
     def price(self, shape: BatchShape) -> Spans:
         num_decodes, prefills = shape.num_decodes, shape.prefills
-        num_tokens, context = num_decodes, self._context_read(shape)
+        num_tokens = num_decodes
         if prefills:
             num_tokens += shape.num_prefill_tokens
-            attention = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
+            attention = self._mixed_attention_ns(
+                num_decodes, shape.decode_context_tokens, shape.longest_decode_context, prefills
+            )
         else:
-            attention = self._decode_attention_ns(num_decodes, context)
+            attention = self._decode_attention_ns(num_decodes, shape.decode_context_tokens)
         swap_ns = self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in)
         if shape.num_blocks_copied:
             swap_ns += to_ns(shape.num_blocks_copied * self._copy_ns_per_block)
@@ -153,7 +154,7 @@ class RooflineCost:
         launch: a graph's replay, or how long the device waits for eager launches. sampler: a greedy one, and the
         broadcast of its tokens (logits=gather). drawing: what the sampling parameters add to a greedy sampler.
         """
-        num_decodes, context, prefills = shape.num_decodes, self._context_read(shape), shape.prefills
+        num_decodes, context, prefills = shape.num_decodes, shape.decode_context_tokens, shape.prefills
         parts = {
             "host": self._host_ns,
             "swap": self._swap_ns(shape.num_blocks_swapped_out, shape.num_blocks_swapped_in),
@@ -274,10 +275,6 @@ class RooflineCost:
         """Returns the ns of a greedy sampler, whose kernels pass over the logits twice."""
         logit_bytes = num_samples * self._model.vocab_size * LOGIT_BYTES
         return _SAMPLER_KERNELS * self._kernel_floor_ns + 2 * logit_bytes * self._ns_per_byte
-
-    def _context_read(self, shape: BatchShape) -> int:
-        """Returns the decodes' positions. A repeated one counts less than 1: its K and V are read from the cache."""
-        return shape.decode_context_tokens - int(shape.repeated_context_tokens * self._repeated_saving)
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
         """Returns the ns of one kernel over all rows: the longer of their summed arithmetic and their summed traffic.

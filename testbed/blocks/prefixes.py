@@ -58,10 +58,8 @@ class Prefixes:
     # --- hits ---
 
     def lookup(self, seq: KVSequence) -> PrefixHit:
-        """Returns the longest cached prefix of all tokens so far except the last: one token is always computed.
-
-        NO_HIT for a request that must compute its whole prompt (`computes_whole_prompt`).
-        """
+        """Returns the longest cached prefix of all tokens so far except the last: one token is always computed. NO_HIT
+        for a request that must compute its whole prompt (`computes_whole_prompt`)."""
         if self.source is None:
             return NO_HIT
         num_tokens = seq.num_tokens

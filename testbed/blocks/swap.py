@@ -186,6 +186,7 @@ class Swapping:
         return num_new + sum(writers.values()) - len(writers)
 
     def _num_on_gpu(self, seq: KVSequence) -> int:
+        """Returns how many full blocks have content that others reference on the GPU; a swap-in reuses these."""
         num_merged = self._prefixes.num_merged_blocks(seq)
         merged, chain = self._prefixes.merged, seq.chain
         return 0 if merged is None or chain is None else merged.num_referenced(chain, num_merged)

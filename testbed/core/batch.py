@@ -58,10 +58,11 @@ class Batch(Rows):
                 context += attended
                 longest = max(longest, attended)
             else:
+                num_repeated -= start  # at most so many of them are of this prompt, and not of decodes
                 prefills += (PrefillChunk(start if window is None else min(start, window - 1), num_tokens),)
             if end == seq.num_tokens:
                 num_samples += 1
-        repeated = min(num_repeated, context - longest)
+        repeated = max(0, min(num_repeated, context - longest))
         return BatchShape(num_decodes, context, prefills, num_samples, num_out, num_in, num_copied, longest, repeated)
 
     def make(self) -> tuple[ScheduledSequence, ...]:

@@ -112,8 +112,8 @@ class BatchShape(Value):
     """The input of a cost model: integers. A decode row is one token of a sequence whose prompt is computed.
 
     decode_context_tokens: positions attended, the new one included, summed over the decode rows; the largest of them
-    is longest_decode_context (0: not given). repeated_context_tokens: those of them whose K and V another row reads
-    too, but for one row each: a device may find them in its cache. num_samples: rows that need logits."""
+    is longest_decode_context (0: not given). repeated_context_tokens: those of them in blocks that another running
+    sequence holds too, but for one of each: a device may find them in its cache. num_samples: rows that need logits."""
 
     FIELDS: ClassVar = (
         "num_decodes", "decode_context_tokens", "prefills", "num_samples", "num_blocks_swapped_out",

@@ -28,7 +28,6 @@ class DeviceSpec:
     memory_bytes: int = 80 * 10**9
     memory_bytes_per_s: float = 3.35e12
     cache_bytes: int = 0  # of the last-level cache, shared by all multiprocessors
-    cache_bytes_per_s: float = 0.0  # rate of reading K and V that another sequence of the step reads too; 0: not known
     flops_per_s: float = 989e12  # dense, at 2-byte precision
     interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
     interconnect_bytes_per_s: float = 450e9  # one direction, between devices; used for nvlink
@@ -59,13 +58,6 @@ class DeviceSpec:
             value = getattr(self, field)
             require(f"device.{field}", value, expected.holds(value), expected.text)
 
-    @property
-    def repeated_saving(self) -> float:
-        """The share of a position's read time that is saved if another sequence of the step reads its K and V too."""
-        if not self.cache_bytes_per_s:
-            return 0.0
-        return max(0.0, 1.0 - self.memory_bytes_per_s * self.memory_efficiency / self.cache_bytes_per_s)
-
 
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
 _RATE = Expected("a number from 1 to 1e30", number(1, 1e30))  # per second: a quotient by it stays finite
@@ -80,7 +72,6 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "memory_bytes": Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18)),
     "memory_bytes_per_s": _RATE,
     "cache_bytes": Expected("a whole number of bytes, from 0 to 1e18", whole(0, 10**18)),
-    "cache_bytes_per_s": Expected("a number from 0 to 1e30", number(0, 1e30)),
     "flops_per_s": _RATE,
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
     "interconnect_bytes_per_s": _RATE,

@@ -36,7 +36,6 @@ KNOWN = Calibration(
         0.0,
         80.0,
         9.0,
-        20.0,
         4e4,
         90.0,
         1.5,
@@ -57,6 +56,7 @@ KNOWN = Calibration(
     ranges=profiled_ranges(grid()),
     quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
     num_folds=5,
+    repeated_saving=0.4,
 )
 ROOFLINE = RooflineCost(MODEL, DeviceSpec("h100"))
 
@@ -82,12 +82,14 @@ def test_the_price_is_the_sum_of_its_parts():
         round(dense)
         + 30 * 80
         + (2 * 21 - 30) * 9
-        - 5 * 20
+        - round(5 * 0.4 * 80)
         + round(2 * 4e4 + (24 + 3) * 90 + pairs * 1.5 + own_pairs * 0.8 + 0.1),  # a half goes up
         round(9e4 + 4 * 800),
     )
     alone = BatchShape(2, 30, (), 2, longest_decode_context=21, repeated_context_tokens=8)
-    assert CalibratedCost(KNOWN).breakdown(alone)["attention_decode"] == 30 * 50 + (2 * 21 - 30) * 7 - 8 * 20
+    assert (
+        CalibratedCost(KNOWN).breakdown(alone)["attention_decode"] == 30 * 50 + (2 * 21 - 30) * 7 - 8 * 20
+    )  # 0.4 of 50
 
 
 def test_curves_are_level_before_and_go_on_after_what_was_measured():
@@ -108,16 +110,15 @@ def test_a_fit_finds_known_prices_again():
 
 
 def test_a_position_that_several_decodes_read_is_found_to_be_cheaper():
-    """A fit learns it from steps that have such positions. For one without, the device's data sheet tells the share."""
+    """From steps that have such positions; without them nothing is saved."""
     shared = [one.replace(repeated_context_tokens=one.decode_context_tokens // 2) for one in grid() if not one.prefills]
-    steps = measured(CalibratedCost(KNOWN), grid() + shared)
-    found = calibrate(Profile(manifest(), steps))
-    assert found.coefficients.repeated_context_token == pytest.approx(20, rel=0.02)
-    assert found.with_saving(0.9) == found
-    unknown = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
-    assert unknown.coefficients.repeated_context_token == 0
-    told = unknown.with_saving(0.5).coefficients
-    assert told.repeated_context_token == 0.5 * told.decode_context_token > 20
+    for saving in (0.0, 0.4, 1.0):
+        steps = measured(CalibratedCost(replace(KNOWN, repeated_saving=saving)), grid() + shared)
+        assert calibrate(Profile(manifest(), steps)).repeated_saving == pytest.approx(saving, abs=0.02)
+    found = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
+    assert found.repeated_saving == 0
+    assert found.scaled(2.0, 3.0).repeated_saving == 0
+    assert KNOWN.scaled(2.0, 3.0).repeated_saving == 0.4  # a share, not a time
 
 
 def test_what_a_kernel_does_of_the_mask_is_told_apart_from_what_lies_before():

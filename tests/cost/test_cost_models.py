@@ -345,21 +345,6 @@ def test_what_a_kernel_left_in_the_cache_is_not_moved_again():
     assert 0.9 * plain < large < plain
 
 
-def test_keys_that_several_decodes_read_come_from_the_cache():
-    """At twice the rate of the memory half of each repeated read is saved; at an unknown rate, or a lower one, none."""
-    twice = replace(BARE, cache_bytes_per_s=2 * BARE.memory_bytes_per_s * BARE.memory_efficiency)
-    slow = replace(BARE, cache_bytes_per_s=1.0)
-    for chunks in ((), (PrefillChunk(0, 16),)):
-        alone = BatchShape(8, 8 * 4000, chunks, 8, longest_decode_context=4000)
-        shared = alone.replace(repeated_context_tokens=7 * 3000)
-        fewer = alone.replace(decode_context_tokens=8 * 4000 - 7 * 1500)
-        assert twice.repeated_saving == pytest.approx(0.5)
-        assert RooflineCost(MODEL, twice).breakdown(shared) == RooflineCost(MODEL, twice).breakdown(fewer)
-        assert RooflineCost(MODEL, twice).price(shared) == RooflineCost(MODEL, twice).price(fewer)
-        for device in (BARE, slow):
-            assert RooflineCost(MODEL, device).price(shared) == RooflineCost(MODEL, device).price(alone)
-
-
 @given(st.integers(2, 64), st.integers(1, 10**9))
 def test_a_collective_moves_at_least_what_it_must(size, num_bytes):
     links, free = Collectives(size, 1e9, 0), Collectives(size, 1e9, 7)

@@ -32,7 +32,6 @@ FOLDER = os.environ.get("TESTBED_TRACES")  # with the public traces, as for test
 BASE = (
     "model=llama3.1_8b", "record.steps=false", "record.token_times=false", "allow_ignored=true",
     "scheduler.max_model_len=2048", "cache.num_cpu_blocks=0", "device.gemm_floor_ns=2000",  # as when they were recorded
-    "device.cache_bytes_per_s=0",  # likewise
 )  # fmt: skip
 CHATS = (  # in bursts; shared system prompts, sessions that go on, more than a pool of 320 blocks holds
     "trace.num_requests=200", "trace.rate=30", "trace.arrival=gamma", "trace.cv=5", "trace.num_tenants=3",

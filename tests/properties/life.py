@@ -8,7 +8,7 @@ from collections import Counter
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import StepResult
-from testbed.core.plan import BatchShape
+from testbed.core.plan import BatchPlan
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from tests.properties.setups import NS_PER_S, Setup, random_request, random_setup
@@ -81,7 +81,8 @@ class Life:
         plan = scheduler.plan(planned_ns)
         self.counts["evictions"] += max(0, num_cached - self._num_cached_blocks())  # at least
         self._check()
-        assert plan.is_empty or plan.shape.repeated_context_tokens == self._num_repeated(plan.shape)
+        if not plan.is_empty:
+            self._check_repeated(plan)
         rows = plan.scheduled if not plan.is_empty else ()
         shadow.planned(plan)
         result = shadow.execute(plan)
@@ -123,11 +124,24 @@ class Life:
         assert repeat(scheduler, self.calls) == self.digests, "other block ids, other decisions"
         self.counts["digests repeated"] += len(self.digests)
 
-    def _num_repeated(self, shape: BatchShape) -> int:
-        """Positions of blocks that several sequences hold, but for one of them each; at most those of the decodes."""
-        held = Counter(block for seq in self.scheduler.unfinished() for block in seq.block_table if block != RELEASED)
-        repeated = (held.total() - len(held)) * self.scheduler.blocks.block_size
-        return min(repeated, shape.decode_context_tokens - shape.longest_decode_context)
+    def _check_repeated(self, plan: BatchPlan) -> None:
+        """Positions of blocks that several decodes read, but for one of them each: all if only decodes hold blocks, and
+        if all who hold any are in the step, no more than that and what prompts have beyond their prefixes."""
+        shape, size = plan.shape, self.scheduler.blocks.block_size
+        assert 0 <= shape.repeated_context_tokens <= shape.decode_context_tokens - shape.longest_decode_context
+        decodes = [row for row in plan.scheduled if row.num_tokens == 1 and row.start >= row.num_prompt_tokens]
+        held = Counter(block for row in decodes for block in row.block_table if block != RELEASED)
+        repeated = (held.total() - len(held)) * size
+        holders = [seq for seq in self.scheduler.unfinished() if seq.block_table]
+        if len(holders) == len(decodes):
+            assert shape.repeated_context_tokens == min(
+                repeated, shape.decode_context_tokens - shape.longest_decode_context
+            )
+            self.counts["steps of decodes that share"] += repeated > 0
+        elif len(holders) == len(plan.scheduled):
+            of_prompts = sum(len(row.block_table) * size - row.start for row in plan.scheduled if row not in decodes)
+            assert shape.repeated_context_tokens <= repeated + of_prompts
+            self.counts["steps of decodes that share beside prompts"] += shape.repeated_context_tokens > 0
 
     def _num_cached_blocks(self) -> int:
         return self.scheduler.blocks._gpu.cache.num_cached_blocks

@@ -182,9 +182,6 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     """Steps that cost what known coefficients say give these coefficients back."""
     draw = Random(4)
     known = Coefficients(**{item.name: draw.uniform(1e3, 9e3) for item in fields(Coefficients)})
-    known = replace(
-        known, repeated_context_token=0.6 * min(known.decode_context_token, known.mixed_decode_context_token)
-    )
     truth = Calibration(
         manifest(block_size=4),
         decode_curve=((1, 2e6), (12, 2.5e6)),
@@ -193,6 +190,7 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
         ranges={},
         quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
         num_folds=5,
+        repeated_saving=0.6,
     )
     shapes = [shape for episode in design(ROOM, is_quick=is_quick) for shape in shapes_of(ROOM, episode)]
     prices = [CalibratedCost(truth).price(shape) for shape in shapes]
@@ -200,6 +198,7 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     found = calibrate(Profile(manifest(block_size=4), steps))
     for name, value in asdict(found.coefficients).items():
         assert value == pytest.approx(getattr(known, name), rel=0.05), name
+    assert found.repeated_saving == pytest.approx(0.6, abs=0.02)
     assert {shape.kind for shape in shapes} == {"decode", "prefill", "mixed"}
 
 

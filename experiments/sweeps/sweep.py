@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.configuration.on_device import check_device
+from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.configuration.saved import read_manifest
@@ -78,6 +78,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo, before = _left_to_run(sweep, points)
+    for said in dict.fromkeys(slow_engine(config) for _, config in points if todo):
+        print(f"note         {said}\n" if said else "", end="", flush=True)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 

@@ -287,7 +287,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         _say_not_begun(todo, followed, "the sweep ended without it")
         name = str(sweep.master.hydra.launcher["_target_"]).rpartition(".")[2]
         said = " ".join(str(failure).split(". ")[0].split()) or type(failure).__name__
-        left = f"{len(todo) - followed.num_complete} of {len(todo)} are left"
+        left = f"{len(todo) - followed.num_done} of {len(todo)} are left"
         raise FailedError(f"{name}: {said}; finished points stay, {left}: the same command runs them")
     return list(_settled(followed.outcomes))
 
@@ -318,7 +318,7 @@ def _say_not_begun(todo: list[Point], followed: Followed, why: str) -> None:
 
 def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
     _say_not_begun(todo, followed, "interrupted before it began")
-    num_left = len(todo) - followed.num_complete
+    num_left = len(todo) - followed.num_done
     left = "1 point is" if num_left == 1 else f"{num_left} points are"
     return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
 

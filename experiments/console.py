@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that reports every error in one line, as a UsageError."""
 
     def error(self, message: str) -> NoReturn:
+        if bad := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            kind = "a whole number" if bad[2] == "int" else "a number"
+            raise UsageError(f"{bad[1]} is {bad[3]}; it must be {kind}")
         flag = next((word for word in message.split() if word.startswith("-")), "").partition("=")[0]
         hint = nearest(flag, self._option_string_actions) if message.startswith("unrecognized") else ""
         raise UsageError(f"{message}; {hint}`{self.prog} --help` lists what there is")

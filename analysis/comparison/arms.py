@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
+from analysis.measures.notes import BUSY, replay_notes
 from analysis.naming import DECIDES, is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
@@ -291,7 +292,7 @@ def is_measured(run: Run) -> bool:
 
 def was_busy(run: Run) -> bool:
     """Whether a note in the manifest states that the run waited for cores used by other processes."""
-    return any(note.startswith("BUSY MACHINE") for note in (run.manifest.get("replay") or {}).get("notes") or ())
+    return any(note.kind == BUSY for note in replay_notes(run.manifest))
 
 
 def replicates(arm: Arm) -> dict[Key, Run]:

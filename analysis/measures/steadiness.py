@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from analysis.measures.notes import Note
 from analysis.measures.survival import Pool, pooled_distributions
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
@@ -232,7 +233,7 @@ def ends_growing(summary: Mapping[str, Any]) -> bool:
     return any(_may_grow(known[name], summary["num_requests"]) for name in ("waiting", "in_system"))
 
 
-def outrun_note(summary: Mapping[str, Any]) -> str | None:
+def outrun_note(summary: Mapping[str, Any]) -> Note | None:
     """A warning of one sentence if a run's arrivals outran its engine; None for other runs."""
     found = summary.get("steadiness")
     if not found or not found["is_outrun"]:
@@ -242,9 +243,11 @@ def outrun_note(summary: Mapping[str, Any]) -> str | None:
         f"{before:,.0f} requests were in the system in the second quarter of their time, and {after:,.0f} in the last"
     )
     work = found.get("waiting_work") or (0.0, 0.0, 0.0)
-    if work[2] - work[0] > after - before:  # few requests wait, but the long ones
+    rise, of_work = after - before, work[2] - work[0]
+    if of_work > rise:  # few requests wait, but the long ones
         what = (
             f"requests waited with the work of {work[0]:,.0f} of mean size in the second quarter of their time, and of "
             f"{work[2]:,.0f} in the last"
         )
-    return f"arrivals outran the engine: on average {what}; the latencies depend on how long the trace is"
+    text = f"arrivals outran the engine: on average {what}; the latencies depend on how long the trace is"
+    return Note(text, "outrun", max(rise, of_work))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.triggered import never_triggered
 from analysis.load import Run, relative, swept_keys
+from analysis.measures.notes import Note, price_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
 from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
@@ -114,17 +114,15 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
 def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
     """The notes that runs made on their times (step times outside of a profile or filled in, a machine that did not
     keep up) and on their routing."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for arm in arms:
-        for run in arm.runs:
-            replay = run.manifest.get("replay") or {}
-            said = run.manifest.get("cost_notes"), replay.get("notes"), routing_notes(run.summary)
-            for what, notes in zip(("Prices", "Measured", "Routed"), said, strict=True):
-                for note in notes or ():
-                    found.setdefault((what, re.sub(r"[\d.,]*\d", "…", note)), []).append(f"{arm.name}: {note}")
-    for (what, _), (first, *more) in found.items():
-        runs = "1 more run says" if len(more) == 1 else f"{len(more)} more runs say"
-        yield f"{what}, {first}" + (f" ({runs} the like, with other numbers)" if more else "")
+    runs = [(arm.name, run) for arm in arms for run in arm.runs]
+    found = {
+        "Prices": [(name, note) for name, run in runs for note in price_notes(run.manifest)],
+        "Measured": [(name, note) for name, run in runs for note in replay_notes(run.manifest)],
+        "Routed": [(name, Note.of_text(text)) for name, run in runs for text in routing_notes(run.summary)],
+    }
+    for what, notes in found.items():
+        for note, name, num, rank in told(notes):
+            yield f"{what}, {name}: {note}" + (f" (the {rank or 'first'} of {num} runs that say so)" if num > 1 else "")
 
 
 def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import compose_config, compose_from, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
-from experiments.configuration.on_device import check_device
+from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     check,
@@ -112,8 +112,14 @@ def _is_hydras(override: str) -> bool:
 def _run_alone(overrides: list[str]) -> int:
     folder, of_hydra, kept = _placed(overrides)
     command = shlex.join(["testbed", "run", *of_hydra, *kept])
-    _finish(execute(compose_config(kept), folder, command=command, origin=Origin.of(kept)))
+    _finish(_execute(compose_config(kept), folder, command, kept))
     return 0
+
+
+def _execute(config: RunConfig, folder: Path, command: str, given: list[str]) -> RunResult:
+    if (said := slow_engine(config)) is not None:
+        print(f"note         {said}", flush=True)
+    return execute(config, folder, command=command, origin=Origin.of(given))
 
 
 def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
@@ -261,7 +267,7 @@ def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
 def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult:
     given = _given("task")
     command = shlex.join(["testbed", "run", *of_hydra, *given])
-    return execute(config, folder, command=command, origin=Origin.of(given))
+    return _execute(config, folder, command, given)
 
 
 def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
@@ -345,7 +351,7 @@ def _run_from(source: str, overrides: list[str]) -> int:
     if not is_changed and (said := measured_anew(Path(source), before, config)):
         print(said, flush=True)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
-    result = execute(config, folder, command=command, origin=Origin.of([*kept_in(Path(source)), *kept]))
+    result = _execute(config, folder, command, [*kept_in(Path(source)), *kept])
     if not is_changed and (said := same_decisions(Path(source), before, result.manifest)):
         print(said)
     _finish(result)

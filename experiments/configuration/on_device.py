@@ -1,4 +1,4 @@
-"""Checks for settings that a simulator can run but a real engine cannot: rejected before a model is loaded."""
+"""Checks for settings that a simulator can run but a real engine cannot, or hardly: made before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
 from experiments.configuration.policies import make_policy
+from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from testbed.errors import ConfigError
 from testbed.policies.preemption import Cheaper, Swap
+
+_LARGE = 100_000_000  # parameters; a CPU takes about a second and more for a step of such a model
 
 
 def check_device(overrides: Sequence[str], config: RunConfig) -> None:
@@ -34,6 +37,21 @@ def check_device(overrides: Sequence[str], config: RunConfig) -> None:
         raise ConfigError(
             f"{asked}: this machine has {there}; leave device out to run on what there is, or simulate it (backend=sim)"
         )
+
+
+def slow_engine(config: RunConfig) -> str | None:
+    """Returns a note if the real engine would run a large model on a CPU, else None."""
+    num = config.model.num_parameters
+    if not isinstance(config.backend, RealConfig) or num < _LARGE:
+        return None
+    try:
+        from real.device import resolve_device
+    except ModuleNotFoundError:
+        return None  # as above
+    if resolve_device(config.backend.device).type != "cpu":
+        return None
+    size = f"{config.model.name}, of {num / 1e6:,.0f} million parameters,"
+    return f"the engine runs on a CPU: {size} may take hours; to try it out, set model=tiny"
 
 
 def check_plans_ahead(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,17 @@ from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
-from experiments.fidelity.outputs import check_page, refuse_inside, remove_runs, write_page
+from experiments.fidelity.outputs import (
+    FIGURE,
+    FITTED,
+    RESULT,
+    RUNS,
+    TEXT,
+    check_page,
+    refuse_inside,
+    renewed,
+    write_page,
+)
 from experiments.fidelity.simulating import check_overrides, variant
 from experiments.runs.run_folder import write_json
 from testbed.errors import ConfigError, TraceError
@@ -25,8 +36,6 @@ if TYPE_CHECKING:
 
     from analysis.load import Run
     from experiments.fidelity.study import StudyRun
-
-RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
 
 
 def main(arguments: list[str]) -> int:
@@ -43,16 +52,17 @@ def main(arguments: list[str]) -> int:
     if read.study and (read.measured or folders):
         raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
     if options.out is not None:
-        kept = [options.out / name for name in (RUNS, FITTED)]
-        for folder in kept:
-            refuse_inside(inputs, folder)
-        for folder in kept:
-            remove_runs(folder)
-    if read.study:
-        return _study(read.study, overrides, options)
-    with TemporaryDirectory(prefix="testbed-") as scratch:
-        runs = Path(scratch, RUNS) if options.out is None else options.out / RUNS
-        return _loads(read.measured, folders, overrides, options, runs, Path(scratch, "fit"))
+        for name in (RUNS, FITTED):
+            refuse_inside(inputs, options.out / name)
+    whole = nullcontext() if options.out is None else renewed(options.out)
+    with whole, TemporaryDirectory(prefix="testbed-") as scratch:
+        if read.study:
+            text = _study(read.study, overrides, options)
+        else:
+            runs = Path(scratch, RUNS) if options.out is None else options.out / RUNS
+            text = _loads(read.measured, folders, overrides, options, runs, Path(scratch, "fit"))
+    print(text)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +114,8 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
 def _loads(
     files: list[MeasuredRun], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
     scratch: Path,
-) -> int:  # fmt: skip
+) -> str:  # fmt: skip
+    """Compares measured requests, writes the outputs, and returns the text to print."""
     from analysis.plots.fidelity_plots import fidelity_figure
     from experiments.fidelity.comparing import as_json, compare, comparison_lines, metric_name
 
@@ -123,8 +134,7 @@ def _loads(
         panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
         _write(options, text, as_json(found), fidelity_figure(panels, metric_name))
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}"
-    print(text)
-    return 0
+    return text
 
 
 def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
@@ -157,7 +167,8 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
     ]
 
 
-def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> int:
+def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> str:
+    """Compares a study, writes the outputs, and returns the text to print."""
     from analysis.plots.fidelity_plots import study_figure
     from experiments.fidelity.fitting import Fitted, fit_study
     from experiments.fidelity.study import WHOLE
@@ -186,8 +197,7 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
         _write(options, text, as_json(found, fits), study_figure(signed, errors, NAMES))
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
-    print(text)
-    return 0
+    return text
 
 
 def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figure: Figure) -> None:

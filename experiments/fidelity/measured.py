@@ -47,10 +47,10 @@ class MeasuredRequest(NamedTuple):
     def checked(self) -> MeasuredRequest:
         """Raises TraceError if the first token comes after the end."""
         if self.ttft_s > self.e2e_s + _ROUNDING_S:
-            raise refuse(
-                self.place, "ttft", self.ttft_s, f"at most the request's end-to-end latency, {self.e2e_s:g} s: the "
-                "clocks disagree, leave the row out",
-            )  # fmt: skip
+            raise TraceError(
+                f"{self.place}: TTFT is {self.ttft_s:g} s; expected at most the request's end-to-end latency, "
+                f"{self.e2e_s:g} s: the clocks disagree, leave the row out"
+            )
         return self
 
 

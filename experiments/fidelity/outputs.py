@@ -1,18 +1,22 @@
-"""Outputs of `testbed fidelity`: removes the runs of an earlier command, writes the marked part of a document."""
+"""Outputs of `testbed fidelity`: its folder, whole or not there, and the marked part of a document."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
 from experiments.configuration.saved import read_manifest
 from experiments.fidelity.measured import MEASURED
 from experiments.runs.environment import describe_machine, describe_versions
+from experiments.runs.interrupt import undisturbed
 from testbed.errors import ConfigError
 
+RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
+_FILES = (RESULT, TEXT, f"{FIGURE}.png", f"{FIGURE}.svg")
 _SIMULATED = ("simulated", "fitted")
 _COMMAND = "testbed fidelity "
 BEGIN, END = "<!-- testbed fidelity: begin -->", "<!-- testbed fidelity: end -->"
@@ -28,7 +32,33 @@ def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
             raise ConfigError(f"--out {runs.parent} lies in {path}, which is compared; choose a folder beside it")
 
 
-def remove_runs(runs: Path) -> None:
+@contextmanager
+def renewed(out: Path) -> Iterator[None]:
+    """Context in which a command writes its outputs into `out`. Those of an earlier one are removed first, and its own
+    if it does not complete; nothing else is."""
+    for folder in (out / RUNS, out / FITTED):
+        _remove_runs(folder)
+    for name in _FILES:
+        (out / name).unlink(missing_ok=True)
+    others, is_new = set(_written(out)), not out.exists()
+    try:
+        yield
+    except BaseException:
+        with undisturbed():
+            for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
+                path.rmdir() if path.is_dir() else path.unlink()
+            if is_new and out.exists():
+                out.rmdir()
+        raise
+
+
+def _written(out: Path) -> Iterator[Path]:
+    """Yields what is at the places of outputs."""
+    for path in (out / name for name in (*_FILES, RUNS, FITTED)):
+        yield from (path, *path.rglob("*")) if path.exists() else ()
+
+
+def _remove_runs(runs: Path) -> None:
     """Removes `<runs>/<load>/{measured,simulated,fitted}` of earlier commands, and nothing that they did not write."""
     for load in sorted(path for path in runs.glob("*") if path.is_dir()):
         for folder in (load / "measured", *(load / name for name in _SIMULATED)):

@@ -11,7 +11,7 @@ from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.overrides import literal
-from experiments.runs.run import execute
+from experiments.runs.run import INTERRUPTED, execute
 from experiments.wiring.costs import fit_file
 from sim.cost.config import CalibratedConfig, RooflineConfig
 from sim.cost.drawing import filters
@@ -72,10 +72,13 @@ def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
 
 
 def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run:
-    """Simulates the trace; `folder` gets the run. Raises TestbedError with one line if the run does not complete."""
+    """Simulates the trace; `folder` gets the run. Raises TestbedError with one line if the run does not complete, and
+    KeyboardInterrupt."""
     result = execute(replace(config, overwrite=True), folder, command=command, trace=trace)
+    if result.exit_status == INTERRUPTED:
+        raise KeyboardInterrupt
     if result.status != "complete" or result.exit_status:
-        raise TestbedError(result.message)
+        raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is removed
     return load_run(result.folder)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
-from experiments.runs.prepare import warnings_of
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
 from testbed.core.plan import BlockedBy
 from testbed.wording import count
+
+if TYPE_CHECKING:
+    from analysis.measures.notes import Note
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason given by testbed.core.scheduler
 _SETTINGS = {  # settings that can keep the head of the queue from being admitted
@@ -27,15 +29,16 @@ _SETTINGS = {  # settings that can keep the head of the queue from being admitte
 }
 
 
-def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[str, ...]:
+def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[Note, ...]:
     """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
+    from analysis.measures.notes import Note, doubts_of
     from analysis.measures.replicas import routing_notes
     from analysis.measures.steadiness import outrun_note
 
-    outrun = outrun_note(summary)
-    notes = [*failures(summary["checks"]), *([] if outrun is None else [outrun]), *routing_notes(summary)]
-    notes += [*warnings_of(manifest), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    failed, outrun = failures(summary["checks"]), outrun_note(summary)
+    sized = [*([] if outrun is None else [outrun]), *doubts_of(manifest)]
+    notes = [*routing_notes(summary), *manifest["trace"]["notes"], *build.unused_settings(config)]
     notes += build.without_classes(config, manifest["trace"].get("differ_in"))  # absent in older folders
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
@@ -60,7 +63,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if summary["num_in_warmup"] and not summary["num_requests"]:
         left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
         notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")
-    return tuple(notes)
+    return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
 
 
 def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]]) -> str:

@@ -104,11 +104,6 @@ class ReplayLog:
         }
 
 
-def warnings_of(manifest: dict[str, Any]) -> list[str]:
-    """Returns notes on doubtful numbers: step times outside the measured range, a machine that was slow or busy."""
-    return [*manifest["cost_notes"], *(manifest["replay"] or {}).get("notes", [])]
-
-
 # --- engines and inboxes ---
 
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import TRACE_FILE
@@ -31,7 +31,6 @@ from experiments.runs.prepare import (
     prepare_engine,
     prepare_sim,
     trace_inbox,
-    warnings_of,
 )
 from experiments.runs.progress import Progress
 from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json, writing
@@ -58,6 +57,9 @@ from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace, whole
 
+if TYPE_CHECKING:
+    from analysis.measures.notes import Note
+
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
@@ -81,7 +83,7 @@ class RunResult:
     summary: dict[str, Any]
     config: dict[str, Any]  # as in config.yaml
     manifest: dict[str, Any]
-    notes: tuple[str, ...] = ()  # failed checks, changes made to the trace, settings without effect, unsent turns
+    notes: tuple[Note, ...] = ()  # failed checks, changes made to the trace, settings without effect, unsent turns
 
 
 def execute(
@@ -286,6 +288,7 @@ def _close(
     """
     from analysis.load import Run  # not at the top: Arrow is slow to import
     from analysis.measures.checks import failures
+    from analysis.measures.notes import doubts_of
 
     if failure is None and records.ignored:
         manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
@@ -303,7 +306,7 @@ def _close(
     elif records.ignored:
         message, exit_status = manifest["ignored"], 0 if config.allow_ignored else 1
     log = logging.getLogger("testbed")
-    for sentence in (*failures(summary["checks"]), *warnings_of(manifest)):
+    for sentence in (*failures(summary["checks"]), *doubts_of(manifest)):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
     notes = notes_of(config, manifest, summary)

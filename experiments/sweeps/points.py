@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -28,10 +28,13 @@ from experiments.configuration.saved import read_manifest, saved_config
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
-from experiments.runs.run import INTERRUPTED, execute
+from experiments.runs.run import INTERRUPTED, RunResult, execute
 from experiments.runs.run_folder import SET_ASIDE, describe_failure, did_not_begin, has_run, is_locked, set_aside
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.schema import RUN_FILES
+
+if TYPE_CHECKING:
+    from analysis.measures.notes import Note
 
 _BOARD, _OWNER = ".points-", "owner"
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # the name of a point's folder: Identity.name
@@ -62,7 +65,7 @@ class Outcome:
     folder: str = ""
     message: str = ""
     exit_status: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 # --- folders ---
@@ -210,12 +213,14 @@ class Board:
 
     def news(self) -> list[Outcome]:
         """Returns the outcomes since the last call."""
+        from analysis.measures.notes import Note  # not at the top: Arrow is slow to import
+
         names = os.listdir(self.folder)
         self.num_taken = sum(name.endswith(".taken") for name in names)
         new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
         self._read.update(new)
         said = [json.loads((self.folder / name).read_bytes()) for name in new]
-        return [Outcome(**{**fields, "notes": tuple(fields["notes"])}) for fields in said]
+        return [Outcome(**{**fields, "notes": tuple(Note(*note) for note in fields["notes"])}) for fields in said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,17 +280,18 @@ def _run(point: Point) -> Outcome:
         return Outcome(point.label, "interrupted", folder, result.message, INTERRUPTED)
     if result.exit_status:
         return Outcome(point.label, "failed", folder, result.message, result.exit_status, result.notes)
-    said = [result.message] if result.message else []
-    return Outcome(point.label, "complete", folder, notes=(*_error_of_fit(result.manifest), *result.notes, *said))
+    return Outcome(point.label, "complete", folder, notes=_notes_of(result))
 
 
-def _error_of_fit(manifest: dict[str, Any]) -> list[str]:
-    """A note for simulated runs whose step times are fitted; the first line of a single run has the same numbers."""
-    error = manifest["cost_error"]
-    if error is None:
-        return []
+def _notes_of(result: RunResult) -> tuple[Note, ...]:
+    """A run's notes, with the error of fitted step times, which the first line of a single run has, and its message."""
+    from analysis.measures.notes import Note  # not at the top: Arrow is slow to import
+
+    error, manifest = result.manifest["cost_error"], result.manifest
     of = f"{manifest['model']} on {manifest['device']}, cost={manifest['cost']}"
-    return [f"{of}: left-out steps are {error['median']:.1%} off, P90 {error['p90']:.1%}"]
+    of_fit = [] if error is None else [f"{of}: left-out steps are {error['median']:.1%} off, P90 {error['p90']:.1%}"]
+    said = [result.message] if result.message else []
+    return *(Note(text, of) for text in of_fit), *result.notes, *map(Note.of_text, said)
 
 
 def say_not_begun(point: Point, why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +26,9 @@ class Followed:
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     @property
-    def num_complete(self) -> int:
-        return sum(outcome.status == "complete" for outcome in self.outcomes)
+    def num_done(self) -> int:
+        """The points that the same command skips. A run may be whole although Ctrl-C came before its sweep went on."""
+        return sum((Path(outcome.folder) / "done").exists() for outcome in self.outcomes if outcome.folder)
 
     def __enter__(self) -> Followed:
         if sys.stderr.isatty():

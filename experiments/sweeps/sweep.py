@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.configuration.on_device import check_device
+from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
 from experiments.configuration.saved import read_manifest
@@ -78,6 +78,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo, before = _left_to_run(sweep, points)
+    for said in dict.fromkeys(slow_engine(config) for _, config in points if todo):
+        print(f"note         {said}\n" if said else "", end="", flush=True)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 
@@ -285,7 +287,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         _say_not_begun(todo, followed, "the sweep ended without it")
         name = str(sweep.master.hydra.launcher["_target_"]).rpartition(".")[2]
         said = " ".join(str(failure).split(". ")[0].split()) or type(failure).__name__
-        left = f"{len(todo) - followed.num_complete} of {len(todo)} are left"
+        left = f"{len(todo) - followed.num_done} of {len(todo)} are left"
         raise FailedError(f"{name}: {said}; finished points stay, {left}: the same command runs them")
     return list(_settled(followed.outcomes))
 
@@ -316,7 +318,7 @@ def _say_not_begun(todo: list[Point], followed: Followed, why: str) -> None:
 
 def _interrupted(todo: list[Point], followed: Followed) -> KeyboardInterrupt:
     _say_not_begun(todo, followed, "interrupted before it began")
-    num_left = len(todo) - followed.num_complete
+    num_left = len(todo) - followed.num_done
     left = "1 point is" if num_left == 1 else f"{num_left} points are"
     return KeyboardInterrupt(f"interrupted; finished points stay, {left} left: the same command runs them")
 
@@ -344,9 +346,10 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
 
 def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     """Prints the notes and the result of the sweep. Raises FailedError if a point failed or was never taken."""
-    notes = Counter(note for outcome in outcomes for note in outcome.notes)
-    for note, num in notes.items():
-        print(f"note         {count(num, 'point')}: {note}")
+    from analysis.measures.notes import told  # not at the top: Arrow is slow to import
+
+    for note, where, num, rank in told((one.label, note) for one in outcomes for note in one.notes):
+        print(f"note         {count(num, 'point')}{f', the {rank} {where}' if rank else ''}: {note}")
     bad = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = len(sweep.combinations)
     if bad:

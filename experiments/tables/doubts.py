@@ -66,6 +66,10 @@ def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
     return replace(tables, doubts=tuple(said))
 
 
+def _are(num: int) -> str:
+    return f"{num:,} {'is' if num == 1 else 'are'}"
+
+
 def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[tuple[int, str]]:
     """(number of points, sentence) for each dtype with doubts."""
     dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
@@ -79,10 +83,10 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
             _falling(points, axis, falls)
         parts, again = [], num - len(points.time_ns)
         if again:
-            parts.append(f"{again:,} are measured again (their mean is looked at)")
+            parts.append(f"{_are(again)} measured again (their mean is looked at)")
         if off.num:
             parts.append(
-                f"{off.num:,} are more than {OFF:g} x off their neighbours, the worst {off.worst:.1f} x at {off.where}"
+                f"{_are(off.num)} more than {OFF:g} x off their neighbours, the worst {off.worst:.1f} x at {off.where}"
             )
         if falls.num:
             parts.append(
@@ -94,9 +98,8 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
             _too_fast(label, some, points, operator, spec, fast)
         if fast.num:
             why = "reduced in the switch" if operator == "all_reduce" else "read from a cache"
-            parts.append(
-                f"{fast.num:,} are faster than the data sheet allows ({why}?), up to {fast.worst:.2f} x at {fast.where}"
-            )
+            which = f"{_are(fast.num)} faster than the data sheet allows"
+            parts.append(f"{which} ({why}?), up to {fast.worst:.2f} x at {fast.where}")
         if parts:
             yield again + off.num + falls.num + fast.num, f"{label}: of {num:,} points, {'; '.join(parts)}"
 

@@ -73,7 +73,7 @@ class Channel:
                 self._early.append(early)
 
     def receive(self) -> bytes | None:
-        """Returns the next message; None if the other end is closed."""
+        """Returns the next message; None if the other end is closed. Raises TimeoutError if it stops within one."""
         return self._early.popleft() if self._early else self._receive()
 
     def _receive(self) -> bytes | None:
@@ -92,6 +92,8 @@ class Channel:
         while num_read < num_bytes:
             try:
                 num = self._end.recv_into(view[num_read:])
+            except TimeoutError:
+                raise
             except OSError:
                 return None
             if num == 0:
@@ -233,11 +235,14 @@ class Ranks:
             self._on_failure()
 
     def _hear(self, rank: int) -> bool:
-        """Receives one message; returns False if the connection has ended instead."""
-        message = self._channels[rank - 1].receive()
+        """Receives one message; returns False if the connection has ended instead, or stopped within a message."""
+        message, end = None, "has stopped within a message"
+        with suppress(TimeoutError):
+            if (message := self._channels[rank - 1].receive()) is None:
+                end = describe_end(self._processes[rank - 1])
         with self._changed:
             if message is None:
-                self._failures.setdefault(rank, Failure("", describe_end(self._processes[rank - 1])))
+                self._failures.setdefault(rank, Failure("", end))
             elif isinstance(said := heard(message, f"rank {rank}"), Failure):
                 self._failures[rank] = said
             else:

@@ -140,7 +140,10 @@ class ReplicaEngine:
     def _heard(self) -> Any:
         """Does the same as `receive`, without a time limit."""
         self._channel.has_message(None)  # waits here, as the socket's timeout for sending also holds for receiving
-        message = self._channel.receive()
+        try:
+            message = self._channel.receive()
+        except TimeoutError:  # within a message
+            raise self._silent() from None
         self._heard_s = time.monotonic()
         if message is None:
             raise DeviceError(f"replica {self._number} {describe_end(self._process)}")

@@ -108,10 +108,10 @@ class SamplingParams:
         self._check_count("top_k", -1, "at least 1, or 0 or -1 for no limit")
         self._check_count("max_tokens", 1, "at least 1", optional=True)
         self._check_count("min_tokens", 0, "0 or above")
-        self._check_count("logprobs", 0, "0 or above, or None", optional=True)
-        self._check_count("prompt_logprobs", 0, "0 or above, or None", optional=True)
+        self._check_count("logprobs", 0, "0 or above, or null", optional=True)
+        self._check_count("prompt_logprobs", 0, "0 or above, or null", optional=True)
         has_seed = self.seed is None or _is_whole(self.seed)
-        require("sampling.seed", self.seed, has_seed, "a whole number, or None", RequestError)
+        require("sampling.seed", self.seed, has_seed, "a whole number, or null", RequestError)
         is_below = self.max_tokens is None or self.min_tokens <= self.max_tokens
         most = f"at most max_tokens ({self.max_tokens})"
         require("sampling.min_tokens", self.min_tokens, is_below, most, RequestError)

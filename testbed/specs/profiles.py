@@ -173,7 +173,8 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 
 
 def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
-    """Returns the fields of a model on which step times and lengths depend. Raises ProfileError for impossible ones."""
+    """Returns the fields of a model on which step times and lengths depend, and the numbers of its norms and positions.
+    Raises ProfileError for impossible ones."""
     needed = ("name", *MODEL_SHAPE)
     missing = [name for name in needed if name not in model]
     if missing:
@@ -189,6 +190,7 @@ def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
         raise ProfileError(
             f"{place}: model.rope_scaling is {shown(rope)}; expected null, or {', '.join(sorted(_ROPE))}"
         )
+    given |= {name: model[name] for name in ("rms_norm_eps", "rope_theta") if name in model}
     try:
         return ModelSpec(**given, rope_scaling=None if rope is None else RopeScaling(**rope))
     except ConfigError as error:

@@ -146,7 +146,7 @@ def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, ver
     assert run.summary["steadiness"]["is_outrun"] is verdict
     note = outrun_note(run.summary)
     assert (note is not None) is (verdict is True)
-    assert note is None or "the latencies depend on how long the trace is" in note
+    assert note is None or "the latencies depend on how long the trace is" in note.text
 
 
 def test_a_frame_says_what_the_files_say(tmp_path: Path) -> None:
@@ -190,6 +190,6 @@ def test_an_order_by_size_that_leaves_the_long_ones_waiting_is_outrun_by_their_w
     assert outrun(found) is True
     note = outrun_note({"steadiness": steadiness(found)})
     assert note is not None
-    assert "requests waited with the work of " in note, "in number there are hardly more"
+    assert "requests waited with the work of " in note.text, "in number there are hardly more"
     evenly = [row | {"num_prompt_tokens": 100} for row in rows]
     assert outrun(Requests.of(table(evenly, REQUEST_COLUMNS))) is not True, "of equal ones that would be too few"

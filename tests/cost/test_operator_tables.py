@@ -184,7 +184,7 @@ def test_a_smooth_table_is_not_doubted():
 def test_a_point_off_its_neighbours_is_said_with_its_sizes():
     [doubt] = checked(line(planted={64: 200_000.0}), None).doubts
     assert doubt.startswith("gemm bfloat16: of 12 points, ")
-    assert "1 are more than 1.5 x off their neighbours, the worst 3.1 x at m=64 n=64 k=64" in doubt
+    assert "1 is more than 1.5 x off their neighbours, the worst 3.1 x at m=64 n=64 k=64" in doubt
     assert "the time falls by more than 15% while a size grows, the worst by 36% at m=128" in doubt
 
 
@@ -210,7 +210,7 @@ def test_a_point_faster_than_the_data_sheet_is_said():
     floor = [2 * size * 4096 * 4096 / 1e14 * 1e9 for size in m]
     tables = OperatorTables("h100", "", products(m, [floor[0] * 2, floor[1] * 2, floor[2] * 0.8], n=4096, k=4096))
     [doubt] = checked(tables, SHEET).doubts
-    assert "1 are faster than the data sheet allows (read from a cache?), up to 1.25 x at m=16,384" in doubt
+    assert "1 is faster than the data sheet allows (read from a cache?), up to 1.25 x at m=16,384" in doubt
 
 
 def test_times_in_another_unit_are_refused():

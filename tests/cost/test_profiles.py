@@ -118,6 +118,10 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_
             {"model": manifest().model | {"num_experts": 8}},
             "model.num_experts_per_tok is null; set all of num_experts, ",
         ),
+        (
+            {"model": manifest().model | {"rms_norm_eps": float("nan")}},
+            "model.rms_norm_eps is nan; it must be a number",
+        ),
         ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
         ({"device": None}, "'device' is None; expected str"),
     ],

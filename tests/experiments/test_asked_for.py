@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from experiments.commands import app
 from experiments.configuration.compose import compose_config
+from experiments.sweeps import sweep
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
 
@@ -38,3 +41,26 @@ def test_a_gpu_that_is_not_there_is_refused_where_it_was_asked_for(
 )
 def test_a_length_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
     assert say(capsys, "run", override).error().startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"), [(["model=qwen3_0.6b"], 1), (["model=tiny"], 0), (["model=qwen3_0.6b", "backend=sim"], 0)]
+)
+def test_a_large_model_on_a_cpu_is_said_before_it_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    num: int,
+) -> None:
+    pytest.importorskip("torch")
+
+    def start(*_: object, **__: object) -> NoReturn:
+        raise ConfigError("started")
+
+    monkeypatch.setattr(app, "execute", start)
+    monkeypatch.setattr(sweep, "_launched", start)
+    note = "the engine runs on a CPU: qwen3_0.6b, of 596 million parameters, may take hours; to try it out,"
+    for words in (["run"], ["run", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}"]):
+        said = say(capsys, *words, "backend=real", "device=cpu", *settings)
+        assert (said.out, said.err) == (f"note         {note} set model=tiny\n" * num, "error: started\n")

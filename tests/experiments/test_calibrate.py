@@ -183,6 +183,8 @@ def test_time_that_is_over_ends_it_too_and_nothing_measured_is_an_error(tmp_path
         (["fti"], "`testbed calibrate fti`: expected key=value pairs, or one of fit, profile"),
         (["--repeats", "0"], "--repeats is 0; it must be from 1 to 100"),
         (["--requests", "2"], "--requests is 2; it must be from 4 to 10,000, or 0 for no loads"),
+        (["--max-seconds", "abc"], "--max-seconds is 'abc'; it must be a number"),
+        (["--repeats", "1.5"], "--repeats is '1.5'; it must be a whole number"),
         (["--max-seconds", "nan"], "--max-seconds is nan; it must be a finite number above 0"),
         (["backend=sim"], "only the real engine can be profiled"),
         (["cache.num_gpu_block=4"], "did you mean 'cache.num_gpu_blocks'?"),

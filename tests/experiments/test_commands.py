@@ -172,9 +172,9 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
         (("run", "--multirn"), "unrecognized arguments: --multirn; did you mean '--multirun'? `testbed run --help`"),
         (("run", "--scheduler", "orca"), "unrecognized arguments: --scheduler; settings are key=value, the folder is "),
         (("timeline",), "the following arguments are required: run"),
-        (("capacity", "--jobs", "abc"), "argument --jobs: invalid int value: 'abc'; `testbed capacity --help`"),
+        (("capacity", "--jobs", "abc"), "--jobs is 'abc'; it must be a whole number"),
         (("demo", "foo"), "unrecognized arguments: foo; `testbed demo --help`"),
-        (("generate", "--model", "tiny", "--max-tokens", "abc"), "argument --max-tokens: invalid int value: 'abc'"),
+        (("generate", "--model", "tiny", "--max-tokens", "abc"), "--max-tokens is 'abc'; it must be a whole number"),
     ],
 )
 def test_every_command_refuses_its_arguments_in_one_line(

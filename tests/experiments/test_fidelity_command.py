@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.load import Run, load_run
+from analysis.plots import style
 from experiments import simulate
 from experiments.cli import main
 from experiments.fidelity import comparing, fitting
@@ -429,6 +430,21 @@ def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, ca
     (tmp_path / "study.json").write_text(json.dumps(study()))
     assert fidelity(tmp_path / "study.json", "--out", out, "--overwrite") == 0
     assert not (runs / "later").exists()
+
+
+def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path, monkeypatch):
+    def press(drawn: object, stem: object) -> None:
+        assert (out / "runs" / "run" / "simulated" / "done").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(style, "save", press)
+    out = tmp_path / "out"
+    assert fidelity(base.path, "--out", out) == 130
+    assert not out.exists()
+    (out / "runs" / "run").mkdir(parents=True)
+    (out / "runs" / "run" / "notes.txt").write_text("mine")
+    assert fidelity(base.path, "--out", out, "--overwrite") == 130
+    assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
 
 
 def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():

@@ -132,6 +132,8 @@ def test_files_that_are_no_measurement_say_so(rows, tmp_path, capsys):
     log.write_text(log.read_text().replace("ttft_s", "ttft"))
     assert "not recognised" in error_line(capsys, log, *FILE)
     assert "did you mean 'ttft_s'" in error_line(capsys, log, *FILE, "--format", "request-log")
+    late = write(tmp_path, "request-log", change(rows, e2e_s=0.001))
+    assert "s; expected at most the request's end-to-end latency, 0.001 s: " in error_line(capsys, late, *FILE)
     doubled = write(tmp_path, "request-log", [*rows, rows[0]])
     assert "expected an id not used before" in error_line(capsys, doubled, *FILE)
     times = write(tmp_path, "request-log-jsonl", change(rows, gaps_s=[-0.1]))

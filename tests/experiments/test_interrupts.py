@@ -15,6 +15,8 @@ import pytest
 
 from analysis.load import load_run
 from experiments.runs.interrupt import undisturbed, was_pressed
+from experiments.sweeps.points import Board, Outcome
+from experiments.sweeps.progress import Followed
 from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
 
 LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
@@ -175,3 +177,14 @@ def test_a_press_while_records_are_closed_is_not_lost() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert was_pressed()
     assert not was_pressed(), "asked once"
+
+
+def test_a_point_that_ended_as_ctrl_c_was_pressed_is_not_left(tmp_path: Path) -> None:
+    names = ("whole", "whole but interrupted", "interrupted", "failed")
+    outcomes = [Outcome(name, name.split()[-1], str(tmp_path / name)) for name in names]
+    for name in names[:2]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "done").touch()
+    followed = Followed(Board(tmp_path), len(names))
+    followed.outcomes = [*outcomes, Outcome("refused", "failed")]
+    assert followed.num_done == 2

@@ -70,11 +70,16 @@ def test_an_extended_sweep_runs_what_is_new_in_whatever_order(
 def test_points_with_fitted_step_times_say_how_far_the_fit_is_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["run", "-m", "model=qwen3_8b", "device=h100,h200", "seed=0,1", "cost=calibrated", "trace.num_requests=4"]
-    said = say(capsys, *words, f"hydra.sweep.dir={tmp_path / 's'}")
+    words = ["model=qwen3_8b", "device=h100,h200", "seed=0,1", "cost=calibrated", "trace.num_requests=16"]
+    said = say(capsys, "run", "-m", *words, "trace.rate=1000", f"hydra.sweep.dir={tmp_path / 's'}")
     for device, error in (("h100", "1.8% off, P90 4.7%"), ("h200", "2.7% off, P90 5.5%")):
         line = f"note         2 points: qwen3_8b on {device}, cost=calibrated: left-out steps are {error}"
         assert line in said.out.splitlines()
+    runs = [run.manifest for run in load_sweep(tmp_path / "s").runs]
+    worst = max(runs, key=lambda manifest: manifest["num_extrapolated_steps"] / manifest["num_steps"])
+    label = f"device={worst['device']} seed={worst['seed']}"
+    (line,) = [line for line in said.out.splitlines() if "EXTRAPOLATED STEP TIMES" in line]
+    assert line == f"note         4 points, the worst {label}: {worst['cost_notes'][0]}"
 
 
 def test_points_are_read_in_the_order_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

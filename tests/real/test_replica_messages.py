@@ -19,6 +19,7 @@ from real.parallel import processes, replica, worker
 from real.parallel.processes import Channel, end_process, spawn
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan
+from testbed.errors import DeviceError
 from tests.real.engine_helpers import plan_of, row, tiny_spec
 from tests.real.hung_rank import HungRank, LeftByDriver
 from tests.real.processes import assert_gone
@@ -70,6 +71,18 @@ def test_a_long_plan_and_a_long_result_pass_each_other(echo: replica.ReplicaEngi
 
 
 # --- ends ---
+
+
+def test_a_replica_that_stops_within_a_message_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.05)
+    monkeypatch.setattr(replica, "spawn", lambda timeout_s, environment: (SimpleNamespace(), Channel(ours)))
+    engine = replica.ReplicaEngine(replica.ReplicaSetup(tiny_spec(), RealConfig(rank_timeout_s=0.05), 1, {}), 0, None)
+    theirs.sendall((100).to_bytes(8, "little") + b"a part")
+    with pytest.raises(DeviceError, match=r"^replica 0 says nothing for 0.05 s; if it was only slow, raise backend\."):
+        engine.receive()
+    theirs.close()
+    ours.close()
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["the replica fails", "the driver leaves"])

@@ -34,7 +34,8 @@ GPU_RATES ?= 4,8
 GPU_ROUNDS ?= 3
 comma := ,
 BY_NAME := import sys; from torch import cuda; from experiments.configuration.names import device_named; \
-  print((device_named(cuda.get_device_name()) or "h100") if cuda.is_available() else sys.exit("error: no GPU for torch"))
+  card = cuda.get_device_name() if cuda.is_available() else sys.exit("error: no GPU for torch"); \
+  print(device_named(card) or sys.exit(f"error: {card} is no device of the library: give GPU_DEVICE, of testbed list device"))
 
 .PHONY: demo test test-vllm setup compile lint types check bench flash clean \
   gpu gpu-tests gpu-fidelity gpu-speed gpu-offline

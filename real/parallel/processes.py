@@ -282,6 +282,8 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with suppress(ValueError):  # one that was not started here
+        _started.remove(process)
 
 
 def end_here(status: int) -> NoReturn:

@@ -60,8 +60,8 @@ class CalibratedConfig:
     """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote.
     Neither: the fit that comes with the testbed for this model on this device (experiments/fits).
 
-    The factors adapt a fit to another machine: its host time, and everything else. repeated_saving: None: that of the fit
-    (see Calibration).
+    The factors adapt a fit to another machine: its host time, and everything else. repeated_saving: as in Calibration;
+    None: the fit's.
     """
 
     profile: str | None = None

@@ -54,6 +54,18 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     assert "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
 
 
+def test_what_shared_reads_save_can_be_given():
+    shape = BatchShape(8, 80_000, (), 8, longest_decode_context=10_000, repeated_context_tokens=50_000)
+    options = ["model=qwen3_8b", "device=h200", "cost=calibrated"]
+    free, half, plain = (build_cost(compose_config([*options, *given])) for given in (
+        ["cost.repeated_saving=1"], ["cost.repeated_saving=0.5"], []))  # fmt: skip
+    token_ns = plain.calibration.coefficients.decode_context_token
+    saved = [plain.price(shape).forward_ns - one.price(shape).forward_ns for one in (half, free)]
+    assert saved == pytest.approx([25_000 * token_ns, 50_000 * token_ns], abs=2)
+    with pytest.raises(ConfigError, match=r"cost.repeated_saving is 1\.5; it must be null, or a share from 0 to 1"):
+        compose_config([*options, "cost.repeated_saving=1.5"])
+
+
 def test_what_is_not_there_is_one_line_with_what_is(capsys):
     with pytest.raises(ConfigError, match=r"no fit for qwen3_8b on a100 comes with the testbed \(there are qwen3_0"):
         fit_of("qwen3_8b", "a100")

@@ -199,6 +199,7 @@ def describe(calibration: Calibration) -> str:
         lines.append(f"  {region:<8} {quality.num_steps:>7,} {quality.num_shapes:>7,} {errors}   {noise}")
     lines.append("coefficients, ns")
     lines += [f"  {name:<26} {value:>10,.4g}" for name, value in asdict(calibration.coefficients).items()]
+    lines.append(f"  {'repeated_saving':<26} {calibration.repeated_saving:>10,.4g}  (a share, of shared positions)")
     for name, curve in (("decode", calibration.decode_curve), ("prefill", calibration.prefill_curve)):
         lines.append(f"{name} curve: " + ", ".join(f"{tokens} -> {ns / 1e6:.3g} ms" for tokens, ns in curve))
     lines.append("profiled range")

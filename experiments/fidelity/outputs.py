@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from experiments.configuration.saved import read_manifest
 from experiments.fidelity.measured import MEASURED
@@ -34,22 +34,37 @@ def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
 
 @contextmanager
 def renewed(out: Path) -> Iterator[None]:
-    """Context in which a command writes its outputs into `out`. Those of an earlier one are removed first, and its own
-    if it does not complete; nothing else is."""
-    for folder in (out / RUNS, out / FITTED):
-        _remove_runs(folder)
-    for name in _FILES:
-        (out / name).unlink(missing_ok=True)
-    others, is_new = set(_written(out)), not out.exists()
-    try:
-        yield
-    except BaseException:
-        with undisturbed():
-            for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
-                path.rmdir() if path.is_dir() else path.unlink()
-            if is_new and out.exists():
-                out.rmdir()
-        raise
+    """Context in which a command writes its outputs into `out`, in place of those of an earlier command. If it does not
+    complete, its own are removed and the earlier ones are there again; nothing else is touched."""
+    with TemporaryDirectory(prefix=f".{out.name}-", dir=_nearest(out.parent)) as aside:
+        earlier = list(_earlier(out))
+        _move(earlier, out, Path(aside))
+        others, is_new = set(_written(out)), not out.exists()
+        try:
+            yield
+        except BaseException:
+            with undisturbed():
+                for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
+                    path.rmdir() if path.is_dir() else path.unlink()
+                _move([Path(aside, path.relative_to(out)) for path in earlier], Path(aside), out)
+                if is_new:
+                    with suppress(OSError):  # there is something else in it
+                        out.rmdir()
+            raise
+
+
+def _nearest(folder: Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists: moving within a file system is renaming."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def _move(paths: Sequence[Path], source: Path, target: Path) -> None:
+    for path in paths:
+        new = target / path.relative_to(source)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(new)
+        if path.parent != source and not any(path.parent.iterdir()):  # the folder of a load
+            path.parent.rmdir()
 
 
 def _written(out: Path) -> Iterator[Path]:
@@ -58,14 +73,13 @@ def _written(out: Path) -> Iterator[Path]:
         yield from (path, *path.rglob("*")) if path.exists() else ()
 
 
-def _remove_runs(runs: Path) -> None:
-    """Removes `<runs>/<load>/{measured,simulated,fitted}` of earlier commands, and nothing that they did not write."""
-    for load in sorted(path for path in runs.glob("*") if path.is_dir()):
+def _earlier(out: Path) -> Iterator[Path]:
+    """Yields the files and run folders, `<runs>/<load>/{measured,simulated,fitted}`, that earlier commands wrote."""
+    yield from (out / name for name in _FILES if (out / name).exists())
+    for load in sorted(path for runs in (out / RUNS, out / FITTED) for path in runs.glob("*") if path.is_dir()):
         for folder in (load / "measured", *(load / name for name in _SIMULATED)):
-            if not folder.is_symlink() and _is_ours(folder):
-                shutil.rmtree(folder)
-        if not load.is_symlink() and not any(load.iterdir()):
-            load.rmdir()
+            if not load.is_symlink() and not folder.is_symlink() and _is_ours(folder):
+                yield folder
 
 
 def _is_ours(folder: Path) -> bool:

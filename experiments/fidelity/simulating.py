@@ -96,7 +96,9 @@ def described(config: RunConfig) -> str:
         words.append(f"device.step_overhead_ns={config.device.step_overhead_ns}")
     elif isinstance(config.cost, CalibratedConfig) and (file := fit_file(config)) is not None:
         words.append(f"fit={file.name}")
-        words += [f"cost.{name}={value:g}" for name, value in config.cost.adapted.items()]
+        words += [f"cost.{name}={value:g}" for name, value in config.cost.factors.items() if value != 1.0]
+        if config.cost.repeated_saving is not None:
+            words.append(f"cost.repeated_saving={config.cost.repeated_saving:g}")
     words.append(f"seed={config.seed}")
     drawn = ((item.name, getattr(config.sampling, item.name), item.default) for item in fields(config.sampling))
     words += [f"sampling.{name}={value}" for name, value, default in drawn if value != default]

@@ -174,7 +174,7 @@ def _fit_of(config: RunConfig) -> dict[str, str] | None:
 def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:
     """The errors of a fit on the steps that were left out of it; None for other cost models, and for a fit that is
     adapted to another machine, on which its errors were not measured."""
-    if isinstance(config.cost, CalibratedConfig) and config.cost.adapted:
+    if isinstance(config.cost, CalibratedConfig) and set(config.cost.factors.values()) != {1.0}:
         return None
     if isinstance(cost, CalibratedCost):
         quality = cost.calibration.quality["all"]

@@ -11,6 +11,7 @@ caches. All functions are pure functions of the room and a seed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from testbed.core.plan import PrefillChunk
 
 MIN_CONTEXT = 8  # tokens of the shortest decoding sequences
+COMMON_CONTEXT = 1024  # tokens of sequences with a prefix in common that are not the longest
 NUM_ALONE = 3  # measured steps of an episode of decodes only
 SPLITS = (1, 2, 4, 16)  # numbers of prompts into which a prefill's tokens are split
 MAX_WAITING = 64  # most decoding sequences that wait while prompts are computed
@@ -134,10 +136,11 @@ def _decodes(room: Room, is_quick: bool, draw: Random) -> Iterator[Episode]:
         for context in sorted({round(shortest * (longest / shortest) ** share) for share in shares}):
             yield Episode((context,) * num, NUM_ALONE)
         yield Episode(tuple(draw.randint(1, longest) for _ in range(num)), NUM_ALONE)
-        for share in (0.25, 0.75):  # the same contexts, of which a part is shared
-            num_common = int(longest * share) // room.block_size * room.block_size
+        contexts = longest, min(longest, COMMON_CONTEXT)
+        for context, share in itertools.product(contexts, (0.25, 0.75)):  # the same contexts, of which a part is shared
+            num_common = int(context * share) // room.block_size * room.block_size
             if num > 1 and num_common:
-                yield Episode((longest,) * num, NUM_ALONE, num_common=num_common)
+                yield Episode((context,) * num, NUM_ALONE, num_common=num_common)
 
 
 def _longest_context(room: Room, num: int, num_steps: int, *, beside: int = 0) -> int:

@@ -175,7 +175,7 @@ def _forward(
         row += _pieces(own, num_rows(shape)) if is_mode else [0.0] * len(own)
     return [
         *row,
-        -shape.repeated_context_tokens,  # its coefficient is what is saved
+        0 if has_prefills else -shape.repeated_context_tokens,  # its coefficient is what is saved
         0 if has_prefills else shape.decode_context_tokens,
         0 if has_prefills else decode_skew(shape),
         shape.num_decodes if has_prefills else 0,

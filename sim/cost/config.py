@@ -72,15 +72,11 @@ class CalibratedConfig:
     repeated_saving: float | None = None
 
     @property
-    def adapted(self) -> dict[str, float]:
-        """The settings that make step times differ from the fit's."""
-        given = {"host_factor": self.host_factor, "device_factor": self.device_factor}
-        saving = {} if self.repeated_saving is None else {"repeated_saving": self.repeated_saving}
-        return {name: value for name, value in given.items() if value != 1.0} | saving
+    def factors(self) -> dict[str, float]:
+        return {"host_factor": self.host_factor, "device_factor": self.device_factor}
 
     def __post_init__(self) -> None:
-        for name in ("host_factor", "device_factor"):
-            value = getattr(self, name)
+        for name, value in self.factors.items():
             require(f"cost.{name}", value, 0.001 <= value <= 1000, "from 0.001 to 1000")
         saving = self.repeated_saving
         require("cost.repeated_saving", saving, saving is None or 0 <= saving <= 1, "null, or a share from 0 to 1")

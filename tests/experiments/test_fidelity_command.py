@@ -447,6 +447,15 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
     assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
 
 
+def test_a_command_that_fails_leaves_the_result_of_before(base, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert fidelity(base.path, "--out", out) == 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
     row = {
         "metric": "ttft_s.mean",

@@ -27,6 +27,7 @@ ROWS = (
     "hit tokens", "evictions", "resets of running", "resets of swapped", "aborts of waiting",
     "aborts of running", "aborts of swapped", "ended by stop",
     "ended by length", "ended by abort", "ended by ignored", "victims admitted again in the step",
+    "steps of decodes that share", "steps of decodes that share beside prompts",
     "runs that do not end by themselves", "digests repeated", "digests repeated with all prefixes listed",
 )  # fmt: skip
 

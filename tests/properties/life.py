@@ -126,7 +126,8 @@ class Life:
 
     def _check_repeated(self, plan: BatchPlan) -> None:
         """Positions of blocks that several decodes read, but for one of them each: all if only decodes hold blocks, and
-        if all who hold any are in the step, no more than that and what prompts have beyond their prefixes."""
+        if all who hold any are in the step, no more than that and a block of each prompt, which may be partly computed.
+        Merged blocks of prompts are shared before their tokens are computed."""
         shape, size = plan.shape, self.scheduler.blocks.block_size
         assert 0 <= shape.repeated_context_tokens <= shape.decode_context_tokens - shape.longest_decode_context
         decodes = [row for row in plan.scheduled if row.num_tokens == 1 and row.start >= row.num_prompt_tokens]
@@ -139,8 +140,9 @@ class Life:
             )
             self.counts["steps of decodes that share"] += repeated > 0
         elif len(holders) == len(plan.scheduled):
-            of_prompts = sum(len(row.block_table) * size - row.start for row in plan.scheduled if row not in decodes)
-            assert shape.repeated_context_tokens <= repeated + of_prompts
+            partly = size * (len(plan.scheduled) - len(decodes))
+            is_merged = self.scheduler.blocks.prefixes.merged is not None
+            assert shape.repeated_context_tokens <= repeated + partly or is_merged
             self.counts["steps of decodes that share beside prompts"] += shape.repeated_context_tokens > 0
 
     def _num_cached_blocks(self) -> int:

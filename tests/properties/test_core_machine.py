@@ -228,7 +228,8 @@ def test_all_that_can_happen_happened():
         "preemptions by swap", "preemptions by recompute", "swap ins", "copies on write", "forks", "drops",
         "aborts of waiting", "aborts of running", "ended by ignored", "ended by stop", "ended by length", "hit tokens",
         "evictions", "digests repeated", "digests repeated with all prefixes listed", "beams given up",
-        "resets of running", "beams lost to a reset",
+        "resets of running", "beams lost to a reset", "steps of decodes that share",
+        "steps of decodes that share beside prompts",
     )  # fmt: skip
     assert not [kind for kind in kinds if not counts[kind]], counts
 

@@ -52,6 +52,25 @@ def num_hit(blocks: BlockManager, tokens: Seq[int], salt: str = "") -> int:
     return hit.num_tokens
 
 
+def test_a_step_knows_the_positions_that_several_decodes_read() -> None:
+    """Of blocks that several hold, all but one of each; not those that only its prompts share with a decode."""
+    scheduler = make_scheduler(caching=True, block_size=4, num_blocks=64)
+
+    def repeated(*prompts: Seq[int]) -> tuple[int, int, int]:
+        for prompt in prompts:
+            add(scheduler, make_request(f"r{prompt}", prompt, 30))
+        shape = step(scheduler)[0].shape
+        return shape.num_decodes, len(shape.prefills), shape.repeated_context_tokens
+
+    assert repeated(range(9)) == (0, 1, 0)
+    assert repeated([*range(8), 50]) == (1, 1, 0)  # it found two blocks, which one decode reads
+    assert repeated() == (2, 0, 8)
+    assert repeated([*range(8), 60], range(100, 113)) == (2, 2, 8)
+    assert repeated() == (4, 0, 16)
+    assert repeated([*range(100, 112), 70]) == (4, 1, 16)
+    assert repeated() == (5, 0, 16 + 12)
+
+
 def test_a_hit_whose_blocks_were_taken_since_is_refused() -> None:
     """What a composition may do that looks up, gives another sequence blocks, and then admits."""
     blocks = make_blocks(num_blocks=4, block_size=4)

@@ -99,8 +99,11 @@ test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 bench: setup
 	$(BIN)/testbed bench
 
-# On a machine with an NVIDIA GPU. `make -k gpu` goes on after a part that failed.
+# On a machine with an NVIDIA GPU. `make -k gpu` goes on after a part that failed. One part at a time uses the card.
 gpu: gpu-tests gpu-fidelity gpu-speed gpu-offline
+ifneq ($(filter gpu gpu-%,$(MAKECMDGOALS)),)
+.NOTPARALLEL:
+endif
 
 gpu-tests: setup
 	$(BIN)/pytest -m gpu -n 8 -k 'not cuda_memory_is_measured'

@@ -30,8 +30,8 @@ class Note(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Note:
-        """A note of which only the sentence is known: its kind is the sentence without its numbers."""
-        return cls(text, re.sub(r"[\d.,]*\d", "…", text))
+        """A note of which only the sentence is known: its kind is the sentence without its numbers (names keep theirs)."""
+        return cls(text, re.sub(r"(?<![\w.])\d[\d.,]*(?![\w])", "…", text))
 
 
 class Told(NamedTuple):

@@ -30,7 +30,7 @@ class Note(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Note:
-        """A note of which only the sentence is known: its kind is the sentence without its numbers (names keep theirs)."""
+        """A note of which only the sentence is known: its kind is the sentence without its numbers, except in names."""
         return cls(text, re.sub(r"(?<![\w.])\d[\d.,]*(?![\w])", "…", text))
 
 

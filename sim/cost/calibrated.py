@@ -109,7 +109,7 @@ class CalibratedCost:
 
     def watch(self) -> RangeWatch:
         """Returns a recorder that counts the steps of a run that leave the profiled range."""
-        return RangeWatch(self.calibration.ranges, self._outside)
+        return RangeWatch(self.calibration.ranges, self._outside, self.calibration.repeated_saving > 0)
 
     def price(self, shape: BatchShape) -> Spans:
         num_decodes, num_samples, has_prefills, c = shape.num_decodes, shape.num_samples, bool(shape.prefills), self._c

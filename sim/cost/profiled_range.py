@@ -97,13 +97,16 @@ def outside(ranges: Ranges, shape: BatchShape) -> list[Outside]:
 
 
 class RangeWatch(Recorder):
-    """Counts the steps of a run whose time is extrapolated. policy: one of sim.cost.config.OUTSIDE."""
+    """Counts the steps of a run whose time is extrapolated. policy: one of sim.cost.config.OUTSIDE. saves_shared:
+    whether the fit knows what is saved on positions that several decodes read; if not, steps with such are counted."""
 
-    def __init__(self, ranges: Ranges, policy: str) -> None:
+    def __init__(self, ranges: Ranges, policy: str, saves_shared: bool = True) -> None:
         self._ranges = ranges
         self._policy = policy
+        self._saves_shared = saves_shared
         self.num_steps = 0
         self.num_outside = 0
+        self.num_shared = 0
         self._worst: dict[str, tuple[Outside, int]] = {}  # feature -> (the farthest value, number of steps)
 
     def committed(self, step: StepView) -> None:
@@ -112,6 +115,7 @@ class RangeWatch(Recorder):
         shape = step.plan.shape
         if shape.is_empty:  # a step that only preempts
             return
+        self.num_shared += shape.repeated_context_tokens > 0 and not self._saves_shared
         found = outside(self._ranges, shape)
         if found and self._policy == "refuse":
             raise ConfigError(
@@ -124,11 +128,19 @@ class RangeWatch(Recorder):
             self._worst[item.feature] = max(worst, item, key=lambda one: one.excess), num + 1
 
     def notes(self) -> list[str]:
-        """Returns one line with the features that left the range, how far, and in how many steps; none if none did."""
-        if not self.num_outside or self._policy == "allow":
-            return []
-        parts = [f"{item} in {count(num, 'step')}" for item, num in self._worst.values()]
-        return [
-            f"EXTRAPOLATED STEP TIMES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
-            f"{'; '.join(parts)}; profile such steps before trusting this run"
-        ]
+        """Returns a line with the features that left the range, how far, and in how many steps; and one on steps with
+        positions that several decodes read, if the fit does not know their saving."""
+        notes: list[str] = []
+        if self.num_outside and self._policy != "allow":
+            parts = [f"{item} in {count(num, 'step')}" for item, num in self._worst.values()]
+            notes.append(
+                f"EXTRAPOLATED STEP TIMES: {self.num_outside:,} of {self.num_steps:,} steps leave the profiled range: "
+                f"{'; '.join(parts)}; profile such steps before trusting this run"
+            )
+        if self.num_shared:
+            notes.append(
+                f"SHARED READS: in {self.num_shared:,} of {self.num_steps:,} steps decodes read the same K and V, and "
+                "this fit has no saving for that: they may be too long; cost.repeated_saving gives one "
+                "(docs/cost-models.md)"
+            )
+        return notes

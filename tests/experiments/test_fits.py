@@ -54,6 +54,16 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     assert "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
 
 
+def test_shared_reads_for_which_a_fit_has_no_saving_are_told(tmp_path):
+    shared = ["trace.num_requests=6", "trace.rate=50", "trace.num_system_prompts=1", "trace.system_prompt_tokens=64"]
+    for given, told in ((["cost.repeated_saving=0.5"], False), ([], True)):
+        folder = tmp_path / str(told)
+        options = ["model=qwen3_8b", "device=h200", "cost=calibrated", *shared, *given]
+        assert main(["run", *options, f"hydra.run.dir={folder}"]) == 0
+        notes = json.loads((folder / "manifest.json").read_text())["cost_notes"]
+        assert [note.split(":")[0] for note in notes] == ["SHARED READS"] * told
+
+
 def test_what_shared_reads_save_can_be_given():
     shape = BatchShape(8, 80_000, (), 8, longest_decode_context=10_000, repeated_context_tokens=50_000)
     options = ["model=qwen3_8b", "device=h200", "cost=calibrated"]

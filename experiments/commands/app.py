@@ -117,7 +117,7 @@ def _run_alone(overrides: list[str]) -> int:
 
 
 def _execute(config: RunConfig, folder: Path, command: str, given: list[str]) -> RunResult:
-    if (said := slow_engine(config)) is not None:
+    for said in slow_engine(config):
         print(f"note         {said}", flush=True)
     return execute(config, folder, command=command, origin=Origin.of(given))
 

@@ -39,19 +39,19 @@ def check_device(overrides: Sequence[str], config: RunConfig) -> None:
         )
 
 
-def slow_engine(config: RunConfig) -> str | None:
-    """Returns a note if the real engine would run a large model on a CPU, else None."""
+def slow_engine(config: RunConfig) -> list[str]:
+    """Returns a note if the real engine would run a large model on a CPU."""
     num = config.model.num_parameters
     if not isinstance(config.backend, RealConfig) or num < _LARGE:
-        return None
+        return []
     try:
         from real.device import resolve_device
     except ModuleNotFoundError:
-        return None  # as above
+        return []  # as above
     if resolve_device(config.backend.device).type != "cpu":
-        return None
+        return []
     size = f"{config.model.name}, of {num / 1e6:,.0f} million parameters,"
-    return f"the engine runs on a CPU: {size} may take hours; to try it out, set model=tiny"
+    return [f"the engine runs on a CPU: {size} may take hours; to try it out, set model=tiny"]
 
 
 def check_plans_ahead(config: RunConfig) -> None:

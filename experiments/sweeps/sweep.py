@@ -78,8 +78,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo, before = _left_to_run(sweep, points)
-    for said in dict.fromkeys(slow_engine(config) for _, config in points if todo):
-        print(f"note         {said}\n" if said else "", end="", flush=True)
+    for said in dict.fromkeys(said for _, config in points if todo for said in slow_engine(config)):
+        print(f"note         {said}", flush=True)
     outcomes = _launched(sweep, todo) if todo else []
     _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 

@@ -267,7 +267,7 @@ def read_profile(path: str | Path) -> Profile:
     except ValueError as error:
         raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
     manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
-    if _REPEATED not in table.column_names:  # an older profile, whose steps had none
+    if _REPEATED not in table.column_names:  # an older profile: none were counted
         table = table.append_column(_REPEATED, pa.array([0] * table.num_rows, pa.int64()))
     for name, kind in COLUMNS.items():
         if name not in table.column_names:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from analysis.load import Run
 from experiments import simulate
 from experiments.cli import main
+from experiments.configuration.compose import compose_from
+from experiments.wiring.traces import build_trace
+from testbed.traces.serialize import write_jsonl
 
 TRACE = {"name": "synthetic", "num_requests": 60, "rate": 10, "seed": 5,
          "prompt": {"kind": "uniform", "min_tokens": 50, "max_tokens": 600},
          "output": {"kind": "uniform", "min_tokens": 5, "max_tokens": 80}}  # fmt: skip
+FEW = {**TRACE, "num_requests": 24}
 ENGINE = {"model": "qwen3_0.6b", "scheduler": "vllm_v1", "cache": {"num_gpu_blocks": 3000}}
 GIVEN_NS, PLANTED_NS = 500_000, 550_000
 FILE = ["model=qwen3_0.6b", "device=h100", "scheduler=vllm_v1", "cache.num_gpu_blocks=3000"]
@@ -38,3 +43,10 @@ def error_line(capsys, *arguments: object) -> str:
     assert said.count("\n") == 1
     assert "Traceback" not in said
     return said
+
+
+def copied(run: Run, folder: Path) -> Path:
+    """The run's folder with the trace in it, as a real run has it."""
+    shutil.copytree(run.path, folder)
+    write_jsonl(build_trace(compose_from(run.config, [])), folder / "trace.jsonl")
+    return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -15,12 +14,9 @@ import pytest
 
 from analysis.load import Run, load_run
 from analysis.plots import style
-from experiments import simulate
 from experiments.cli import main
-from experiments.fidelity import comparing, fitting
 from experiments.fidelity.comparing import Comparison, comparison_lines
-from testbed.traces.readers.own import read_jsonl
-from tests.experiments.fidelity_kit import ENGINE, FILE, GIVEN_NS, PLANTED_NS, TRACE, error_line, fidelity, ran, result
+from tests.experiments.fidelity_kit import FILE, GIVEN_NS, TRACE, copied, error_line, fidelity, ran, result
 from tests.experiments.measured_files import rows_of, study, write
 
 
@@ -71,17 +67,6 @@ def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path)
     assert load["notes"][1:] == ["2 of 60 requests did not end well and were left out"]
 
 
-def copied(run: Run, folder: Path) -> Path:
-    """The run's folder with the trace in it, as a real run has it."""
-    from experiments.configuration.compose import compose_from
-    from experiments.wiring.traces import build_trace
-    from testbed.traces.serialize import write_jsonl
-
-    shutil.copytree(run.path, folder)
-    write_jsonl(build_trace(compose_from(run.config, [])), folder / "trace.jsonl")
-    return folder
-
-
 @pytest.mark.usefixtures("unrendered")
 def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tmp_path, capsys):
     runs = tmp_path / "runs"
@@ -120,117 +105,6 @@ def slower_ttft(folder: Path, factor: float) -> None:
 # --- fitting ---
 
 
-FEW = {**TRACE, "num_requests": 24}
-HOST = "device.step_overhead_ns"
-
-
-def fitted(folder: Path, *arguments: object) -> dict:
-    out = folder.with_name(folder.name + "-out")
-    assert fidelity(folder, f"device.step_overhead_ns={GIVEN_NS}", "--fit", "host", "--out", out, *arguments) == 0
-    return result(out)
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path):
-    found = fitted(ran(tmp_path / "planted", PLANTED_NS, trace=FEW).path)
-    assert found["fit"]["given"] == {HOST: GIVEN_NS}
-    assert found["fit"]["fitted"][HOST] == pytest.approx(PLANTED_NS, rel=0.02)
-    halves = found["loads"][0]["second_half"]
-    for given, after in zip(halves["as_given"], halves["fitted"], strict=True):
-        if given["metric"] in ("tpot_s.mean", "e2e_s.mean"):
-            assert given["error"] < -0.005
-            assert abs(after["error"]) < 0.002
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_the_second_half_has_no_part_in_the_fit(tmp_path):
-    """Other arrivals, lengths and latencies there: the fitted scalar is the very same number."""
-    one = ran(tmp_path / "one", PLANTED_NS, trace=FEW)
-    rows = list(read_jsonl(copied(one, tmp_path / "kept") / "trace.jsonl").rows)
-    half = len(rows) // 2
-    changed = [
-        row if i < half else row._replace(arrival_ns=row.arrival_ns * 2, prompt=rows[0].prompt, output=rows[1].output)
-        for i, row in enumerate(rows)
-    ]
-    from testbed.traces.arrange import arrange
-
-    other = ran(tmp_path / "other", PLANTED_NS, trace=arrange("changed", changed))
-    slower_ttft_of_second_half(other.path, {row.request_id for row in rows[half:]})
-    fits = [fitted(folder)["fit"] for folder in (one.path, other.path)]
-    assert fits[0]["fitted"] == fits[1]["fitted"]
-    assert list(fits[0]["num_scored"].values()) == list(fits[1]["num_scored"].values())
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(tmp_path, capsys):
-    trace = {**FEW, "rate": 400}
-    runs = [ran(tmp_path / name, PLANTED_NS, trace=trace).path for name in ("one", "other")]
-    slower_ttft_of_second_half(runs[1], {f"r{i}" for i in range(12, 24)})
-    fits = [fitted(folder)["fit"] for folder in runs]
-    assert fits[0]["fitted"] == fits[1]["fitted"]
-    assert fits[0]["fitted"][HOST] == pytest.approx(PLANTED_NS, rel=0.02)
-    assert fits[0]["not_apart"] == ["one"]
-    assert "too few of one had ended by then" in capsys.readouterr().out
-
-
-def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
-    table = pq.read_table(folder / "requests.parquet")
-    for name in ("first_token_ns", "finish_ns"):
-        values = [
-            value + 10**9 if request_id in ids else value
-            for value, request_id in zip(table[name].to_pylist(), table["request_id"].to_pylist(), strict=True)
-        ]
-        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values, pa.int64()))
-    pq.write_table(table, folder / "requests.parquet")
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
-    trace = {**TRACE, "num_requests": 12, "output": {"kind": "uniform", "min_tokens": 2, "max_tokens": 6}}
-    device = {"name": "l40s", "tensor_parallel_size": 2, "interconnect_factor": 2.5}
-    run = simulate(trace, folder=tmp_path / "pcie", device=device, **ENGINE)
-    assert fidelity(run.path, "device.interconnect_factor=1", "--fit", "link", "--out", tmp_path / "out") == 0
-    assert result(tmp_path / "out")["fit"]["given"] == {"device.interconnect_factor": 1.0}
-    assert result(tmp_path / "out")["fit"]["fitted"]["device.interconnect_factor"] == pytest.approx(2.5, rel=0.02)
-    assert "| device.interconnect_factor |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "planted", [{"host_factor": 0.6}, {"device_factor": 1.3}, {"host_factor": 2.0, "device_factor": 0.8}]
-)
-@pytest.mark.usefixtures("unrendered")
-def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
-    cost = {"name": "calibrated", **planted}
-    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
-    runs = [
-        simulate({**FEW, "rate": rate}, folder=tmp_path / str(rate), cost=cost, device={"name": "h100"}, **engine).path
-        for rate in (4, 60)
-    ]
-    names = {"host_factor": "host", "device_factor": "kernels"}
-    given = [f"cost.{key}=1" for key in planted]
-    asked = ",".join(names[key] for key in planted)
-    assert fidelity(*runs, *given, "--fit", asked, "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
-    assert found["fit"]["fitted"] == {f"cost.{key}": pytest.approx(value, rel=0.03) for key, value in planted.items()}
-    for load in found["loads"]:
-        errors = {row["metric"]: row["error"] for row in load["second_half"]["fitted"]}
-        assert abs(errors["e2e_s.mean"]) < 0.002
-    text = (tmp_path / "out" / "fidelity.md").read_text()
-    assert "| mean of absolute errors, second halves | as given, % | fitted, % |" in text
-    assert "no better on the halves" not in text
-
-
-def test_a_fit_that_is_worse_where_it_has_not_looked_says_so():
-    def half(tpot: float, e2e: float) -> pd.DataFrame:
-        return pd.DataFrame({"metric": ["tpot_s.mean", "e2e_s.mean"], "error": [tpot, e2e]})
-
-    loads = [SimpleNamespace(second=(half(0.02, -0.05), half(-0.04, 0.01)))] * 2
-    shown, note = comparing._second_halves(loads, ["tpot_s.mean", "e2e_s.mean"])
-    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in shown.splitlines()[2:]]
-    assert cells == [["TPOT mean", "2.0", "4.0"], ["E2E mean", "5.0", "1.0"]]
-    assert note.endswith("that it has not seen: TPOT mean")
-
-
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp_path, capsys):
     real = copied(base, tmp_path / "both" / "real")
@@ -266,22 +140,6 @@ def test_overwriting_removes_no_fitted_run_that_is_compared(base, tmp_path, caps
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_was_used_names_the_fit_and_its_factors(tmp_path):
-    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
-    run = simulate(FEW, folder=tmp_path / "run", cost={"name": "calibrated"}, device={"name": "h200"}, **engine)
-    assert run.manifest["cost_error"]["median"] > 0
-    out = tmp_path / "out"
-    assert fidelity(run.path, "cost.host_factor=2", "--fit", "kernels", "--out", out) == 0
-    used = result(out)["loads"][0]["used"]
-    assert " fit=qwen3_8b-h200.json cost.host_factor=2 seed=" in used
-    assert "step_overhead_ns" not in used
-    scaled = load_run(out / "runs" / "run" / "simulated")
-    assert scaled.manifest["cost_error"] is None, "on such a machine it was not measured"
-    assert not (out / "runs" / "run" / "fitted").exists(), "a report of the runs is of the simulator as it was given"
-    assert (out / "fitted" / "run" / "fitted" / "done").exists()
-
-
-@pytest.mark.usefixtures("unrendered")
 def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
     folder = tmp_path / "sweep"
     words = ["scheduler.watermark=0,0.1", "scheduler.queue_order=fcfs,sjf", "trace.num_requests=20", "cost=constant"]
@@ -295,70 +153,6 @@ def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
     (ranking,) = found["rankings"]
     assert set(ranking["policies"]) == said
     assert "- queue order fcfs" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
-    planted = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
-    assert fidelity(planted.path, "backend.frontend_ns=0", "--fit", "frontend", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
-    assert found["fit"]["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.02)
-    (after,) = [row for row in found["loads"][0]["second_half"]["fitted"] if row["metric"] == "ttft_s.mean"]
-    assert abs(after["error"]) < 0.01
-    assert "| backend.frontend_ns |" in (said := capsys.readouterr().out)
-    assert "Squared log errors of mean TPOT, E2E and TTFT" in said
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_front_end_is_found_beside_kernels_from_nothing(tmp_path, capsys):
-    planted = simulate(
-        FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, device={"name": "h100", "kernel_factor": 1.2},
-        **ENGINE,
-    )  # fmt: skip
-    given = ["backend.frontend_ns=0", "device.kernel_factor=1"]
-    assert fidelity(planted.path, *given, "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")["fit"]
-    assert found["fitted"]["device.kernel_factor"] == pytest.approx(1.2, rel=0.02)
-    assert found["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.1)
-    assert "edge" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_search_that_ends_before_it_came_to_rest_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fitting, "MAX_TRIED", 7)
-    run = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
-    assert fidelity(run.path, "backend.frontend_ns=0", "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
-    said = (
-        "the search for device.kernel_factor and backend.frontend_ns ended after 7 simulations, before it came to rest"
-    )
-    assert said in capsys.readouterr().out
-    assert any(note.startswith(said) for note in result(tmp_path / "out")["fit"]["notes"])
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_front_end_of_nothing_is_no_fault(tmp_path, capsys):
-    run = simulate(FEW, folder=tmp_path / "near", **ENGINE)
-    assert fidelity(run.path, "--fit", "frontend", "--out", tmp_path / "out") == 0
-    assert result(tmp_path / "out")["fit"]["losses"][1] < 1e-6
-    assert "edge" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("unrendered")
-@pytest.mark.slow
-def test_link_is_fitted_beside_host(tmp_path):
-    output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
-    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 10, "output": output}}
-    device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3,
-              "interconnect_efficiency": 1.0, "gemm_floor_ns": 2000}  # fmt: skip
-    trace = settings.pop("trace")
-    run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, **settings})
-    given = [f"device.step_overhead_ns={GIVEN_NS}", "device.interconnect_factor=1"]
-    assert fidelity(run.path, *given, "--fit", "host,link", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
-    assert found["fit"]["losses"][1] < 1e-3 * found["fit"]["losses"][0]
-    for row in found["loads"][0]["second_half"]["fitted"]:
-        if row["metric"] in ("tpot_s.mean", "e2e_s.mean"):
-            assert abs(row["error"]) < 0.02  # on one small load each stands in for the other; as given it is 0.2
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -58,14 +58,14 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a point. status: complete, failed (also if requests can never fit), interrupted, elsewhere (another
-    process is running it)."""
+    process is running it). notes: the fields of each `analysis.measures.notes.Note`."""
 
     label: str
     status: str
     folder: str = ""
     message: str = ""
     exit_status: int = 0
-    notes: tuple[Note, ...] = ()
+    notes: tuple[tuple[str, str, float | None], ...] = ()
 
 
 # --- folders ---
@@ -212,15 +212,14 @@ class Board:
             return  # the sweep has ended
 
     def news(self) -> list[Outcome]:
-        """Returns the outcomes since the last call."""
-        from analysis.measures.notes import Note  # not at the top: Arrow is slow to import
-
+        """Returns the outcomes since the last call. It is called in a thread, so it imports nothing: two threads that
+        import modules of one package may wait for each other."""
         names = os.listdir(self.folder)
         self.num_taken = sum(name.endswith(".taken") for name in names)
         new = sorted(name for name in names if name.endswith(".said") and name not in self._read)
         self._read.update(new)
         said = [json.loads((self.folder / name).read_bytes()) for name in new]
-        return [Outcome(**{**fields, "notes": tuple(Note(*note) for note in fields["notes"])}) for fields in said]
+        return [Outcome(**{**fields, "notes": tuple(map(tuple, fields["notes"]))}) for fields in said]
 
 
 @dataclass(frozen=True, slots=True)

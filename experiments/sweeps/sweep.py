@@ -346,9 +346,9 @@ def _jobs(master: DictConfig, num_points: int, per_job: int | None) -> tuple[int
 
 def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     """Prints the notes and the result of the sweep. Raises FailedError if a point failed or was never taken."""
-    from analysis.measures.notes import told  # not at the top: Arrow is slow to import
+    from analysis.measures.notes import Note, told  # not at the top: Arrow is slow to import
 
-    for note, where, num, rank in told((one.label, note) for one in outcomes for note in one.notes):
+    for note, where, num, rank in told((one.label, Note(*note)) for one in outcomes for note in one.notes):
         print(f"note         {count(num, 'point')}{f', the {rank} {where}' if rank else ''}: {note}")
     bad = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = len(sweep.combinations)

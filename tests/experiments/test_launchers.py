@@ -175,6 +175,29 @@ def test_a_terminal_shows_one_bar_and_no_chatter(tmp_path: Path) -> None:
     assert "req/s" not in text, "no bars of single points"
 
 
+FOLLOWING = """
+import sys, threading
+from pathlib import Path
+from experiments.sweeps.points import Board, Outcome
+from experiments.sweeps.progress import Followed
+
+board = Board(Path(sys.argv[1]))
+board.say(0, Outcome("seed=0", "complete", str(board.folder), notes=(("said", "kind", 1.0),)))
+before = set(sys.modules)
+with Followed(board, 1) as followed:
+    while not followed.outcomes:
+        threading.Event().wait(0.01)
+print(followed.outcomes[0].notes, *sorted(set(sys.modules) - before))
+"""
+
+
+def test_who_follows_a_sweep_imports_nothing(tmp_path: Path) -> None:
+    """It reads in a thread, and a point may import the same package at this moment: each would wait for the other."""
+    command = [sys.executable, "-c", FOLLOWING, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "(('said', 'kind', 1.0),)"
+
+
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)

@@ -38,6 +38,7 @@ class Launches:
 @pytest.fixture(params=[(9, 0)], ids=["sm_90"])
 def launches(request, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -51,6 +52,14 @@ def launches(request, monkeypatch, tmp_path):
         get_current_target=lambda: target,
     )
 
+    add_stages = CUDABackend.add_stages
+
+    def add_first_stages(self, stages, *options):
+        """As far as what is read here. The rest takes most of the time, and is the task of test_compile."""
+        add_stages(self, stages, *options)
+        del stages["llir"], stages["ptx"]
+        stages["cubin"] = lambda _, metadata: metadata.update(name="", shared=0) or b""
+
     def launch(self, grid):
         def run(*args, **kwargs):
             kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
@@ -63,6 +72,7 @@ def launches(request, monkeypatch, tmp_path):
         return run
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CUDABackend, "add_stages", add_first_stages)
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
     for module in (decode, prefill):

@@ -68,9 +68,9 @@ lint:
 types:
 	$(BIN)/mypy
 
-# Many tests start processes, which would all compile the sources to bytecode where PYTHONDONTWRITEBYTECODE is set.
+# Many processes read the same sources: each would compile them, and pytest rewrite all tests, if none kept the result.
+check: export PYTHONDONTWRITEBYTECODE :=
 check:
-	@$(BIN)/python -m compileall -q testbed sim real experiments analysis
 	@if why=$$(TESTBED_COMPILED=1 $(BIN)/python -c 'import testbed' 2>&1); then \
 	  echo 'interpreted: all but $(BUILT_ON_IT)'; \
 	  TESTBED_COMPILED=0 $(BIN)/pytest -n $(JOBS) $(INTERPRETED) && \

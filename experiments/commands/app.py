@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.configuration.compose import compose_config, compose_from, in_one_line, with_swept
+from experiments.configuration.compose import compose_config, compose_from, hydra_app, in_one_line, with_swept
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import OVERLAYS
@@ -65,6 +65,7 @@ def run_app(arguments: list[str]) -> int:
     flags, overrides = _split(arguments)
     if not flags and not any(map(_is_hydras, overrides)):
         return _run_alone(overrides)
+    sweeps = False
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
         if sweeps and not any(item in _SWEEPS for item in flags):
@@ -80,12 +81,22 @@ def run_app(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
         with in_one_line(overrides), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
-            hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(_job)()
+            if {*flags} <= {*_SWEEPS}:
+                _run_hydras("MULTIRUN" if sweeps else "RUN", overrides)
+            else:  # shows something instead
+                hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(_job)()
     finally:
         sys.argv = before[0]
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return 0
+
+
+def _run_hydras(mode: str, overrides: list[str]) -> None:
+    """Runs `_job` as `hydra.main` does, which composes the configuration once more to find out the mode."""
+    given = [item for item in overrides if item not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")]
+    with hydra_app() as app:
+        (app.run if mode == "RUN" else app.multirun)("config", _job, [*given, f"hydra.mode={mode}"])
 
 
 def _check_environment(overrides: Sequence[str]) -> None:

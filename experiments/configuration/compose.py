@@ -57,7 +57,7 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
     searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
     overlay = [*searched, named[-1]]
     check(overlay)
-    with in_one_line(overlay), _hydra():
+    with in_one_line(overlay), hydra_app():
         node = compose("config", overrides=overlay, return_hydra_config=True)
         swept = {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
     return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
@@ -89,14 +89,14 @@ def _line(error: BaseException) -> str:
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def hydra_app() -> Iterator[Any]:
     """Context in which `compose` reads our configuration; restores the caller's Hydra state afterwards."""
     register()
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("experiments.conf", version_base="1.3"):
-            yield
+            yield GlobalHydra.instance().hydra
     finally:
         if before is not None:
             GlobalHydra.instance().clear()
@@ -116,7 +116,7 @@ def _chosen(choices: list[str]) -> DictConfig:
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
     """Composes and caches. stamps: part of the cache key, as a user's own files may be edited between two calls."""
-    with _hydra():
+    with hydra_app():
         return compose("config", overrides=list(choices))
 
 

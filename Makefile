@@ -38,7 +38,7 @@ BY_NAME := import sys; from torch import cuda; from experiments.configuration.na
   print(device_named(card) or sys.exit(f"error: {card} is no device of the library: give GPU_DEVICE, of testbed list device"))
 
 .PHONY: demo test test-vllm setup compile lint types check bench flash clean \
-  gpu gpu-tests gpu-fidelity gpu-speed gpu-offline
+  gpu gpu-check gpu-tests gpu-fidelity gpu-speed gpu-offline
 
 demo: setup
 	$(BIN)/testbed demo
@@ -105,12 +105,21 @@ ifneq ($(filter gpu gpu-%,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 
-gpu-tests: setup
+# Refuses at once what a part would refuse, perhaps after minutes: one request is simulated with each model and rate.
+gpu-check: setup
+	@for given in GPU_SECONDS=$(GPU_SECONDS) GPU_ROUNDS=$(GPU_ROUNDS); do \
+	  echo "$$given" | grep -qxE '[A-Z_]+=[1-9][0-9]*' || \
+	    { echo "error: $$given; expected a whole number, 1 or more" >&2; exit 1; }; \
+	done
+	@$(BIN)/testbed run -m model=$(GPU_MODELS) $(GPU_DEVICE:%=device=%) trace.rate=$(GPU_RATES) trace.num_requests=1 \
+	  cache.num_gpu_blocks=9000 hydra.sweep.dir=runs/gpu/check overwrite=true >/dev/null
+
+gpu-tests: gpu-check
 	$(BIN)/pytest -m gpu -n 8 -k 'not cuda_memory_is_measured'
 	$(BIN)/pytest -m gpu -k cuda_memory_is_measured
 
 # For each model a calibration, and how far simulations with it are from runs that it has not seen.
-gpu-fidelity: setup
+gpu-fidelity: gpu-check
 	@device=$(or $(GPU_DEVICE),$$($(BIN)/python -c '$(BY_NAME)')) || exit 1; \
 	for model in $(subst $(comma), ,$(GPU_MODELS)); do \
 	  out=runs/gpu/$$model; options="model=$$model device=$$device scheduler.max_model_len=16384"; \
@@ -122,11 +131,11 @@ gpu-fidelity: setup
 	done
 
 # Steps against the card's measured ceilings.
-gpu-speed: setup
+gpu-speed: gpu-check
 	$(BIN)/testbed bench engine --models $(GPU_MODELS) --parts decode,sampling,prefill,mixed,swap
 
 # Whole runs beside other engines.
-gpu-offline: setup
+gpu-offline: gpu-check
 	$(BIN)/testbed bench engine --models $(GPU_MODELS) --repeats $(GPU_ROUNDS) --parts offline
 
 clean:

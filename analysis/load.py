@@ -110,6 +110,8 @@ class Run:
             flat.setdefault("sampling.name", "default")
         if flat.get("cost.name") in ("roofline", "tables"):
             flat.setdefault("cost.filtering", "select")
+        if flat.get("cost.name") == "calibrated":
+            flat.setdefault("cost.repeated_saving", None)
         if flat.get("backend.name") == "sim":
             flat.setdefault("backend.frontend_ns_per_token", 0)
         return flat

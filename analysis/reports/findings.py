@@ -81,16 +81,19 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
-        key = "same" if row.verdict in ("identical", "equivalent") else "alike" if row.is_alike else said
+        key = "alike" if row.is_alike else said
         told = ", ".join(filter(None, (interval_text(row), holm_text(row))))
         told = f"{change_text(row)}: {said}" if row.is_alike else told
-        text = f"{row.metric.label} ({told})" if row.estimate is not None and key != "same" else row.metric.label
+        is_told = row.estimate is not None and key not in ("identical", "equivalent")
+        text = f"{row.metric.label} ({told})" if is_told else row.metric.label
         groups.setdefault(key, []).append(text)
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in CLAIMS if word in groups]
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
-    elif {"inside the noise", "inside the engine's noise", "same"} & set(groups):
+    elif {"inside the noise", "inside the engine's noise", "equivalent"} & set(groups):
         sentences = [f"{subject} shows no difference beyond the noise."]
+    elif "identical" in groups:
+        sentences = [f"{subject} shows no difference."]
     else:
         sentences = [f"{subject}:"]
     return " ".join([*sentences, *[form(groups[key], margin) for key, form in _CLOSINGS.items() if key in groups]])
@@ -102,7 +105,8 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the engine's noise": lambda texts, _: (
         f"Inside the engine's own noise, whose repeats are as far apart or further: {fmt.listing(texts)}."
     ),
-    "same": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
+    "identical": lambda texts, _: f"Identical: {fmt.listing(texts)}.",
+    "equivalent": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
     "alike": lambda texts, _: (
         "No claim is made of what differed equally in so few replicates that chance may do it (up to 5): "
         f"{fmt.listing(texts)}."

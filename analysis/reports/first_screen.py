@@ -216,7 +216,7 @@ def _described(group: Compared, slo: SLO | None) -> str:
         told = [run.summary_under(slo)["slo"]["attainment_ci95"] for run in runs]
         interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
         said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
-    return said + " There is one arm, so nothing is compared."
+    return said + " No other arm ran on its trace, so nothing is compared."
 
 
 def _came(runs: Sequence[Run]) -> str:

@@ -82,7 +82,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     sections = Sections(path)
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
-    groups = _comparable_groups(sections, by_load(report.arms, report.replicated), baseline.name)
+    groups = _comparable_groups(sections, report, baseline.name)
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
     context = _context(report, sections, groups, baseline, slo)
@@ -157,14 +157,12 @@ def _main_figure(sections: Sections) -> Plot | None:
     return sections.ablation[max(drawn)[-1]]["plots"][0] if drawn else None
 
 
-def _comparable_groups(
-    sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline_name: str
-) -> dict[str, list[Arm]]:
+def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: str) -> dict[str, list[Arm]]:
     """Load -> its baseline (the report's, else the first arm there) and the arms that share a trace with it.
 
-    Raises RunFolderError if there are several arms, and none can be compared.
+    Raises RunFolderError if there are several arms, and some can be compared neither with another nor with a real run.
     """
-    groups = {}
+    loads, groups = by_load(report.arms, report.replicated), {}
     for load, arms in loads.items():
         ordered = sorted(arms, key=lambda arm: arm.name != baseline_name)
         groups[load] = comparable(ordered, ordered[0])
@@ -175,8 +173,9 @@ def _comparable_groups(
         if missing:
             why = f"on other traces or seeds than {ordered[0].name}"
             sections.notes.append(f"{at_load}not compared, because {why}: {'; '.join(missing)}.")
-    names = {arm.name for arms in loads.values() for arm in arms}
-    if len(names) > 1 and all(len(arms) < 2 for arms in groups.values()):
+    paired = {run.path for pair in report.pairs for run in pair.runs}
+    is_paired = all(any(run.path in paired for run in arm.runs) for arm in report.arms)
+    if len(report.arms) > 1 and not is_paired and all(len(arms) < 2 for arms in groups.values()):
         first, *others = [arm for arms in loads.values() for arm in arms]
         other = [run for arm in others for run in arm.runs]
         raise RunFolderError(
@@ -328,6 +327,7 @@ def _context(
     report: ReportInput, sections: Sections, groups: Mapping[str, Sequence[Arm]], baseline: Arm, slo: SLO | None
 ) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
+    compared = list({arm.name: arm for group in groups.values() for arm in group}.values())
     everything = report.runs
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
@@ -339,7 +339,7 @@ def _context(
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     return {
         "title": report.title,
-        "question": report.question or default_question(report.arms, baseline),
+        "question": report.question or default_question(compared, baseline),
         "ran": what_ran(everything),
         "baseline": baseline_text(report, baseline),
         "cautions": [

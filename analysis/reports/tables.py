@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +119,12 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
 def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     """The setup of the runs: one row for each fact, with the values joined if runs differ."""
 
+    def joined(found: Iterable[str]) -> str:
+        distinct = list(dict.fromkeys(filter(None, found)))
+        if len(distinct) > MAX_FACTS:
+            return f"{len(distinct)} different, the first: {'; '.join(distinct[:MAX_FACTS])}"
+        return "; ".join(distinct) or fmt.NOTHING
+
     def values(*keys: str) -> str:
         found: list[str] = []
         for run in runs:
@@ -127,10 +133,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
                 value = value.get(key) if isinstance(value, Mapping) else None
             if value not in (None, "", [], {}):
                 found.append(_fact(value))
-        distinct = list(dict.fromkeys(found))
-        if len(distinct) > MAX_FACTS:
-            return f"{len(distinct)} different, the first: {'; '.join(distinct[:MAX_FACTS])}"
-        return "; ".join(distinct) or fmt.NOTHING
+        return joined(found)
 
     is_fleet = any(num_replicas(run) > 1 for run in runs)
     facts = [
@@ -142,7 +145,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("backend", values("backend")),
         ("model", values("model")),
         ("device", values("device")),
-        ("cost model", values("cost")),
+        ("cost model", joined(map(_cost_model, runs))),
         ("attention", values("attention")),
         ("GPU KV blocks × block size", f"{values('num_gpu_blocks')} × {values('block_size')}"),
         ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
@@ -162,6 +165,16 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))
     return Table(caption, ("", ""), rows)
+
+
+_AS_FITTED = {"host_factor": 1.0, "device_factor": 1.0, "repeated_saving": None}  # settings that change a fit
+
+
+def _cost_model(run: Run) -> str:
+    """The cost model with what was given to a fit, "calibrated, cost.host_factor=2"; "" for a measured run."""
+    found = {name: run.flat_config.get(f"cost.{name}", own) for name, own in _AS_FITTED.items()}
+    given = [f"cost.{name}={fmt.plain(value)}" for name, value in found.items() if value != _AS_FITTED[name]]
+    return ", ".join([str(cost), *given]) if (cost := run.manifest.get("cost")) else ""
 
 
 def _own_classes(run: Run) -> Iterator[str]:

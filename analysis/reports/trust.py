@@ -184,6 +184,8 @@ def _source_of(run: Run) -> tuple[Level, str]:
         level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
         said = f"fitted to measured steps; those left out of the fit are {_percent(median)} % off in the median, P90 "
         said += f"{_percent(p90)} %"
+    if (saving := run.flat_config.get("cost.repeated_saving")) is not None:
+        said += f"; that shared reads save {fmt.share(saving)} is given, not fitted"
     if share := _extrapolated(run):
         notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
         level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"

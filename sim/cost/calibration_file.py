@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from testbed.foreign_text import number, parsed, shown, whole
 from testbed.specs.profiles import ProfileManifest
 from testbed.specs.ranges import MAX_PART_NS
 
-FORMAT = "testbed calibrated cost 5"
+_KIND, _VERSION = "testbed calibrated cost", 5
+FORMAT = f"{_KIND} {_VERSION}"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps
 MAX_ERROR = 1e15  # of a relative error
 _KEYS = (
@@ -57,11 +59,12 @@ def load_calibration(path: str | Path) -> Calibration:
         raise ProfileError(
             f"cost.path: {path} is not JSON: {error}; `testbed calibrate fit <profile> --out <json>` writes one"
         ) from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if not isinstance(document, dict):
+        raise ProfileError(f"cost.path: {path} is no calibrated cost: it is {shown(document)}; expected an object")
+    if (found := document.get("format")) != FORMAT:
         raise ProfileError(
-            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r} (an older "
-            "fit: `testbed calibrate fit <its profile> --out <json>` makes it again)"
+            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
+            f"{_of_version(str(found))}"
         )
     for key in _KEYS:
         if key not in document:
@@ -79,6 +82,16 @@ def load_calibration(path: str | Path) -> Calibration:
         num_folds=_whole(path, "num_folds", document["num_folds"], least=2),
         repeated_saving=_share(path, "repeated_saving", document["repeated_saving"]),
     )
+
+
+def _of_version(found: str) -> str:
+    """What another format tells, and what helps."""
+    version = re.fullmatch(rf"{_KIND} ([0-9]{{1,9}})", found)
+    if version is None:
+        return "; `testbed calibrate fit <profile> --out <json>` writes one"
+    if int(version[1]) > _VERSION:
+        return " (a fit of a newer testbed: update this one, or fit its profile here)"
+    return " (an older fit: `testbed calibrate fit <its profile> --out <json>` makes it again)"
 
 
 def _refused(path: str | Path, field: str, value: Any, expected: str) -> ProfileError:

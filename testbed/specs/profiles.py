@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.foreign_text import parsed, shown, whole
+from testbed.foreign_text import parsed, shown, unknown, whole
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
@@ -267,6 +267,9 @@ def read_profile(path: str | Path) -> Profile:
     except ValueError as error:
         raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
     manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
+    for name in table.column_names:
+        if name not in COLUMNS:
+            raise ProfileError(unknown(f"{path} has an unknown column {shown(name)}", name, COLUMNS))
     if _REPEATED not in table.column_names:  # an older profile: none were counted
         table = table.append_column(_REPEATED, pa.array([0] * table.num_rows, pa.int64()))
     for name, kind in COLUMNS.items():

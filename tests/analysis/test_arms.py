@@ -11,12 +11,15 @@ from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
 
 
-def test_runs_of_before_a_key_was_there_have_its_default(tmp_path):
+@pytest.mark.parametrize(("cost", "key", "value"), [
+    ("roofline", "filtering", "select"), ("calibrated", "repeated_saving", None),
+])  # fmt: skip
+def test_runs_of_before_a_key_was_there_have_its_default(tmp_path, cost, key, value):
     """And what is recommended sets no runs apart: `sampling` says what was taken of it."""
     for name, settings in (
-        ("old", {"sampling__temperature": 0.0, "cost__name": "roofline"}),
-        ("new", {"sampling__temperature": 0.0, "sampling__name": "default", "cost__name": "roofline",
-                 "cost__filtering": "select", "model__recommended": {"top_p": 0.9}}),
+        ("old", {"sampling__temperature": 0.0, "cost__name": cost}),
+        ("new", {"sampling__temperature": 0.0, "sampling__name": "default", "cost__name": cost,
+                 f"cost__{key}": value, "model__recommended": {"top_p": 0.9}}),
     ):  # fmt: skip
         change_config(write_run(tmp_path / name, num_requests=10), **settings)
     old, new = (load_run(tmp_path / name) for name in ("old", "new"))

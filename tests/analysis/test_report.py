@@ -355,7 +355,7 @@ def test_a_single_run_is_described_not_compared(tmp_path):
     assert re.search(
         r"decode_first with tiny on cpu \(sim\), 10 requests at [\d.]+ req/s: TTFT [\d.]+ ms in the mean", text
     )
-    assert "There is one arm, so nothing is compared" in text
+    assert "No other arm ran on its trace, so nothing is compared" in text
     assert "Baseline" not in text
     kept = report_from_folders([tmp_path / "run"], tmp_path / "slo.html", slo={"ttft_s": 0.03})
     said = Page(kept.read_text()).text

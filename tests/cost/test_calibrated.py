@@ -247,7 +247,9 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 5'"),
+        (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 5'; `testbed"),
+        (["format"], "testbed calibrated cost 10", r"is no .* cost 5' \(a fit of a newer testbed: update this one, "),
+        (["format"], "testbed calibrated cost 4", r"is no .* cost 5' \(an older fit: `testbed calibrate fit <its prof"),
         (
             ["coefficients_ns", "prefill"],
             -1,
@@ -297,6 +299,10 @@ def test_a_bad_fit_is_named_by_file_field_and_value(tmp_path, where, value, mess
 
 
 def test_no_fit_and_no_json_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("[5]")
+    with pytest.raises(ProfileError, match=r"x.json is no calibrated cost: it is \[5\]; expected an object"):
+        load_calibration(tmp_path / "x.json")
+    (tmp_path / "x.json").unlink()
     with pytest.raises(ProfileError, match=r"cost.path: no file at .*x.json; `testbed calibrate fit"):
         load_calibration(tmp_path / "x.json")
     for text, reason in (("{", "Expecting"), ("[" * 100_000, "nested too deeply"), ("9" * 5000, "Exceeds the limit")):

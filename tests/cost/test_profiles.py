@@ -34,6 +34,16 @@ def test_a_profile_of_before_repeated_positions_were_counted_has_none(tmp_path):
     assert read_profile(tmp_path / "old.parquet") == (manifest(), STEPS)
 
 
+def test_a_misspelt_column_is_named(tmp_path):
+    write_profile(tmp_path / "p.parquet", manifest(), STEPS[:1])
+    table = pq.read_table(tmp_path / "p.parquet")
+    renamed = table.rename_columns({"repeated_context_tokens": "repeat_context_tokens"})
+    pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), tmp_path / "p.parquet")
+    said = r"p.parquet has an unknown column 'repeat_context_tokens'; did you mean 'repeated_context_tokens'\?"
+    with pytest.raises(ProfileError, match=said):
+        read_profile(tmp_path / "p.parquet")
+
+
 def test_repeats_of_a_shape_are_counted():
     one, two = BatchShape(1, 5, (), 1), BatchShape(2, 9, (), 2)
     steps = number_repeats([(one, Spans(), 3), (two, Spans(), 3), (one, Spans(), 4)])

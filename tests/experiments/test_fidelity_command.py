@@ -16,7 +16,7 @@ from analysis.load import Run, load_run
 from analysis.plots import style
 from experiments.cli import main
 from experiments.fidelity.comparing import Comparison, comparison_lines
-from tests.experiments.fidelity_kit import FILE, GIVEN_NS, TRACE, copied, error_line, fidelity, ran, result
+from tests.experiments.fidelity_kit import FEW, FILE, GIVEN_NS, TRACE, copied, error_line, fidelity, ran, result
 from tests.experiments.measured_files import rows_of, study, write
 
 
@@ -203,6 +203,22 @@ def test_runs_kept_with_out_are_run_folders(base, tmp_path):
     assert measured.fingerprint == simulated.fingerprint
     assert len(measured.requests) == 60
     assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "report.html")]) == 0
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_report_takes_measured_closed_loops_whose_arms_share_no_trace(tmp_path):
+    for name in ("vllm_v0", "vllm_v1"):
+        folder = copied(ran(tmp_path / name, trace={**FEW, "max_turns": 3}, scheduler=name), tmp_path / "real" / name)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"backend": "real"}))
+    page = tmp_path / "report.html"
+    assert fidelity(tmp_path / "real", "--out", tmp_path / "out") == 0
+    assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(page)]) == 0
+    said = page.with_suffix(".md").read_text().replace("\\", "")
+    assert "How does vllm_v0 serve this trace?" in said
+    assert "No other arm ran on its trace, so nothing is compared." in said
+    assert "not compared, because on other traces or seeds than vllm_v0: vllm_v1." in said
+    assert all(f"{name}: the simulator's signed error is" in said for name in ("vllm_v0", "vllm_v1"))
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -54,6 +54,7 @@ def test_a_run_takes_it_by_model_and_device(tmp_path):
     assert "| step times | good | fitted to measured steps; those left out of the fit are 1.8 % off" in page
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_shared_reads_for_which_a_fit_has_no_saving_are_told(tmp_path):
     shared = ["trace.num_requests=6", "trace.rate=50", "trace.num_system_prompts=1", "trace.system_prompt_tokens=64"]
     for given, told in ((["cost.repeated_saving=0.5"], False), ([], True)):
@@ -62,6 +63,9 @@ def test_shared_reads_for_which_a_fit_has_no_saving_are_told(tmp_path):
         assert main(["run", *options, f"hydra.run.dir={folder}"]) == 0
         notes = json.loads((folder / "manifest.json").read_text())["cost_notes"]
         assert [note.split(":")[0] for note in notes] == ["SHARED READS"] * told
+        page = report_from_folders([folder], tmp_path / f"{told}.html").with_suffix(".md").read_text()
+        assert ("| cost model | calibrated, cost.repeated\\_saving=0.5 |" in page) is not told
+        assert ("; that shared reads save 50.0 % is given, not fitted |" in page.replace("\u00a0", " ")) is not told
 
 
 def test_what_shared_reads_save_can_be_given():

@@ -184,6 +184,16 @@ def test_what_was_never_triggered_is_called_so(tmp_path: Path, seeds: int) -> No
     assert answered(said) == [told]
 
 
+def test_a_price_that_was_never_paid_is_called_so(tmp_path: Path) -> None:
+    for name, price_s in (("a", 1e-6), ("b", 1e-3)):
+        ran(tmp_path / name, cost={"name": "linear", "per_copied_block_s": price_s})
+    said = report(tmp_path)
+    price = "per copied block s"
+    same = f"- {price} 0.001 took the same decisions as {price} 1e-06 at every step, in the same time."
+    assert answered(said) == [same]
+    assert f"{price} 0.001 shows no difference. Identical: mean TTFT, " in said
+
+
 def test_routers_that_sent_every_request_alike_are_called_so(tmp_path: Path) -> None:
     """Without sessions a router that keeps them together is the other one that it goes by."""
     for router in ("least_loaded", "session_sticky", "round_robin"):

@@ -44,23 +44,31 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
     """A single engine as a SimPy process. Only its waits are SimPy events: no other process needs to see its steps."""
     now_ns = int(env.now)
     try:
-        command: WaitUntil | Execute = next(loop)
-        while True:
+        command = next(loop, None)
+        while command is not None:
             if isinstance(command, Execute):
-                resume = device.execute(command, now_ns)
-                now_ns = resume.now_ns
-                command = loop.send(resume)
-                continue
-            woken = device.resume(command.until_ns, now_ns)
-            if woken is None:
+                resume: Resume | None = device.execute(command, now_ns)
+            else:
+                resume = device.resume(command.until_ns, now_ns)
+            if resume is None:
                 raise LivelockError("the loop waits to be woken, and nobody is there to do it")
-            now_ns = woken.now_ns
-            yield env.timeout(now_ns - int(env.now))
-            command = loop.send(woken)
-    except StopIteration:
+            now_ns = resume.now_ns
+            if isinstance(command, WaitUntil):
+                yield env.timeout(now_ns - int(env.now))
+            command = _sent(loop, resume)
         yield env.timeout(now_ns - int(env.now))
+    except StopIteration as error:  # of a user's cost model, as in testbed.core.serve
+        raise RuntimeError("StopIteration was raised by a step's price") from error
     finally:
         loop.close()
+
+
+def _sent(loop: Loop, resume: Resume) -> WaitUntil | Execute | None:
+    """Returns the loop's next command; None at its end."""
+    try:
+        return loop.send(resume)
+    except StopIteration:
+        return None
 
 
 class Device:

@@ -231,6 +231,7 @@ def _drive(
             prepared.drive(watched, schedulers)
             for late in prepared.late:
                 late.catch_up()
+            assert not any(scheduler.has_work for scheduler in schedulers), "the loops ended before their requests"
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         return error
     except (Exception, SystemExit) as error:

@@ -85,10 +85,12 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     own = own_classes(config)
     if not own:
         return None
+    if isinstance(error.__context__, StopIteration):  # in place of which a generator raises RuntimeError
+        error = error.__context__
     frames = traceback.extract_tb(error.__traceback__)
     others = ("site-packages", "/lib/python")
     theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]
-    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
     if theirs:
         return PolicyError(f"{theirs[-1].filename}:{theirs[-1].lineno}: {what} (in {', '.join(own)}); mend it there")
     last = frames[-1] if frames else None

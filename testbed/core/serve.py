@@ -24,44 +24,46 @@ NOT_YET: Final = StepResult(0)
 
 def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
     """Serves the inbox until it is empty and closed. Raises LivelockError if the remaining requests cannot progress."""
-    thrash = Thrash()
-    in_flight: tuple[StepView, ...] = ()
-    first_ns = inbox.next_ns()
-    now_ns = 0 if first_ns is None else (yield WaitUntil(first_ns)).now_ns
-    while True:
-        for event in inbox.due(now_ns):
-            _take(event, inbox, scheduler, recorder, now_ns)
-        plan = scheduler.plan(now_ns) if scheduler.has_work else None
-        newest = None if plan is None or plan.is_empty else _planned(plan, now_ns, scheduler)
-        if newest is not None:
-            in_flight += (newest,)
-        elif in_flight and in_flight[-1].looked_ns is None:
-            in_flight[-1].looked_ns = now_ns
-        if in_flight:
-            is_ahead = newest is not None and len(in_flight) < scheduler.limits.max_num_plans
-            resume = yield Execute(None if newest is None else newest.plan, is_ahead)
-            now_ns = resume.now_ns
-            circle: str | None = None
-            if resume.result is not None:
-                planned, in_flight = in_flight[0], in_flight[1:]
-                has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
-                circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
-            if inbox.is_open:  # events of others at this instant come before the next plan
-                resume = yield WaitUntil(now_ns, circle is not None)
-                while resume.result is not None:  # a step in flight ended while the loop waited
-                    _commit(in_flight[0], resume.result, inbox, scheduler, recorder, resume.now_ns)
-                    in_flight = in_flight[1:]
-                    resume = yield WaitUntil(resume.now_ns)
+    try:
+        thrash = Thrash()
+        in_flight: tuple[StepView, ...] = ()
+        now_ns = 0 if (first_ns := inbox.next_ns()) is None else (yield WaitUntil(first_ns)).now_ns
+        while True:
+            for event in inbox.due(now_ns):
+                _take(event, inbox, scheduler, recorder, now_ns)
+            plan = scheduler.plan(now_ns) if scheduler.has_work else None
+            newest = None if plan is None or plan.is_empty else _planned(plan, now_ns, scheduler)
+            if newest is not None:
+                in_flight += (newest,)
+            elif in_flight and in_flight[-1].looked_ns is None:
+                in_flight[-1].looked_ns = now_ns
+            if in_flight:
+                is_ahead = newest is not None and len(in_flight) < scheduler.limits.max_num_plans
+                resume = yield Execute(None if newest is None else newest.plan, is_ahead)
                 now_ns = resume.now_ns
-            if circle is not None and not inbox.is_open and inbox.next_ns() is None:
-                raise LivelockError(circle)
-            continue
-        next_ns = inbox.next_ns()
-        if next_ns is None and not inbox.is_open:
-            if scheduler.has_work:
-                raise LivelockError(_stuck(scheduler))
-            return
-        now_ns = (yield WaitUntil(next_ns)).now_ns
+                circle: str | None = None
+                if resume.result is not None:
+                    planned, in_flight = in_flight[0], in_flight[1:]
+                    has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
+                    circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
+                if inbox.is_open:  # events of others at this instant come before the next plan
+                    resume = yield WaitUntil(now_ns, circle is not None)
+                    while resume.result is not None:  # a step in flight ended while the loop waited
+                        _commit(in_flight[0], resume.result, inbox, scheduler, recorder, resume.now_ns)
+                        in_flight = in_flight[1:]
+                        resume = yield WaitUntil(resume.now_ns)
+                    now_ns = resume.now_ns
+                if circle is not None and not inbox.is_open and inbox.next_ns() is None:
+                    raise LivelockError(circle)
+                continue
+            next_ns = inbox.next_ns()
+            if next_ns is None and not inbox.is_open:
+                if scheduler.has_work:
+                    raise LivelockError(_stuck(scheduler))
+                return
+            now_ns = (yield WaitUntil(next_ns)).now_ns
+    except StopIteration as error:  # of a user's class; compiled, this generator would seem to have come to its end
+        raise RuntimeError("StopIteration was raised while serving") from error
 
 
 def _planned(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
@@ -89,17 +91,15 @@ def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, 
     if isinstance(event, Arrive):
         recorder.arrived(event.request, now_ns, scheduler.num_steps)
         scheduler.add(event.request)
-        return
-    if not isinstance(event, Abort):
+    elif isinstance(event, Abort):
+        if scheduler.is_live(event.request_id):  # recorded now, even if a plan in flight ends a part of the group later
+            recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
+        if (finished := scheduler.abort(event.request_id, now_ns)) is not None:
+            recorder.ended([finished], now_ns)
+            inbox.finished([finished], now_ns)
+    else:
         recorder.prefixes_reset(now_ns, scheduler.num_steps)
         scheduler.reset_prefixes()
-        return
-    if scheduler.is_live(event.request_id):  # recorded now, even if a plan in flight ends a part of the group later
-        recorder.aborted(event.request_id, now_ns, scheduler.num_steps)
-    finished = scheduler.abort(event.request_id, now_ns)
-    if finished is not None:
-        recorder.ended([finished], now_ns)
-        inbox.finished([finished], now_ns)
 
 
 def _stuck(scheduler: Scheduler) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
+from experiments.api import simulate
 from experiments.runs.run import execute
+from testbed.errors import TestbedError
 from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of, write_rows
 
 MISBEHAVING = """
@@ -36,6 +38,13 @@ class BindRaises(FCFS):
 class Exits(FCFS):
     def head(self, now_ns):
         raise SystemExit(0)
+
+
+class FindsNone:
+    def choose(self, running):
+        return next(iter(()))
+
+    price = choose
 
 
 class ForgetsToAnswer:
@@ -190,6 +199,7 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "ChoosesANumber",
             ("int", "because scheduler.victim=misbehaving.ChoosesANumber returned what it may"),
         ),
+        ("victim", "FindsNone", ("misbehaving.py:29: StopIteration (in", "partial results kept")),
         ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
     ],
 )
@@ -203,6 +213,11 @@ def test_a_class_that_fails_is_named_in_one_line(
     assert said.status == 1
     for word in words:
         assert word in said.error()
+
+
+def test_a_price_that_is_not_found_does_not_end_the_run_as_if_it_were_over(tmp_path: Path, misbehaving: str) -> None:
+    with pytest.raises(TestbedError, match=r"misbehaving.py:29: StopIteration \(in cost=misbehaving.FindsNone"):
+        simulate({"num_requests": 2}, folder=tmp_path / "run", cost={"_target_": f"{misbehaving}.FindsNone"})
 
 
 def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(

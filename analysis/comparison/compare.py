@@ -20,12 +20,12 @@ from analysis.measures.statistics import (
     ALIKE,
     Estimate,
     Verdict,
+    circular_blocks,
     differences,
     effect_size,
     holm,
     mean_of_all,
     mean_t,
-    moving_blocks,
     spread,
     verdict,
 )
@@ -222,7 +222,7 @@ def compare(
 
     With several replicates: Student's interval on the mean log-ratio of paired replicates (on the mean difference for
     shares, and if a value is 0). p-values are Holm's over the arms of a metric; arms that are `alike` count once. With
-    one replicate: moving blocks over its requests, for latencies only.
+    one replicate: circular blocks over its requests, for latencies only.
     Measured repeats on one trace are one replicate, and a change within the `engine_noise` is never claimed.
     """
     found = []
@@ -296,7 +296,7 @@ def ignored(run: Run) -> int:
 
 
 def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metric) -> Estimate | None:
-    """The log-ratio of a latency's mean or quantile (averaged over repeats), with a moving-block interval over the
+    """The log-ratio of a latency's mean or quantile (averaged over repeats), with a circular-block interval over the
     requests of one trace that all runs have; None for other metrics, or with too few requests."""
     name, which, of_class = metric.part
     if name not in ("ttft_s", "tpot_s", "e2e_s"):
@@ -320,4 +320,4 @@ def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metri
         values = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
         return float(np.log(values[len(baseline) :].mean() / values[: len(baseline)].mean()))
 
-    return moving_blocks(rows, log_ratio, num_resamples=400, scale="log_ratio")
+    return circular_blocks(rows, log_ratio, num_resamples=400, scale="log_ratio")

@@ -2,7 +2,7 @@
 
 The unit is the replicate (a seed, or a trace window), never the request: requests of one run queue behind each other
 and are far from independent. Variants share each replicate's trace, so differences are paired (common random numbers).
-If there is only one run, a moving-block bootstrap keeps the dependence within blocks. Everything is deterministic in
+If there is only one run, a circular-block bootstrap keeps the dependence within blocks. Everything is deterministic in
 `seed`.
 """
 
@@ -120,7 +120,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def block_length(values: ArrayLike) -> int:
-    """The length of a moving block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
+    """The length of a block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
 
     This is the rule for an AR(1) with lag-1 autocorrelation rho (Carlstein, 1986; Andrews, 1991; Lahiri, 2003).
     """
@@ -133,14 +133,15 @@ def block_length(values: ArrayLike) -> int:
     return max(1, min(math.ceil(length), int(series.size) // 4))
 
 
-def moving_blocks(
+def circular_blocks(
     values: ArrayLike,
     statistic: Callable[[FloatArray], float] = lambda rows: float(rows.mean()),
     num_resamples: int = 1_000,
     seed: int = 0,
     scale: Scale = "difference",
 ) -> Estimate:
-    """A statistic of one run's series in arrival order, with a moving-block bootstrap interval (Kuensch, 1989).
+    """A statistic of one run's series in arrival order, with a circular-block bootstrap interval (Politis and
+    Romano, 1992): the series is closed to a circle, or its ends, where a queue is shortest and longest, are drawn less.
 
     `values` is `[n]`, or `[n, k]` whose rows are resampled together (paired requests of two variants); `statistic` gets
     an array of the same shape. The interval covers the variation within this run, not that between traces.
@@ -149,17 +150,17 @@ def moving_blocks(
     num = rows.shape[0]
     value = float(statistic(rows))
     if num < 8:
-        return Estimate(value, -math.inf, math.inf, num, "moving blocks", scale)
+        return Estimate(value, -math.inf, math.inf, num, "circular blocks", scale)
     columns = rows.reshape(num, -1)
     size = max(block_length(column) for column in columns.T)
     rng = np.random.default_rng(seed)
     offsets, count = np.arange(size), math.ceil(num / size)
     drawn = np.empty(num_resamples)
     for index in range(num_resamples):
-        starts = rng.integers(0, num - size + 1, size=count)
-        drawn[index] = statistic(rows[(starts[:, None] + offsets).ravel()[:num]])
+        starts = rng.integers(0, num, size=count)
+        drawn[index] = statistic(rows[(starts[:, None] + offsets).ravel()[:num] % num])
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high), num, f"moving blocks of {size}", scale)
+    return Estimate(value, float(low), float(high), num, f"circular blocks of {size}", scale)
 
 
 def wilson(successes: int, total: int) -> tuple[float, float]:

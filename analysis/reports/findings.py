@@ -132,9 +132,9 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
             "5 %; over many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' "
             "correction: the mean paired difference over its standard deviation."
         )
-    if "moving blocks" in methods:
+    if "circular blocks" in methods:
         return (
-            "There is one replicate. Changes are relative; their 95 % intervals are of a moving-block bootstrap over "
+            "There is one replicate. Changes are relative; their 95 % intervals are of a circular-block bootstrap over "
             "the requests of that one trace: they cover the variation within it, not that between traces or seeds, and "
             "are not corrected for the number of comparisons. Rates of a single run, and tails beyond which fewer than "
             "five requests lie, have no interval."

@@ -87,7 +87,7 @@ _UNLIKE = (
 def _is_unlike(row: Comparison, base: float | None) -> bool:
     """Whether a change over replicates differs much from the ratio of the printed means. base: the baseline's mean."""
     estimate = row.estimate
-    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("moving blocks"):
+    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("circular blocks"):
         return False
     if not row.value or not base:
         return False

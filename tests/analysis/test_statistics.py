@@ -11,11 +11,11 @@ from scipy import stats
 from analysis.measures.statistics import (
     ALIKE,
     block_length,
+    circular_blocks,
     differences,
     effect_size,
     holm,
     mean_t,
-    moving_blocks,
     mser5,
     verdict,
     wilson,
@@ -63,10 +63,10 @@ def test_a_difference_without_spread_counts_from_as_many_replicates_on_as_chance
 
 def test_a_bootstrap_is_deterministic_in_its_seed():
     series = np.sin(np.arange(200.0))
-    assert moving_blocks(series, seed=1) == moving_blocks(series, seed=1)
+    assert circular_blocks(series, seed=1) == circular_blocks(series, seed=1)
 
 
-def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
+def test_circular_blocks_are_wider_than_naive_under_autocorrelation():
     rng, hits, num = np.random.default_rng(7), 0, 400
     for trial in range(60):
         noise = rng.normal(size=num)
@@ -74,7 +74,7 @@ def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
         series[0] = noise[0] / 0.8
         for i in range(1, num):
             series[i] = 0.6 * series[i - 1] + noise[i]
-        estimate = moving_blocks(series, num_resamples=200, seed=trial)
+        estimate = circular_blocks(series, num_resamples=200, seed=trial)
         hits += estimate.low <= 0 <= estimate.high
         assert estimate.high - estimate.low > 2 * 1.96 * series.std() / math.sqrt(num)
     assert hits / 60 >= 0.85
@@ -82,15 +82,23 @@ def test_moving_blocks_are_wider_than_naive_under_autocorrelation():
     assert block_length(rng.normal(size=9)) <= 2
 
 
-def test_moving_blocks_keep_pairs_together():
+def test_of_a_growing_queue_the_interval_is_around_the_estimate():
+    """Blocks that end with the series draw its end least, where the queue is: the interval was below the estimate."""
+    growing = np.linspace(0.1, 10.0, 200) ** 2
+    estimate = circular_blocks(growing)
+    assert estimate.low < estimate.value < estimate.high
+    assert estimate.value - estimate.low == pytest.approx(estimate.high - estimate.value, rel=0.3)
+
+
+def test_circular_blocks_keep_pairs_together():
     base = np.random.default_rng(0).exponential(1.0, 100)
     pairs = np.column_stack((base, base + 0.5))
-    estimate = moving_blocks(pairs, lambda rows: float(rows[:, 1].mean() - rows[:, 0].mean()))
+    estimate = circular_blocks(pairs, lambda rows: float(rows[:, 1].mean() - rows[:, 0].mean()))
     assert (estimate.low, estimate.high) == pytest.approx((0.5, 0.5))
 
 
 def test_one_replicate_or_too_few_requests_give_no_interval():
-    for estimate in (paired_t([1.0], [2.0]), moving_blocks([1.0, 2.0])):
+    for estimate in (paired_t([1.0], [2.0]), circular_blocks([1.0, 2.0])):
         assert math.isinf(estimate.low)
         assert math.isinf(estimate.high)
         assert verdict(estimate) == "unknown"

@@ -28,6 +28,7 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
+UNLIKE = 0.1  # how far from the capacity, relatively, the rate may be at which its requests arrive
 OF_MEANS = (
     "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
     "be below the SLO's; the low end of the range of seeds is the rate for all of them (docs/capacity.md)"
@@ -267,6 +268,12 @@ def warnings(found: Found) -> list[str]:
     if at is not None:
         num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
+        offered = (at.num_customers - len(found.replicates)) / max(at.arriving_s, 1e-9)
+        if abs(offered / found.capacity - 1) > UNLIKE:
+            said.append(
+                f"at the capacity of {found.capacity:.4g} {arm.unit} the {who} at {offered:.4g} {arm.unit} in fact: "
+                f"the trace is too short for the mean rate of its arrivals, or {arm.rate_key} moves only a part of them"
+            )
         if at.stay_s is not None and arriving_s < SHORT * at.stay_s:
             said.append(
                 f"the run is short: at capacity the {who} within {arriving_s:.3g} s, and one lasts {at.stay_s:.3g} s; "

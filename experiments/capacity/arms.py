@@ -131,6 +131,12 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
         raise ConfigError(
             "there is no SLO to keep; give the limits of a request in seconds, as slo.ttft_s=1 slo.tpot_s=0.05"
         )
+    if config.report.warmup_s:
+        raise ConfigError(
+            f"report.warmup_s={config.report.warmup_s:g} would leave out more of the trace the higher the rate, and "
+            "all of it at a high one; do without, and let a long trace outweigh its start (trace.num_requests, "
+            "trace.limit)"
+        )
     is_made = "rate" in raw["trace"] and "_target_" not in raw["trace"]
     key = "trace.rate" if is_made else "trace.rate_scale"
     start = float(raw["trace"][key.removeprefix("trace.")])

@@ -288,6 +288,7 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "trace.seed=3", "seed=0,1"), "copies are no replicates"),
         (("slo.ttft_s=1", "trace.rate=2e9"), "trace.rate is 2000000000.0; it must be above 0, up to 1e9 per second"),
         (("slo.ttft_s=1", "slo.attainment=1"), "slo.attainment is 1.0; it must be above 0 and below 1, as 0.99"),
+        (("slo.ttft_s=1", "report.warmup_s=10"), "report.warmup_s=10 would leave out more of the trace the higher the"),
         (("slo.ttft_s=1", "seed=0,0"), "has one twice"),
         (("slo.ttft_s=1", "seed=a"), "seed is 'a'; it must be whole numbers"),
         (("slo.ttft_s=1", "hydra.run.dir=x"), "leave it out"),

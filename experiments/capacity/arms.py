@@ -131,16 +131,18 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
         raise ConfigError(
             "there is no SLO to keep; give the limits of a request in seconds, as slo.ttft_s=1 slo.tpot_s=0.05"
         )
+    if config.report.warmup_s:
+        raise ConfigError(
+            f"report.warmup_s={config.report.warmup_s:g} would leave out more of the trace the higher the rate, and "
+            "all of it at a high one; do without, and let a long trace outweigh its start (trace.num_requests, "
+            "trace.limit)"
+        )
     is_made = "rate" in raw["trace"] and "_target_" not in raw["trace"]
     key = "trace.rate" if is_made else "trace.rate_scale"
-    arrival = raw["trace"].get("arrival") if is_made else None
-    if arrival in _NO_RATE:
-        raise ConfigError(
-            f"trace.arrival={arrival} has no rate to search: {_NO_RATE[arrival]}; choose another, as "
-            "trace.arrival=poisson"
-        )
     start = float(raw["trace"][key.removeprefix("trace.")])
     arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
+    if is_made:
+        _refuse_rateless(raw["trace"])
     if arrivals[0].num_requests < 2:
         raise ConfigError(
             f"trace={config.trace.name} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
@@ -154,13 +156,31 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
             "arrivals anew; leave that out"
         )
     speed = float(getattr(config.backend, "speed", 1.0))
-    natural = raw["trace"]["rate_scale"] if is_made else sum(one.rate_per_s for one in arrivals) / len(seeds) / start
-    has_sessions = arrivals[0].has_think_times or (is_made and arrivals[0].has_turns)
+    is_nominal = is_made and not raw["trace"]["transforms"]  # they may change how many requests come, and how fast
+    offered = sum(one.rate_per_s for one in arrivals) / len(seeds)
+    natural = raw["trace"]["rate_scale"] if is_nominal else offered / start
+    has_sessions = arrivals[0].has_think_times or (is_nominal and arrivals[0].has_turns)
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
         config.is_simulated,
     )  # fmt: skip
+
+
+def _refuse_rateless(trace: dict[str, Any]) -> None:
+    """Raises ConfigError if `trace.rate` is not the rate of all requests of a generated trace."""
+    if (arrival := trace.get("arrival")) in _NO_RATE:
+        raise ConfigError(
+            f"trace.arrival={arrival} has no rate to search: {_NO_RATE[arrival]}; choose another, as "
+            "trace.arrival=poisson"
+        )
+    for position, tenant in enumerate(trace.get("tenants", ())):
+        own = "rate" if "rate" in tenant else "arrival"
+        if own == "rate" or tenant.get(own) in _NO_RATE:
+            raise ConfigError(
+                f"trace.tenants[{position}].{own}={tenant[own]} does not follow trace.rate, which is searched: "
+                "there is no one rate of all tenants; leave it out, and give the tenant its share"
+            )
 
 
 def _at(raw: dict[str, Any], rate_key: str, value: float, seed: int) -> dict[str, Any]:

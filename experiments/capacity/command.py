@@ -28,6 +28,8 @@ from experiments.runs.run_folder import write_json
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
+UNLIKE = 0.1  # how far from the capacity, relatively, the rate may be at which its requests arrive
+MEETING = 0.1  # requests hardly meet if this many, or fewer, are in the system on average
 OF_MEANS = (
     "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
     "be below the SLO's; the low end of the range of seeds is the rate for all of them (docs/capacity.md)"
@@ -179,17 +181,19 @@ def _policies(found: Sequence[Found]) -> str:
 def _cells(found: Found) -> tuple[str, ...]:
     at, failed, shares = found.at_kept, found.rate(found.bracket.failed), found.attainments
     is_open = any(one.bracket.failed is None for one in found.replicates)
+    is_below = failed is not None and any(_is_crowded(found, one) for one in found.replicates)
     spread, told = [], [_range(shares, ".2%")]
     if len(found.replicates) > 1:
-        each = [found.rate(one.bracket.kept) or 0.0 for one in found.replicates]
+        each = [] if is_below else [found.rate(one.bracket.kept) or 0.0 for one in found.replicates]
         spread = [_range(found.interval or (), ".4g"), _range(each, ".4g")]
         told = [f"{sum(shares) / len(shares):.2%} ({told[0]})" if shares else "–"]
     else:
         told.append(_range(() if at is None else at.interval, ".2%"))
     goodput = None if at is None else at.goodput_per_s
+    capacity = f"< {failed:.4g}" if is_below else f"{'≥ ' * is_open}{found.capacity:.4g}"
     return (
         found.arm.name,
-        f"{'≥ ' * is_open}{found.capacity:.4g} {found.arm.unit}",
+        f"{capacity} {found.arm.unit}",
         *spread,
         "–" if failed is None else f"{failed:.4g}",
         *told,
@@ -252,7 +256,20 @@ def _without_capacity(found: Found, one: Replicate) -> str:
         remedy = "give a longer trace (trace.num_requests, trace.limit)"
     if name == "unfinished":
         remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
+    if _is_crowded(found, one):
+        lower = f"start lower, as {arm.rate_key}={one.bracket.failed:g}"
+        return (
+            f"{who} has a capacity below {lowest:.4g} {arm.unit}, the lowest rate tried: {reason}; {lower}, or {remedy}"
+        )
     return f"{who} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
+
+
+def _is_crowded(found: Found, one: Replicate) -> bool:
+    """Whether a seed fails at all rates tried, and requests still meet at the lowest one: a lower one may be kept."""
+    at, lowest = one.at_failed, found.rate(one.bracket.failed)
+    if one.bracket.kept is not None or at is None or lowest is None:
+        return False
+    return not at.is_whole or lowest * (at.stay_s or 0.0) > MEETING  # the mean number in the system (Little, 1961)
 
 
 def warnings(found: Found) -> list[str]:
@@ -267,6 +284,12 @@ def warnings(found: Found) -> list[str]:
     if at is not None:
         num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
+        offered = (at.num_customers - len(found.replicates)) / max(at.arriving_s, 1e-9)
+        if abs(offered / found.capacity - 1) > UNLIKE:
+            said.append(
+                f"at the capacity of {found.capacity:.4g} {arm.unit} the {who} at {offered:.4g} {arm.unit} in fact: "
+                f"the trace is too short for the mean rate of its arrivals, or {arm.rate_key} moves only a part of them"
+            )
         if at.stay_s is not None and arriving_s < SHORT * at.stay_s:
             said.append(
                 f"the run is short: at capacity the {who} within {arriving_s:.3g} s, and one lasts {at.stay_s:.3g} s; "

@@ -14,6 +14,7 @@ from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
 from analysis.measures.steadiness import Waiting
+from analysis.reading.files import read_json
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
@@ -21,7 +22,7 @@ from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.errors import TestbedError
+from testbed.errors import RunFolderError, TestbedError
 from testbed.records.latencies import e2e_s, tpot_s, ttft_s
 from testbed.records.schema import COMPLETED
 
@@ -147,13 +148,18 @@ def run_point(
 
 
 def read_point(file: Path, max_failed: int | None) -> Load | None:
-    """The load in the file; None if there is no file, or if its run was stopped early under another `max_failed`."""
+    """The load in the file; None if there is no file, or if its run was stopped early under another `max_failed`.
+    Raises RunFolderError if it holds no point."""
     if not file.exists():
         return None
-    stored = json.loads(file.read_text())
-    num, work, spread = stored["load"]["waiting"]
-    load = Load(**stored["load"] | {"waiting": Waiting(tuple(num), tuple(work), spread)})
-    return load if load.is_whole or stored["max_failed"] == max_failed else None
+    try:
+        stored = read_json(file)
+        num, work, spread = stored["load"]["waiting"]
+        load = Load(**stored["load"] | {"waiting": Waiting(tuple(num), tuple(work), spread)})
+        most, _ = stored["max_failed"], stored["notes"]
+    except (RunFolderError, KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{file} is damaged; delete it: the same command then runs this rate again") from error
+    return load if load.is_whole or most == max_failed else None
 
 
 def point_name(raw: dict[str, Any]) -> str:

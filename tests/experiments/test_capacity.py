@@ -148,6 +148,14 @@ def test_a_recorded_trace_is_scaled_and_its_rate_reported(tmp_path: Path) -> Non
     assert ends(recorded) == pytest.approx(ends(generated), rel=1e-3)
 
 
+def test_the_rate_of_a_transformed_trace_is_that_of_its_requests() -> None:
+    """25 sessions of two turns a second, of which the first turns are left; they come twice as fast as trace.rate."""
+    left = "trace.transforms=[{name: filter, max_turn: 0}, {name: scale_rate, factor: 2}]"
+    turns = ("trace.arrival=deterministic", "trace.rate=25", "trace.min_turns=2", "trace.max_turns=2")
+    (arm,), _ = parse((*ONE_TOKEN, "slo.ttft_s=0.05", *turns, left))
+    assert (arm.rate_key, arm.unit, arm.per_value) == ("trace.rate", "req/s", pytest.approx(2))
+
+
 # --- early stops ---
 
 
@@ -238,6 +246,10 @@ def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.Cap
     said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
     assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()
     assert "| vllm_v1 | 0 req/s " in said.out
+    said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.05", "trace.rate=1e6", "--out", str(tmp_path / "haste"))
+    assert "has a capacity below 976.5 req/s, the lowest rate tried: " in said.error()
+    assert "; start lower, as trace.rate=976.55, or widen the limit" in said.error()
+    assert "| vllm_v1 | < 976.5 req/s " in said.out
     never = (*ONE_TOKEN, "trace.prompt={kind: constant, value: 40}", "cache.num_gpu_blocks=1", "slo.ttft_s=1")
     said = say(capsys, "capacity", *never, "--out", str(tmp_path / "never"))
     assert "they can never fit, or were cancelled; give them more KV blocks (cache.num_gpu_blocks, " in said.error()
@@ -254,11 +266,13 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
     said = say(capsys, "capacity", *BUSY, *hasty, "--out", str(tmp_path / "b"))
     assert re.search(r"the run is short: .* give at least [\d,]+ requests", said.out)
     arm = find_capacity(*TINY, *SHORT, "slo.ttft_s=1e-3", folder=tmp_path / "a").found[0].arm
-    good, bad = Load(True, 1000, 0, {"ttft_s": 0}), Load(True, 1000, 90, {"ttft_s": 90})
+    good = Load(True, 1000, 0, {"ttft_s": 0}, num_customers=1001, arriving_s=250.0)
+    bad = Load(True, 1000, 90, {"ttft_s": 90})
     one = Replicate(7, Bracket(2.0, 4.0), ((2.0, good), (4.0, bad), (5.0, good)))
     found = Found(arm, (one,))
     assert (found.capacity, one.extreme(0.99, kept=True), one.extreme(0.99, kept=False)) == (2.0, 5.0, 4.0)
     assert any("5 req/s is kept although 4 is not (seed=7)" in sentence for sentence in warnings(found))
+    assert any("at the capacity of 2 req/s the requests arrive at 4 req/s in fact" in one for one in warnings(found))
     assert without_capacity(found) == ""
 
 
@@ -271,11 +285,14 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "scheduler=vllm_v1,vllm_v1"), "scheduler=vllm_v1 is given twice"),
         (("slo.ttft_s=1", "trace.arrival=closed_loop"), "trace.arrival=closed_loop has no rate"),
         (("slo.ttft_s=1", "trace.arrival=all_at_once"), "trace.arrival=all_at_once has no rate"),
+        (("slo.ttft_s=1", "trace.tenants=[{name: a}, {name: b, rate: 2}]"), "trace.tenants[1].rate=2 does not follow"),
+        (("slo.ttft_s=1", "trace.tenants=[{name: a, arrival: closed_loop}]"), "arrival=closed_loop does not follow"),
         (("slo.ttft_s=1", "trace.num_requests=1"), "has 1 request, which comes at no rate; give more"),
         (("slo.ttft_s=1", "trace.rate=1,2"), "trace.rate has several values"),
         (("slo.ttft_s=1", "trace.seed=3", "seed=0,1"), "copies are no replicates"),
         (("slo.ttft_s=1", "trace.rate=2e9"), "trace.rate is 2000000000.0; it must be above 0, up to 1e9 per second"),
         (("slo.ttft_s=1", "slo.attainment=1"), "slo.attainment is 1.0; it must be above 0 and below 1, as 0.99"),
+        (("slo.ttft_s=1", "report.warmup_s=10"), "report.warmup_s=10 would leave out more of the trace the higher the"),
         (("slo.ttft_s=1", "seed=0,0"), "has one twice"),
         (("slo.ttft_s=1", "seed=a"), "seed is 'a'; it must be whole numbers"),
         (("slo.ttft_s=1", "hydra.run.dir=x"), "leave it out"),

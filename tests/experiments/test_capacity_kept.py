@@ -13,6 +13,7 @@ import pytest
 from experiments import find_capacity
 from experiments.capacity import study
 from experiments.capacity.found import Capacity
+from testbed.errors import RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
 from tests.experiments.kit import say
 
@@ -52,6 +53,15 @@ def test_the_same_command_goes_on_and_comes_to_the_same(
     assert say(capsys, *command).out == said.out
     assert files_of(tmp_path / "a") == before
     assert len(points[::2]) <= len(simulated) < 2 * len(points)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}'])
+def test_a_damaged_point_is_named(text: str, tmp_path: Path, searched: Capacity) -> None:
+    shutil.copytree(searched.folder, tmp_path / "a")
+    for file in (tmp_path / "a" / "points").iterdir():
+        file.write_text(text)
+    with pytest.raises(RunFolderError, match=r"points/\w+\.json is damaged; delete it: the same command then runs"):
+        find_capacity(*TWO, folder=tmp_path / "a")
 
 
 def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:

@@ -14,6 +14,7 @@ from experiments.configuration.config import GROUPS
 from experiments.console import Parser, refuse_existing
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
+from experiments.wiring.build_engine import real_packages
 from real.text.generate import Asked, generate, read_prompts_file, sampling_of
 from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError, RunFolderError
@@ -61,13 +62,15 @@ def main(arguments: list[str]) -> int:
     sampling = _given(options, *FLAGS, "stop", "ignore_eos")
     for one in asked:
         sampling_of(one, sampling, SamplingParams())  # reports values out of range before the model is loaded
-    from experiments.text import LLM
-
-    if options.model == "tiny":
-        print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
     settings = _given(options, *ENGINE_FLAGS, *MORE_FLAGS)
     _refuse_both(settings, overrides)
-    with LLM(options.model, **settings, **overrides) as llm:
+    with real_packages("testbed generate"):
+        from experiments.text import LLM
+
+        made = LLM(options.model, **settings, **overrides)
+    if options.model == "tiny":
+        print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
+    with made as llm:
         said = generate(llm, asked, sampling, output=options.output, stream=options.stream, chat=options.chat)
         print(f"{said}, {llm.config.scheduler.name}, attention {llm.attention}", file=sys.stderr)
     return 0

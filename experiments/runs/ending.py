@@ -46,6 +46,8 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
             f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
             f"{config.device.name}: set device=cpu"
         )
+    if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
+        notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
     if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
         notes.append(
             f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"

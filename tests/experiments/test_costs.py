@@ -249,7 +249,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost.cuda_graphs=false", "cost.max_captured_tokens=64"],
          ["cost.max_captured_tokens has no effect with cost.cuda_graphs=false"]),
         (["device=cpu", "cost.cuda_graphs=false"],
-         ["cost.cuda_graphs has no effect with a CPU, which launches nothing"]),
+         ["cost.cuda_graphs has no effect with a CPU, which launches nothing",
+          "the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them"]),
         (["cost.filtering=sort", "sampling.top_k=5"],
          ["sampling.top_k has no effect with sampling.temperature=0, which is greedy",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
@@ -325,8 +326,9 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
 
-def test_a_cpu_has_no_data_sheet_to_trust(tmp_path):
+def test_a_cpu_has_no_data_sheet_to_trust(tmp_path, capsys):
     _, folder = run(tmp_path / "run", *TINY, *SHORT, "device=cpu")
+    assert "note         the step times are made up: no data sheet gives a CPU's" in capsys.readouterr().out
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
     assert "| step times | poor | made up: no data sheet gives a CPU's; testbed calibrate measures them |" in page
 

@@ -150,7 +150,7 @@ def _second_half(
 
 def _named(run: Run, key: str) -> Run:
     """The run with its load's key as fingerprint, so that repeats match although their send times differ slightly."""
-    return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
+    return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "sent_fingerprint": key}})
 
 
 def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame, list[str]]]:

@@ -161,9 +161,9 @@ def real(value: Any, place: str, field: str, least: float, expected: str) -> flo
 
 def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float:
     """A latency in seconds, from a number in units of `unit_s`. Raises TraceError unless it is in [0, MAX_S]."""
-    found = (
-        real(value, place, field, 0.0, "a latency of 0 or more: the clock ran backwards, leave the row out") * unit_s
-    )
+    found = real(value, place, field, -1e30, "a number, a latency of 0 or more; leave out what has none") * unit_s
+    if found < 0:
+        raise refuse(place, field, value, "a latency of 0 or more: the clock ran backwards, leave the row out")
     if found > MAX_S:
         raise refuse(place, field, value, f"a latency of at most {MAX_S:g} s: is the unit right?")
     return found

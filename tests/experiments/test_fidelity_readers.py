@@ -259,3 +259,11 @@ def test_aiperfs_latency_between_tokens_is_that_of_its_other_latencies(rows, tmp
     record["metrics"]["inter_token_latency"] = {"value": 50.0, "unit": "ms"}
     file.write_text("\n".join([json.dumps(record), *others]))
     assert "profile_export.jsonl:1: TPOT is 0.05 s; expected " in error_line(capsys, file, *FILE)
+
+
+def test_a_value_that_is_no_number_is_called_so(tmp_path, capsys):
+    for value, said in (
+        ("nan", "a number, a latency of 0 or more"),
+        (-1, "a latency of 0 or more: the clock ran back"),
+    ):
+        assert f"'ttft_s' is {value!r}; expected {said}" in error_line(capsys, log_file(tmp_path, ttft_s=value), *FILE)

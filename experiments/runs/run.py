@@ -291,7 +291,8 @@ def _close(
     from analysis.measures.notes import doubts_of
 
     if failure is None and records.ignored:
-        manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
+        is_given = config.trace.path == str(folder / TRACE_FILE)
+        manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored, is_given)
     try:
         write_json(folder / "manifest.json", manifest)
         summary = Run(folder, config.raw, manifest).summarise()

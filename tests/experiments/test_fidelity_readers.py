@@ -267,3 +267,8 @@ def test_a_value_that_is_no_number_is_called_so(tmp_path, capsys):
         (-1, "a latency of 0 or more: the clock ran back"),
     ):
         assert f"'ttft_s' is {value!r}; expected {said}" in error_line(capsys, log_file(tmp_path, ttft_s=value), *FILE)
+
+
+def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, capsys):
+    said = error_line(capsys, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
+    assert "exceeds max_model_len (40960)). Leave them out, raise the limit, or accept it with allow_ignored=" in said

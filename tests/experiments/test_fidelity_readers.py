@@ -269,6 +269,13 @@ def test_a_value_that_is_no_number_is_called_so(tmp_path, capsys):
         assert f"'ttft_s' is {value!r}; expected {said}" in error_line(capsys, log_file(tmp_path, ttft_s=value), *FILE)
 
 
+def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
+    for scale, is_suspected in ((1, False), (1000, True)):
+        times = [{**row, **{name: scale * row[name] for name in ("ttft_s", "e2e_s")}} for row in rows]
+        assert fidelity(write(tmp_path, "request-log", times), *FILE) == 0
+        assert ("if the file's times are in ms, divide them by 1,000" in capsys.readouterr().out) == is_suspected
+
+
 def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, capsys):
     said = error_line(capsys, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
     assert "exceeds max_model_len (40960)). Leave them out, raise the limit, or accept it with allow_ignored=" in said

@@ -78,13 +78,13 @@ def describe_trace(trace: Trace | CountedTrace, speed: float = 1.0) -> dict[str,
 
     speed: of its replay, which `sent_fingerprint` has in the arrivals, as the trace of a simulation of it does."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
-    is_as_sent = speed == 1 or not isinstance(trace, Trace)
+    sent = fingerprint(transforms.speed_up(trace, speed)) if isinstance(trace, Trace) and speed != 1 else digest
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
     differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
     return {
         "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
-        "notes": notes, "sent_fingerprint": digest if is_as_sent else fingerprint(transforms.speed_up(trace, speed)),
+        "notes": notes, "sent_fingerprint": sent,
     }  # fmt: skip
 
 

@@ -344,6 +344,9 @@ def _speed_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
     is_given = "cost=recorded" in overrides or {"trace", "trace.transforms"}.intersection(keys)
     if "backend=sim" not in overrides or speed == 1 or is_given:
         return []
+    if "transforms" not in saved["trace"]:  # of a class of the user's own
+        print(f"note: simulated at speed 1 and not {speed:g}: a trace of your own has no transforms", file=sys.stderr)
+        return []
     faster = [*saved["trace"]["transforms"], {"name": "speed_up", "factor": speed}]
     return [f"trace.transforms={literal(faster)}"]
 

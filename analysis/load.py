@@ -21,7 +21,7 @@ from analysis.describe import run_lines, sweep_lines
 from analysis.format import component
 from analysis.measures.metrics import SLO
 from analysis.measures.summary import SUMMARY_VERSION, summarise
-from analysis.naming import as_cell
+from analysis.naming import SPEED, as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import STRINGS
@@ -55,9 +55,13 @@ class Run:
 
     @property
     def fingerprint(self) -> str | None:
-        """The trace's fingerprint: two runs have the same trace if and only if their fingerprints are equal."""
-        trace = self.manifest.get("trace")
-        return trace.get("fingerprint") if isinstance(trace, dict) else None
+        """The fingerprint of the trace as it was sent: two runs have the same load if and only if these are equal. In
+        older runs at another speed than 1 it is known only as that of the trace and its speed."""
+        trace, speed = self.manifest.get("trace"), self.flat_config.get(SPEED, 1.0)
+        if not isinstance(trace, dict):
+            return None
+        known = trace.get("fingerprint")
+        return trace.get("sent_fingerprint", known if known is None or speed == 1 else f"{known} at speed {speed:g}")
 
     @cached_property
     def requests(self) -> pd.DataFrame:

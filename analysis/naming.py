@@ -12,10 +12,16 @@ from analysis.format import plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
 DECIDES = "backend.decides"  # of runs in vLLM: which scheduler decided, this testbed's or vLLM's own
+SPEED = "backend.speed"  # of a replay: how fast its arrivals come, so a part of the load
 
 
 def is_seed(key: str) -> bool:
     return key.split(".")[-1] == "seed"
+
+
+def is_of_trace(key: str) -> bool:
+    """Whether a setting decides which requests come when."""
+    return key.startswith("trace.") or key == SPEED
 
 
 def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:

@@ -73,11 +73,11 @@ class _Short(reprlib.Repr):
 shown = _Short().repr
 
 
-def nearest(name: str, choices: Collection[str]) -> str:
-    """Returns 'did you mean …? ', or an empty text if no choice is similar."""
+def nearest(name: str, choices: Collection[str], cutoff: float = NEAR) -> str:
+    """Returns 'did you mean …? ', or an empty text if no choice is as similar as `cutoff`."""
     from difflib import get_close_matches  # seldom needed
 
-    near = get_close_matches(name, choices, n=1, cutoff=NEAR)
+    near = get_close_matches(name, choices, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
 
 

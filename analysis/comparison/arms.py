@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.measures.notes import BUSY, replay_notes
-from analysis.naming import DECIDES, is_seed, labels_of, level_names, naming_keys, naming_rank
+from analysis.naming import DECIDES, is_of_trace, is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
 
@@ -68,7 +68,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def is_policy(key: str) -> bool:
     """Whether a setting distinguishes arms: seeds, the trace, SLO, report, recording and permissions do not."""
-    return not is_seed(key) and key.split(".")[0] not in _NO_POLICY
+    return not is_seed(key) and not is_of_trace(key) and key.split(".")[0] not in _NO_POLICY
 
 
 def infer_arms(runs: Sequence[Run]) -> list[Arm]:
@@ -199,9 +199,9 @@ def stated_replicates(runs: Iterable[Run]) -> list[str]:
 
 
 def load_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
-    """The swept settings of the trace that distinguish loads (conditions): all except seeds and the `replicated` keys,
-    whose values are replicates."""
-    keys = [key for key in swept_keys(runs) if key.startswith("trace.") and not is_seed(key)]
+    """The swept settings of the trace and its replay that distinguish loads (conditions): all except seeds and the
+    `replicated` keys, whose values are replicates."""
+    keys = [key for key in swept_keys(runs) if is_of_trace(key) and not is_seed(key)]
     return [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in replicated)]
 
 

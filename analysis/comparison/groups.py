@@ -16,11 +16,11 @@ from typing import Any
 from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_replicates
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.metrics import SLO
-from analysis.naming import DECIDES
+from analysis.naming import DECIDES, SPEED, is_of_trace
 from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
-LOAD_KEYS = ("trace.rate", "trace.rate_scale")
+LOAD_KEYS = ("trace.rate", "trace.rate_scale", SPEED)
 MAX_KEYS = 4  # differing settings that are listed
 Experiment = list[Run]
 
@@ -31,7 +31,7 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
     keys = swept_keys(runs)
     platform = [key for key in keys if _is_platform(key) and key.split(".")[-1] != "seed"]
     replicated = stated_replicates(runs)
-    trace = [key for key in keys if key.startswith("trace.") and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
+    trace = [key for key in keys if is_of_trace(key) and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
     policy = [key for key in keys if is_policy(key) and key not in (*platform, DECIDES)]
 
     def settings(run: Run, of: Sequence[str]) -> str:
@@ -47,7 +47,7 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
 
 
 def _is_platform(key: str) -> bool:
-    return key.split(".")[0] in _PLATFORM and key != DECIDES
+    return key.split(".")[0] in _PLATFORM and key not in (DECIDES, SPEED)
 
 
 def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:
@@ -85,7 +85,7 @@ def differing(some: Sequence[Run], others: Sequence[Run]) -> str:
         sides = [{repr(run.flat_config.get(key)) for run in runs} for runs in (some, others)]
         if not sides[0] & sides[1]:
             apart.append(key)
-    of_load = [key for key in apart if _is_platform(key) or key.split(".")[0] in ("trace", "seed")]
+    of_load = [key for key in apart if _is_platform(key) or is_of_trace(key) or key.split(".")[0] == "seed"]
     found = list(dict.fromkeys(key.split(".")[0] if _is_platform(key) else key for key in of_load))
     if not found:
         if not {run.fingerprint for run in some} & {run.fingerprint for run in others}:

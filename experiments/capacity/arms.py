@@ -155,13 +155,12 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
             f"{key} does not change how fast requests arrive: they come at once, or trace.transforms sets their "
             "arrivals anew; leave that out"
         )
-    speed = float(getattr(config.backend, "speed", 1.0))
     is_nominal = is_made and not raw["trace"]["transforms"]  # they may change how many requests come, and how fast
     offered = sum(one.rate_per_s for one in arrivals) / len(seeds)
     natural = raw["trace"]["rate_scale"] if is_nominal else offered / start
     has_sessions = arrivals[0].has_think_times or (is_nominal and arrivals[0].has_turns)
     return Arm(
-        name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * speed,
+        name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * config.speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
         config.is_simulated,
     )  # fmt: skip

@@ -316,7 +316,11 @@ def _finish(result: RunResult) -> dict[str, Any]:
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """Returns the configuration of a run folder with overrides applied, checked like any other configuration."""
     saved = read_config(source)
-    added = [*_replicas_of(saved["backend"], overrides), *_pool_of(source, saved, overrides)]
+    added = [
+        *_replicas_of(saved["backend"], overrides),
+        *_pool_of(source, saved, overrides),
+        *_speed_of(saved, overrides),
+    ]
     config = compose_from(saved, [*overrides, *added])
     check_priced(source, config, overrides)
     return config
@@ -331,6 +335,20 @@ def _pool_of(source: Path, saved: dict[str, Any], overrides: list[str]) -> list[
         return []
     num_blocks = read_manifest(source).get("num_gpu_blocks")
     return [f"cache.num_gpu_blocks={num_blocks}"] if num_blocks else []
+
+
+def _speed_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Returns an override that gives a simulation the speed of the saved replay as a transform of the trace, unless the
+    trace is another, its transforms are given, or the tape is replayed, which has the arrivals of the run."""
+    speed, keys = saved["backend"].get("speed", 1.0), [item.partition("=")[0] for item in overrides]
+    is_given = "cost=recorded" in overrides or {"trace", "trace.transforms"}.intersection(keys)
+    if "backend=sim" not in overrides or speed == 1 or is_given:
+        return []
+    if "transforms" not in saved["trace"]:  # of a class of the user's own
+        print(f"note: simulated at speed 1 and not {speed:g}: a trace of your own has no transforms", file=sys.stderr)
+        return []
+    faster = [*saved["trace"]["transforms"], {"name": "speed_up", "factor": speed}]
+    return [f"trace.transforms={literal(faster)}"]
 
 
 def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:

@@ -204,6 +204,11 @@ class RunConfig:
         return isinstance(self.backend, SimConfig)
 
     @property
+    def speed(self) -> float:
+        """How many times as fast as its clock the trace is replayed; 1 in a simulation."""
+        return 1.0 if isinstance(self.backend, SimConfig) else self.backend.speed
+
+    @property
     def backend_name(self) -> str:
         return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
 

@@ -35,6 +35,7 @@ _WORDS = {
     "ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "mean": "mean", "p50": "P50", "p90": "P90",
     "p99": "P99", "requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s",
 }  # fmt: skip
+_THOUSAND = (250, 4000)  # how many times as long as simulated, if seconds were milliseconds
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     if manifest.get("backend") != "sim":
         is_fitted = isinstance(config.cost, CalibratedConfig) and not notes
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
+    errors = fidelity.error_table(*pair)
+    notes += _of_units(load, errors)
     return Compared(
-        load, tuple(group[1:]), sim, described(config), fidelity.error_table(*pair), fidelity.request_errors(matched),
+        load, tuple(group[1:]), sim, described(config), errors, fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,
     )  # fmt: skip
 
@@ -116,6 +119,17 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
     if device.kind == "cpu" and config.raw["cost"].get("name") == "roofline":
         return ("no data sheet knows a CPU's prices: `testbed calibrate` measures them (cost=calibrated cost.path=…)",)
     return ()
+
+
+def _of_units(load: Load, errors: pd.DataFrame) -> tuple[str, ...]:
+    """A note if the latencies of a file are all about 1,000 times as long as simulated ones."""
+    known = errors.set_index("metric").loc[[f"{name}.p50" for name in fidelity.LATENCY_METRICS]].dropna()
+    ratios = known["real"] / known["sim"]
+    if load.saved is not None or ratios.empty or not ratios.between(*_THOUSAND).all():
+        return ()
+    return (
+        "all latencies are about 1,000 times as long as simulated: if the file's times are in ms, divide them by 1,000",
+    )
 
 
 def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
@@ -150,7 +164,7 @@ def _second_half(
 
 def _named(run: Run, key: str) -> Run:
     """The run with its load's key as fingerprint, so that repeats match although their send times differ slightly."""
-    return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "fingerprint": key}})
+    return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "sent_fingerprint": key}})
 
 
 def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame, list[str]]]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.foreign_text import parsed
-from testbed.traces.readers.fields import json_object, name_text, refuse, token_count
+from testbed.traces.readers.fields import json_object, name_text, refuse, token_count, whole_number
 from testbed.traces.readers.open_text import existing_file, open_text
+from testbed.traces.schema import MAX_NUM_TOKENS
 
 MAX_S = 1e8  # three years; a larger value must be in another unit
 _MAX_FIELD = 2**31 - 1  # characters of a CSV field; a list of 20,000 gaps exceeds the default limit
@@ -118,9 +119,14 @@ class Fields:
         return name_text(self.required(field, "a name"), self.place, self.prefix + field)
 
     def count(self, field: str) -> int:
-        """A whole number of tokens or the like, 1 or more."""
+        """A number of tokens, 1 or more."""
         value = self.required(field, "a whole number above 0")
         return token_count(value, self.place, self.prefix + field)
+
+    def whole(self, field: str) -> int:
+        """A whole number of anything else, 1 or more."""
+        value, expected = self.required(field, "a whole number above 0"), f"a whole number from 1 to {MAX_NUM_TOKENS:,}"
+        return whole_number(value, self.place, self.prefix + field, 1, MAX_NUM_TOKENS, expected)
 
     def duration_s(self, field: str, unit_s: float = 1.0) -> float:
         return duration_s(self.get(field), self.place, self.prefix + field, unit_s)
@@ -155,9 +161,9 @@ def real(value: Any, place: str, field: str, least: float, expected: str) -> flo
 
 def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float:
     """A latency in seconds, from a number in units of `unit_s`. Raises TraceError unless it is in [0, MAX_S]."""
-    found = (
-        real(value, place, field, 0.0, "a latency of 0 or more: the clock ran backwards, leave the row out") * unit_s
-    )
+    found = real(value, place, field, -1e30, "a number, a latency of 0 or more; leave out what has none") * unit_s
+    if found < 0:
+        raise refuse(place, field, value, "a latency of 0 or more: the clock ran backwards, leave the row out")
     if found > MAX_S:
         raise refuse(place, field, value, f"a latency of at most {MAX_S:g} s: is the unit right?")
     return found

@@ -2,7 +2,8 @@
 
 It reads benchmarks[].requests.successful (errored and incomplete requests are only counted), and of each request
 request_start_time (older: start_time) in s, request_latency in s (older: from start_time to end_time), prompt_tokens,
-output_tokens, time_to_first_token_ms and inter_token_latency_ms (mean of the request, without the first token).
+output_tokens, time_to_first_token_ms and inter_token_latency_ms (from the first token to the last over tokens - 1; the
+latency ends with the stream, which may be later).
 """
 
 from __future__ import annotations
@@ -57,4 +58,5 @@ def _row(request: Fields, i: int) -> MeasuredRequest:
         request.request_id(otherwise=i), sent_s, request.count("prompt_tokens"), request.count("output_tokens"),
         request.duration_s("time_to_first_token_ms", 1e-3), duration_s(latency, request.place, "request_latency"),
         request.duration_s("inter_token_latency_ms", 1e-3) if has_tpot else None, None, request.place,
+        ends_with_token=False,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from testbed.traces.synthesis import content_key
 
 MEASURED = "measured\n"  # content of the file `done` in the run folder of a measured run
 _ROUNDING_S = 2e-6  # clients round to microseconds, so equal instants of first and last token may differ by this
+_NEAR_S, _NEAR_SHARE = 1e-3, 0.05  # of E2E - TTFT, by which TPOT x (tokens - 1) may differ from it: both are rounded
 
 
 class MeasuredRequest(NamedTuple):
@@ -43,13 +44,23 @@ class MeasuredRequest(NamedTuple):
     tpot_s: float | None  # None: (E2E - TTFT) / (tokens - 1)
     gaps_s: tuple[float, ...] | None
     place: str
+    ends_with_token: bool = True  # False: the request ended with its stream, at the last token or later
 
     def checked(self) -> MeasuredRequest:
-        """Raises TraceError if the first token comes after the end."""
+        """Raises TraceError if the first token comes after the end, or if TPOT contradicts TTFT and E2E."""
         if self.ttft_s > self.e2e_s + _ROUNDING_S:
             raise TraceError(
                 f"{self.place}: TTFT is {self.ttft_s:g} s; expected at most the request's end-to-end latency, "
                 f"{self.e2e_s:g} s: the clocks disagree, leave the row out"
+            )
+        num_gaps, streamed_s = self.num_output_tokens - 1, self.e2e_s - self.ttft_s
+        if self.tpot_s is None or not num_gaps:
+            return self
+        late_s = self.tpot_s * num_gaps - streamed_s  # how long after the end the last token would have come
+        if abs(late_s) > _NEAR_S + _NEAR_SHARE * streamed_s and (late_s > 0 or self.ends_with_token):
+            raise TraceError(
+                f"{self.place}: TPOT is {self.tpot_s:g} s; expected (E2E - TTFT) / (tokens - 1), "
+                f"{streamed_s / num_gaps:g} s, to within rounding: correct one of the three, or leave TPOT out"
             )
         return self
 

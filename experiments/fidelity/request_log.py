@@ -1,6 +1,6 @@
 """Reads a log of requests as CSV or JSONL with the columns of docs/fidelity.md, for tools without their own reader.
 
-arrival_s, num_prompt_tokens, num_output_tokens, ttft_s, e2e_s; optional request_id, tpot_s, token_times_s (a list of
+arrival_s, num_prompt_tokens, num_output_tokens, ttft_s, e2e_s or tpot_s; optional request_id, token_times_s (a list of
 the tokens' instants after the arrival; in CSV as text) and failed (true, 1: the request is left out).
 """
 
@@ -53,13 +53,18 @@ def _has_failed(row: Fields) -> bool:
 
 
 def _row(row: Fields) -> MeasuredRequest:
+    tpot_s = None if row.get("tpot_s") is None else row.duration_s("tpot_s")
     for name in NEEDED:
-        row.required(name, "it, as docs/fidelity.md has it")
-    has_tpot = row.get("tpot_s") is not None
+        if name != "e2e_s" or tpot_s is None:
+            row.required(name, "it, as docs/fidelity.md has it")
+    num_output, ttft_s = row.count("num_output_tokens"), row.duration_s("ttft_s")
+    if tpot_s is None or row.get("e2e_s") is not None:
+        e2e_s = row.duration_s("e2e_s")
+    else:
+        e2e_s = ttft_s + tpot_s * (num_output - 1)
     request = MeasuredRequest(
-        row.request_id(), row.instant_s("arrival_s"), row.count("num_prompt_tokens"), row.count("num_output_tokens"),
-        row.duration_s("ttft_s"), row.duration_s("e2e_s"), row.duration_s("tpot_s") if has_tpot else None, None,
-        row.place,
+        row.request_id(), row.instant_s("arrival_s"), row.count("num_prompt_tokens"), num_output, ttft_s, e2e_s, tpot_s,
+        None, row.place,
     ).checked()  # fmt: skip
     if row.get("token_times_s") is None:
         return request

@@ -20,6 +20,7 @@ from analysis.reading.frames import numbers
 from experiments.configuration.names import choice
 from experiments.fidelity.fields import Fields, real
 from testbed.errors import TraceError
+from testbed.foreign_text import nearest
 from testbed.traces.arrange import arrange
 from testbed.traces.draws import stream
 from testbed.traces.readers.fields import refuse
@@ -47,6 +48,9 @@ _READ = {  # the fields of a run, of its workload and of a stage
     "workload.": {"system_prompt_len", "question_len", "output_len", "stages", "arrivals", *_SHARED},
     "workload.stages.": {"duration", "rate"},
 }  # fmt: skip
+_SAID = {*METRICS} - {"tpot_mean"}  # what a part's measured values may be; TPOT is computed from others
+_OTHER_METRIC = re.compile(r"(e2e|ttft|itl|tpot)_(mean|median|std|min|max|p\d+)")  # known elsewhere, and not misspelt
+_MISSPELT = 0.85  # similarity (difflib) from which an unknown field is taken for a misspelt one
 RECORDED = ["record.steps=false", "record.token_times=false"]  # the means need neither
 Parts = dict[str, dict[str, float]]  # "all", "stage0", ... -> metric -> ms
 
@@ -166,7 +170,7 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
     place = f"{place} ({name})"
     run = replace(run, place=place)
     work = run.within("workload")
-    num_systems, num_users = (MAX_REQUESTS if work.get(name) is None else work.count(name) for name in _SHARED)
+    num_systems, num_users = (MAX_REQUESTS if work.get(name) is None else work.whole(name) for name in _SHARED)
     tokens = work.count("system_prompt_len"), work.count("question_len")
     prompts = Prompts(*tokens, num_systems, num_systems * num_users)
     num_output = work.count("output_len")
@@ -204,14 +208,21 @@ def _run(value: Any, place: str, given: list[str]) -> StudyRun:
 
 
 def _unread(run: Fields) -> tuple[str, ...]:
-    work = run.within("workload")
+    """The fields that are not read. Raises TraceError if one looks like a misspelt one that is."""
+    work, measured = run.within("workload"), run.within("measured_ms").values
+    parts = {WHOLE, *(f"stage{number}" for number in range(len(work.values["stages"])))}
     objects = [("", run.values), ("workload.", work.values)]
     objects += [("workload.stages.", stage) for stage in work.listed("stages")]
-    found = [f"{at}{name}" for at, values in objects for name in values if name not in _READ[at]]
-    for part, metrics in run.within("measured_ms").values.items():
-        is_part = part == WHOLE or part in [f"stage{number}" for number in range(len(work.values["stages"]))]
-        unknown = [name for name in metrics if name not in METRICS or name == "tpot_mean"]  # computed from others
-        found += [f"measured_ms.{part}.{name}" for name in unknown] if is_part else [f"measured_ms.{part}"]
+    objects += [(f"measured_ms.{part}.", metrics) for part, metrics in measured.items() if part in parts]
+    found = []
+    for at, values in objects:
+        known = _READ.get(at, _SAID)
+        for name in (name for name in values if name not in known):
+            meant = "" if _OTHER_METRIC.fullmatch(name) else nearest(name, sorted(known), _MISSPELT)
+            if meant:
+                raise TraceError(f"{run.place}: unknown field {at + name!r}; {meant}Correct it, or leave it out")
+            found.append(f"{at}{name}")
+    found += [f"measured_ms.{part}" for part in measured if part not in parts]
     return tuple(dict.fromkeys(found))
 
 
@@ -227,7 +238,7 @@ def _settings(run: Fields, engine: str, given: list[str]) -> list[str]:
     if run.get("dtype") is not None:
         settings.append(f"model.dtype={run.values['dtype']}")
     given_counts = {key: key.partition(".")[2] for key in _COUNTS}
-    counts = {key: run.count(field) for key, field in given_counts.items() if run.get(field) is not None}
+    counts = {key: run.whole(field) for key, field in given_counts.items() if run.get(field) is not None}
     settings += [f"{key}={num}" for key, num in counts.items()]
     captured = min(_MAX_CAPTURED, 2 * counts.get("scheduler.max_num_seqs", _MAX_CAPTURED))
     return [*settings, f"cost.max_captured_tokens={captured}"]

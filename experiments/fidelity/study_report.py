@@ -15,6 +15,7 @@ from experiments.fidelity.fitting import Fitted, is_time, name_of
 from experiments.fidelity.simulating import composed, described, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
+from testbed.errors import TestbedError
 from testbed.foreign_text import shown
 
 MERGED = 0.05  # if the number of gaps deviates by more than this share, ITL is not between tokens
@@ -43,7 +44,19 @@ def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Se
     """Builds every cost model before anything is simulated. Raises TestbedError if one cannot be built."""
     for more in ([], *map(variant, variants)):
         for run in runs:
-            build_cost(composed(run.settings, [*overrides, *more]))
+            try:
+                build_cost(composed(run.settings, [*overrides, *more]))
+            except TestbedError as error:
+                raise _placed(error, run) from None
+
+
+def _placed(error: TestbedError, run: StudyRun) -> TestbedError:
+    """The error with the run's place, if its own settings cannot be built, whatever the overrides are."""
+    try:
+        build_cost(composed(run.settings, []))
+    except TestbedError as own:
+        return type(own)(f"{run.place}: {own}")
+    return error
 
 
 def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: str) -> list[Simulated]:

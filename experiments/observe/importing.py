@@ -242,7 +242,7 @@ def _manifest(
         "created": _date(log),
         "wall_s": round(log.steps[-1].end_ns / 1e9, 3),
         "machine": {"gpu": None if said["device"]["type"] == "cpu" else said["device"]["name"]},
-        "trace": describe_trace(trace),
+        "trace": describe_trace(trace, config.speed),
         "model": Path(said["model"]["name"]).name if unpriced else config.model.name,
         "unpriced": unpriced or None,
         "num_steps": len(log.steps),

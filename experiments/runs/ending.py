@@ -68,9 +68,12 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
 
 
-def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]]) -> str:
+def ignored_message(
+    config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]], is_given: bool
+) -> str:  # fmt: skip
     """Returns the message about ignored requests. ignored: (request id, reason), at least one. Distinguishes requests
-    that can never fit from those that were held back."""
+    that can never fit from those that were held back. is_given: the trace was given whole (a measured run's, or an
+    object in Python), so that no setting changes it."""
     groups: dict[str, list[tuple[str, str]]] = {}  # by BlockedBy; "": too large
     for item in ignored:
         held = _HELD.match(item[1])
@@ -80,15 +83,15 @@ def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tupl
         f"and ended as 'ignored' (first: {items[0][0]!r}: {items[0][1]})"
         for by, items in groups.items()
     ]
-    hints = "; ".join(_hint(config, by) for by in groups)
+    hints = "; ".join(_hint(config, by, is_given) for by in groups)
     rest = "; the other results are complete" if len(ignored) < num_requests else ""
     return f"{'; '.join(said)}{rest}. {hints}, or accept it with allow_ignored=true"
 
 
-def _hint(config: RunConfig, blocked_by: str) -> str:
+def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
     """Returns advice about requests that ended as ignored."""
     if not blocked_by:
-        return "Cut them with trace.max_prompt_tokens, raise the limit"
+        return f"{'Leave them out' if is_given else 'Cut them with trace.max_prompt_tokens'}, raise the limit"
     if blocked_by != BlockedBy.ADMISSION:
         return f"Change what held them back: {_SETTINGS[BlockedBy(blocked_by)]}"
     named = config.scheduler.admission

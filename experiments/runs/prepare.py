@@ -12,6 +12,7 @@ from typing import Any
 from xxhash import xxh64_hexdigest
 
 from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import saved_config
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
 from experiments.wiring.costs import fit_file
@@ -52,6 +53,13 @@ def at_speed(trace: Trace, speed: float) -> Trace:
         return speed_up(trace, speed)
     except ConfigError as error:
         raise ConfigError(str(error).replace("factor", "backend.speed", 1)) from None
+
+
+def replay_speed(config: RunConfig) -> float:
+    """Returns how many times as fast as its clock the trace is sent; of a replayed tape as it was recorded."""
+    if config.recorded_run is None:
+        return config.speed
+    return float(saved_config(Path(config.recorded_run))["backend"].get("speed", 1.0))
 
 
 def check_profile(config: RunConfig) -> None:

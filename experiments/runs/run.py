@@ -30,6 +30,7 @@ from experiments.runs.prepare import (
     check_profile,
     prepare_engine,
     prepare_sim,
+    replay_speed,
     trace_inbox,
 )
 from experiments.runs.progress import Progress
@@ -126,8 +127,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
 
     check_token_ids(config, trace)
     check_prompts(config, trace)
-    speed = config.backend.speed if isinstance(config.backend, VllmConfig) else 1.0
-    told, inbox = options_of_stock(config), trace_inbox(config, at_speed(trace, speed))
+    told, inbox = options_of_stock(config), trace_inbox(config, at_speed(trace, config.speed))
     with locked(folder):
         failure = replay_stock(config, trace, inbox, folder, command, told)
     origin.state(folder, command)
@@ -292,7 +292,8 @@ def _close(
     from analysis.measures.notes import doubts_of
 
     if failure is None and records.ignored:
-        manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored)
+        is_given = config.trace.path == str(folder / TRACE_FILE)
+        manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored, is_given)
     try:
         write_json(folder / "manifest.json", manifest)
         summary = Run(folder, config.raw, manifest).summarise()
@@ -328,7 +329,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
         "command": command or " ".join(sys.argv),
         "started_in": os.getcwd(),
         "seed": config.seed,
-        "trace": describe_trace(trace),
+        "trace": describe_trace(trace, replay_speed(config)),
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler": config.scheduler.name,

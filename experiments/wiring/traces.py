@@ -72,16 +72,20 @@ def build_source(config: RunConfig) -> TraceSource:
         return _build(config, config.trace.stream)
 
 
-def describe_trace(trace: Trace | CountedTrace) -> dict[str, Any]:
+def describe_trace(trace: Trace | CountedTrace, speed: float = 1.0) -> dict[str, Any]:
     """Returns the manifest's entry for a trace. differ_in: the fields of ClassFields in which requests differ. For a
-    streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known."""
+    streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known.
+
+    speed: of its replay, which `sent_fingerprint` has in the arrivals, as the trace of a simulation of it does; absent
+    at speed 1."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
+    sent = isinstance(trace, Trace) and speed != 1 and fingerprint(transforms.speed_up(trace, speed))
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
     differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
     return {
         "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
-        "notes": notes,
+        "notes": notes, **({"sent_fingerprint": sent} if sent else {}),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import by_load, infer_arms
+from analysis.comparison.groups import experiments
 from analysis.load import load_run
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
@@ -25,6 +26,17 @@ def test_runs_of_before_a_key_was_there_have_its_default(tmp_path, cost, key, va
     old, new = (load_run(tmp_path / name) for name in ("old", "new"))
     assert old.flat_config | {"hydra.run.dir": ""} == new.flat_config | {"hydra.run.dir": ""}
     assert len(infer_arms([old, new])) == 1
+
+
+def test_the_speed_of_a_replay_is_a_load_and_no_policy(tmp_path):
+    for speed in (2.0, 8.0):
+        folder = write_run(tmp_path / f"{speed:g}", backend="real", num_requests=10)
+        change_config(folder, backend__speed=speed)
+    runs = [load_run(tmp_path / name) for name in ("2", "8")]
+    (arm,) = infer_arms(runs)
+    assert list(by_load([arm], [])) == ["backend.speed = 2", "backend.speed = 8"]
+    assert len(experiments(runs)) == 1
+    assert len({run.fingerprint for run in runs}) == 2
 
 
 def test_an_option_without_a_noun_gets_one():

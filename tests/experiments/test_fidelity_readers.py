@@ -218,3 +218,64 @@ def test_times_of_0_have_nothing_to_fit(rows, tmp_path, capsys):
     no_time = [{**row, "ttft_s": 0.0, "e2e_s": 0.0, "gaps_s": [0.0] * len(row["gaps_s"])} for row in rows]
     file = bench(no_time, tmp_path)
     assert "bench has no TPOT and no E2E above 0" in error_line(capsys, file, *FILE, "--fit", "host")
+
+
+def log_file(tmp_path: Path, **values: Any) -> Path:
+    """A log of one request; values: its fields, None: absent."""
+    row = {"arrival_s": 0, "num_prompt_tokens": 5, "num_output_tokens": 101, "ttft_s": 0.1, "e2e_s": 0.33, **values}
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps({name: value for name, value in row.items() if value is not None}))
+    return file
+
+
+def test_a_stated_tpot_is_that_of_ttft_and_e2e_or_gives_e2e(tmp_path, capsys):
+    for wrong in (0.5, 0.0005):
+        said = error_line(capsys, log_file(tmp_path, tpot_s=wrong), *FILE)
+        assert f"log.jsonl:1: TPOT is {wrong:g} s; expected (E2E - TTFT) / (tokens - 1), 0.0023 s" in said
+    assert read_files([log_file(tmp_path, tpot_s=0.0024)], FILE).measured[0].requests[0].tpot_s == 0.0024
+    assert read_files([log_file(tmp_path, tpot_s=9, num_output_tokens=1)], FILE).measured
+    (row,) = read_files([log_file(tmp_path, tpot_s=0.0025, e2e_s=None)], FILE).measured[0].requests
+    assert row.e2e_s == pytest.approx(0.35)
+    assert "'e2e_s' is absent" in error_line(capsys, log_file(tmp_path, e2e_s=None), *FILE)
+
+
+def test_the_stream_of_guidellm_may_end_after_the_last_token_and_not_before(rows, tmp_path, capsys):
+    file = write(tmp_path, "guidellm", rows)
+    report = json.loads(file.read_text())
+    request = report["benchmarks"][0]["requests"]["successful"][2]
+    stated_ms = request["inter_token_latency_ms"]
+    request["inter_token_latency_ms"] = stated_ms / 2
+    file.write_text(json.dumps(report))
+    assert len(read_files([file], FILE).measured[0].requests) == len(rows)
+    request["inter_token_latency_ms"] = stated_ms * 2
+    file.write_text(json.dumps(report))
+    assert "benchmarks.json: benchmark 1: request 3: TPOT is " in error_line(capsys, file, *FILE)
+
+
+def test_aiperfs_latency_between_tokens_is_that_of_its_other_latencies(rows, tmp_path, capsys):
+    file = write(tmp_path, "aiperf", rows)
+    first, *others = file.read_text().splitlines()
+    record = json.loads(first)
+    record["metrics"]["inter_token_latency"] = {"value": 50.0, "unit": "ms"}
+    file.write_text("\n".join([json.dumps(record), *others]))
+    assert "profile_export.jsonl:1: TPOT is 0.05 s; expected " in error_line(capsys, file, *FILE)
+
+
+def test_a_value_that_is_no_number_is_called_so(tmp_path, capsys):
+    for value, said in (
+        ("nan", "a number, a latency of 0 or more"),
+        (-1, "a latency of 0 or more: the clock ran back"),
+    ):
+        assert f"'ttft_s' is {value!r}; expected {said}" in error_line(capsys, log_file(tmp_path, ttft_s=value), *FILE)
+
+
+def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
+    for scale, is_suspected in ((1, False), (1000, True)):
+        times = [{**row, **{name: scale * row[name] for name in ("ttft_s", "e2e_s")}} for row in rows]
+        assert fidelity(write(tmp_path, "request-log", times), *FILE) == 0
+        assert ("if the file's times are in ms, divide them by 1,000" in capsys.readouterr().out) == is_suspected
+
+
+def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, capsys):
+    said = error_line(capsys, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
+    assert "exceeds max_model_len (40960)). Leave them out, raise the limit, or accept it with allow_ignored=" in said

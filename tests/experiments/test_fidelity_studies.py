@@ -242,13 +242,16 @@ def test_what_a_study_says_in_vain_is_told_and_who_is_alone_is_not_called_lowest
     runs = study(2)
     runs[1] |= {"colour": "red", "predicted_ms": {}}
     runs[0]["predicted_ms"] = {}
-    runs[1]["workload"] = runs[1]["workload"] | {"arrival": "even", "stages": [
+    means = runs[1]["measured_ms"]["all"]
+    runs[1]["measured_ms"] = runs[1]["measured_ms"] | {"all": means | {"e2e_p95": 80.0}, "stage9": means}
+    runs[1]["workload"] = runs[1]["workload"] | {"kind": "chat", "stages": [
         {"duration": 2, "rate": 5, "arrivals": "even"}, {"duration": 1, "rate": 20}]}  # fmt: skip
     file = tmp_path / "study.json"
     file.write_text(json.dumps(runs))
     assert fidelity(file) == 0
     said = capsys.readouterr().out
-    assert "- not read, of some run or all: 'colour', 'workload.arrival', 'workload.stages.arrivals'" in said
+    assert "- not read, of some run or all: 'colour', 'workload.kind', 'workload.stages.arrivals', " in said
+    assert ", 'measured_ms.all.e2e_p95', 'measured_ms.stage9'" in said
     assert "Lowest" not in said
     assert "sampling.top_k=20 cost.filtering=sort" in said
 
@@ -337,6 +340,23 @@ def test_a_study_captures_steps_with_prompts_as_vllm_does(tmp_path, max_num_seqs
             lambda run: run["measured_ms"]["stage0"].update(itl_mean=0),
             "field 'measured_ms.stage0.itl_mean' is 0, between 16 tokens; expected a mean above 0",
         ),
+        (
+            lambda run: run.update(tensor_paralel_size=2),
+            "unknown field 'tensor_paralel_size'; did you mean 'tensor_parallel_size'? Correct it, or leave it out",
+        ),
+        (
+            lambda run: run["workload"].update(arrival="even"),
+            "unknown field 'workload.arrival'; did you mean 'arrivals'",
+        ),
+        (
+            lambda run: run["measured_ms"]["stage0"].update(ttft_men=5),
+            "unknown field 'measured_ms.stage0.ttft_men'; did you mean 'ttft_mean'",
+        ),
+        (
+            lambda run: run.update(tensor_parallel_size=True),
+            "field 'tensor_parallel_size' is True; expected a whole number from 1 to",
+        ),
+        (lambda run: run.update(tensor_parallel_size=3), "device.tensor_parallel_size is 3; it must divide the 16"),
     ],
 )
 def test_a_study_that_is_wrong_says_where(tmp_path, capsys, change, said):

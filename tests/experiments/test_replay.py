@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from analysis.comparison.arms import infer_pairs
+from analysis.load import load_run
+from experiments.commands.app import _speed_of, config_from
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
@@ -52,6 +55,24 @@ def test_a_replay_at_a_speed_divides_when_requests_come_and_nothing_else(tmp_pat
             before = finish[(row["session_id"], row["turn"] - 1)]
             assert row["arrival_ns"] == before + round(source.think_ns / 4)
     assert check_parity(fast).divergence is None
+
+
+def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_with_it(tmp_path, capsys):
+    fast = replayed(tmp_path / "fast", backend__speed=4.0)
+    real = load_run(fast)
+    keys = ["backend=sim", "cost=linear"]
+    same = execute(config_from(fast, keys), tmp_path / "same")
+    other = execute(config_from(fast, [*keys, "trace.transforms=[]"]), tmp_path / "other")
+    assert same.manifest["trace"]["notes"] == ["the trace's clock x 4"]
+    sims = [load_run(one.folder) for one in (other, same)]
+    assert [pair.sim.path for pair in infer_pairs([*sims, real])] == [same.folder]
+    tape = ["backend=sim", "cost=recorded", f"cost.run={fast}"]
+    assert load_run(execute(config_from(fast, tape), tmp_path / "tape").folder).fingerprint == real.fingerprint
+    saved = {"backend": {"speed": 4.0}, "trace": {"_target_": "mine.make"}}
+    assert not _speed_of(saved, keys)
+    assert "note: simulated at speed 1 and not 4" in capsys.readouterr().err
+    del real.manifest["trace"]["sent_fingerprint"]  # of before it was recorded
+    assert not infer_pairs([*sims, real])
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True])

@@ -343,7 +343,7 @@ def swept_keys(runs: Sequence[Run]) -> list[str]:
 
     def is_of_folder(key: str) -> bool:
         values = [(run.flat_config.get(key), run.path.name) for run in runs]
-        return any(isinstance(value, str) and name in value and os.sep in value for value, name in values)
+        return any(isinstance(value, str) and os.sep in value and name in Path(value).parts for value, name in values)
 
     keys = differing_keys([run.flat_config for run in runs])
     return [key for key in keys if not key.startswith("hydra.") and not is_of_folder(key)]

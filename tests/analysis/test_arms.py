@@ -41,3 +41,12 @@ def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
     offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
     expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
     assert list(by_load(infer_arms(runs), [])) == expected
+
+
+def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path):
+    """A part of a name is no folder: the run in 8/ of trace8.jsonl."""
+    runs = []
+    for name in ("4", "8"):
+        change_config(write_run(tmp_path / name, num_requests=10), trace__path=f"/data/trace{name}.jsonl")
+        runs.append(load_run(tmp_path / name))
+    assert list(by_load(infer_arms(runs), [])) == ["path = /data/trace4.jsonl", "path = /data/trace8.jsonl"]

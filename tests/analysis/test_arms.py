@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import by_load, infer_arms
-from analysis.load import load_run
+from analysis.comparison.arms import by_load, infer_arms, infer_pairs
+from analysis.load import load_run, load_sweep
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
 
@@ -50,3 +50,11 @@ def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path
         change_config(write_run(tmp_path / name, num_requests=10), trace__path=f"/data/trace{name}.jsonl")
         runs.append(load_run(tmp_path / name))
     assert list(by_load(infer_arms(runs), [])) == ["path = /data/trace4.jsonl", "path = /data/trace8.jsonl"]
+
+
+def test_a_real_run_is_paired_with_the_simulation_of_its_model(tmp_path):
+    for model in ("a", "b"):
+        for backend in ("sim", "real"):
+            change_config(write_run(tmp_path / model / backend, backend, num_requests=8), model__name=model)
+    pairs = infer_pairs(load_sweep(tmp_path).runs)
+    assert [pair.sim.path.parent.name for pair in pairs] == [pair.real.path.parent.name for pair in pairs] == ["a", "b"]

@@ -186,9 +186,10 @@ def engine_of(run: Run) -> str:
 
 
 def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
-    """One pair for each simulated run and engine: equal real runs are repeats of the first."""
+    """One pair for each simulated run and engine: equal real runs are repeats of the first. Of those kept by `testbed
+    fidelity` that is the one beside the simulated run, which has its requests; repeats may lack some."""
     joined: dict[tuple[Path, str], Pair] = {}
-    for pair in pairs:
+    for pair in sorted(pairs, key=lambda pair: pair.real.path.parent != pair.sim.path.parent):
         key = (pair.sim.path, engine_of(pair.real))
         joined[key] = replace(joined[key], again=(*joined[key].again, pair.real)) if key in joined else pair
     return list(joined.values())

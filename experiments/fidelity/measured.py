@@ -112,7 +112,8 @@ def trace_of(run: MeasuredRun) -> Trace:
 
 
 def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> Run:
-    """Writes the measured run as a run folder, without steps. config: that of its simulation."""
+    """Writes the measured run as a run folder, without steps. trace: its own, or that of the run that it repeats.
+    config: that of its simulation."""
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import by_load, infer_arms, infer_pairs
+from analysis.comparison.arms import by_load, infer_arms, infer_pairs, join_repeats
 from analysis.load import load_run, load_sweep
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
@@ -52,9 +52,13 @@ def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path
     assert list(by_load(infer_arms(runs), [])) == ["path = /data/trace4.jsonl", "path = /data/trace8.jsonl"]
 
 
-def test_a_real_run_is_paired_with_the_simulation_of_its_model(tmp_path):
+def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_the_one_beside_it(tmp_path):
     for model in ("a", "b"):
-        for backend in ("sim", "real"):
-            change_config(write_run(tmp_path / model / backend, backend, num_requests=8), model__name=model)
-    pairs = infer_pairs(load_sweep(tmp_path).runs)
-    assert [pair.sim.path.parent.name for pair in pairs] == [pair.real.path.parent.name for pair in pairs] == ["a", "b"]
+        change_config(write_run(tmp_path / model / "sim", num_requests=8), model__name=model)
+        for name in ("1-again", f"{model}/real"):
+            change_config(write_run(tmp_path / name, "real", num_requests=8), model__name=model)
+    pairs = join_repeats(infer_pairs(load_sweep(tmp_path).runs))
+    names = {
+        pair.sim.path.parent.name: [run.path.relative_to(tmp_path).as_posix() for run in pair.reals] for pair in pairs
+    }
+    assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}

@@ -140,9 +140,11 @@ def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
-    key = f"{run.manifest.get('backend')} {run.fingerprint} {run.config['backend'].get('speed', 1.0)}"
-    policy, own = _policy(run), _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
-    trace = next((one.trace for one in earlier if (one.key, one.policy) == (key, policy)), own)
+    speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
+    key = f"{run.manifest.get('backend')} {run.fingerprint} {speed}"
+    alike = [one for one in earlier if one.key == key]
+    own = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
+    trace = next((one.trace for one in alike if one.policy == policy), own)
     vocab_size = run.config["trace"].get("vocab_size")
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
     settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
@@ -151,11 +153,21 @@ def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
-    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest, trace)
+    said = {"measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed)}
+    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
         {**saved, "trace": kept_trace}, key, policy, tuple(notes),
     )  # fmt: skip
+
+
+def _settings_of_trace(run: Run, place: str, speed: float) -> dict[str, Any]:
+    """The settings by which a report tells the run's load from others. A trace that only the run's folder has, as that
+    of a log, is called `place`."""
+    given = run.config["trace"]
+    is_kept = Path(given.get("path") or "").parts[-2:] == (run.path.resolve().name, TRACE_FILE)
+    own = {"name": place, "path": None} if is_kept else {}
+    return run.manifest.get("measured_trace") or {**given, **own, "rate_scale": given.get("rate_scale", 1.0) * speed}
 
 
 def _policy(run: Run) -> str:

@@ -119,7 +119,7 @@ def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folde
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
         "model": config["model"].get("name"), "scheduler": config["scheduler"].get("name"),
         "device": config["device"].get("name"), "num_gpu_blocks": config["cache"].get("num_gpu_blocks"),
-        "num_unsent": 0, "replay": None,
+        "num_unsent": 0, "replay": None, "measured_trace": {"name": trace.name},
     }  # fmt: skip
     requests = pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS))
     return write_folder(folder, requests, schema_of(STEP_COLUMNS).empty_table(), config, manifest, trace)

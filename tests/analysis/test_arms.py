@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from analysis import format as fmt
@@ -41,6 +43,18 @@ def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
     offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
     expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
     assert list(by_load(infer_arms(runs), [])) == expected
+
+
+def test_a_simulation_of_a_measured_run_has_its_load(tmp_path):
+    runs = []
+    for rate in (4, 8):
+        folder = write_run(tmp_path / f"{rate}", num_requests=10)
+        change_config(folder, trace__path=f"{folder}/trace.jsonl")
+        said = {"measured_trace": {"name": "synthetic", "path": None, "rate": rate}}
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | said))
+        runs.append(load_run(folder))
+    assert list(by_load(infer_arms(runs), [])) == ["rate = 4 requests/s", "rate = 8 requests/s"]
 
 
 def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path):

@@ -12,12 +12,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from analysis.comparison.arms import by_load, infer_arms
 from analysis.load import Run, load_run
 from analysis.plots import style
+from analysis.reading.files import read_yaml
 from experiments.cli import main
 from experiments.fidelity.comparing import Comparison, comparison_lines
-from experiments.fidelity.loads import file_loads
+from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRequest, measured
+from experiments.fidelity.simulating import simulate
 from tests.experiments.fidelity_kit import (
     FEW,
     FILE,
@@ -239,6 +242,27 @@ def test_a_report_takes_measured_closed_loops_whose_arms_share_no_trace(tmp_path
     assert "The real engine itself, run again on one trace under one policy (1 repeat), differed by up to" in said
 
 
+@pytest.mark.parametrize(("is_own", "said"), [
+    (False, ["rate = 4 requests/s", "rate = 8 requests/s"]),
+    (True, ["trace = slow", "trace = fast"]),
+])  # fmt: skip
+def test_simulations_of_measured_loads_are_as_many_loads(tmp_path, is_own, said):
+    """A trace that only the measured run's folder has, as that of a log, is called as the first such folder."""
+    loads: list[Load] = []
+    for name, rate, scheduler in (("slow", 4, "vllm_v1"), ("fast", 8, "vllm_v1"), ("late", 8, "vllm_v0")):
+        trace = {**FEW, "num_requests": 8, "rate": rate}
+        folder = copied(ran(tmp_path / name, trace=trace, scheduler=scheduler, cost="constant"), tmp_path / "in" / name)
+        if is_own:
+            config = read_yaml(folder / "config.yaml") | {"trace": {"name": "jsonl", "path": f"{folder}/trace.jsonl"}}
+            (folder / "config.yaml").write_text(json.dumps(config))
+        loads.append(folder_load(load_run(folder), name, name, tmp_path / "out", loads))
+    sims = [simulate(one.config([]), one.trace, tmp_path / "sims" / one.name, "", one.measured) for one in loads]
+    found = by_load(infer_arms(sims), [])
+    assert [(load.partition(" (")[0], len(arms)) for load, arms in found.items()] == list(
+        zip(said, (1, 2), strict=True)
+    )
+
+
 def test_files_repeat_one_load_only_under_one_model(tmp_path):
     """And a repeat has the trace of the first, by which a report finds the simulation of both."""
     sent = [MeasuredRequest(f"{i}", i + 0.01, 8, 2, 0.1, 0.2, None, None, "row") for i in range(3)]
@@ -251,6 +275,7 @@ def test_files_repeat_one_load_only_under_one_model(tmp_path):
     loads = file_loads(runs, ["device=h100"], tmp_path / "runs")
     assert [load.key for load in loads] == ["file first", "file other", "file first"]
     assert loads[2].measured.fingerprint == loads[0].measured.fingerprint
+    assert [load.measured.flat_config["trace.name"] for load in loads] == ["first", "other", "first"]
 
 
 @pytest.mark.usefixtures("unrendered")

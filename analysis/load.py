@@ -107,9 +107,12 @@ class Run:
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """The configuration with dotted keys; keys that older runs lack get the value that was in effect. The model's
-        recommended sampling is left out: it has no effect by itself, as `sampling` states what was used."""
-        flat = {key: value for key, value in flatten(self.config).items() if not key.startswith("model.recommended.")}
+        """The configuration with dotted keys; keys that older runs lack get the value that was in effect. The trace's
+        are those of the measured run that this one repeats, if it does. The model's recommended sampling is left out:
+        it has no effect by itself, as `sampling` states what was used."""
+        repeated = self.manifest.get("measured_trace")
+        config = self.config if repeated is None else {**self.config, "trace": repeated}
+        flat = {key: value for key, value in flatten(config).items() if not key.startswith("model.recommended.")}
         if "sampling" in self.config:
             flat.setdefault("sampling.name", "default")
         if flat.get("cost.name") in ("roofline", "tables"):
@@ -347,7 +350,7 @@ def swept_keys(runs: Sequence[Run]) -> list[str]:
 
     def is_of_folder(key: str) -> bool:
         values = [(run.flat_config.get(key), run.path.name) for run in runs]
-        return any(isinstance(value, str) and name in value and os.sep in value for value, name in values)
+        return any(isinstance(value, str) and os.sep in value and name in Path(value).parts for value, name in values)
 
     keys = differing_keys([run.flat_config for run in runs])
     return [key for key in keys if not key.startswith("hydra.") and not is_of_folder(key)]

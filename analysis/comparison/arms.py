@@ -26,6 +26,7 @@ N = TypeVar("N", bound=Named)
 Several = Sweep | Sequence[Run] | Mapping[str, Run]
 Runs = Run | Several
 _POLICY = ("scheduler.", "cache.")
+_PLATFORM = ("model.", "device.name", "device.tensor_parallel_size")
 _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "slo", "report")  # top-level keys
 
 
@@ -131,12 +132,15 @@ def find_arm(arms: Sequence[N], name: str | None) -> N:
 def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     """Pairs every real run with the simulated run of its trace and policy (the swept scheduler.* and cache.* settings).
 
-    Memory sizes follow from the device and do not count. If several simulated runs fit, the one is taken whose cost
-    model fits most real runs, so that all pairs have the same cost model if possible.
+    Memory sizes follow from the device and do not count. If several simulated runs fit, the one is taken that has the
+    real run's model and device, and of these the one whose cost model fits most real runs, so that all pairs have the
+    same cost model if possible.
     """
     sims = [run for run in runs if run.manifest.get("backend") == "sim"]
     reals = [run for run in runs if run.manifest.get("backend") in ("real", "vllm")]
-    keys = [key for key in swept_keys(runs) if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]
+    swept = swept_keys(runs)
+    keys = [key for key in swept if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]
+    platform = [key for key in swept if key.startswith(_PLATFORM)]
 
     def policy(run: Run) -> str:
         return repr((run.fingerprint, [run.flat_config.get(key) for key in keys]))
@@ -146,11 +150,12 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
 
     fits = {id(real): [sim for sim in sims if real.fingerprint and policy(sim) == policy(real)] for real in reals}
     common = Counter(prices(sim) for found in fits.values() for sim in found)
-    pairs = [
-        (max(fits[id(real)], key=lambda sim: common[prices(sim)]), real)  # the first one of several equally common
-        for real in reals
-        if fits[id(real)]
-    ]
+
+    def closeness(sim: Run, real: Run) -> tuple[int, int]:
+        alike = sum(sim.flat_config.get(key) == real.flat_config.get(key) for key in platform)
+        return alike, common[prices(sim)]
+
+    pairs = [(max(fits[id(real)], key=lambda sim: closeness(sim, real)), real) for real in reals if fits[id(real)]]
     if len(pairs) < 2:
         return [Pair("sim against real", sim, real) for sim, real in pairs]
     arms = infer_arms([real for _, real in pairs])
@@ -160,7 +165,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     found = [Pair(names[id(real)], sim, real) for sim, real in pairs]
     found = _told_apart(found, lambda real: f"at {at[id(real)]}" if at[id(real)] else "")
     found = _told_apart(found, lambda real: f"seed {real.manifest.get('seed')}")
-    return _told_apart(found, lambda real: f"({real.path.name})")
+    return _told_apart(found, lambda real: f"({real.path.parent.name}/{real.path.name})")
 
 
 def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:
@@ -181,9 +186,10 @@ def engine_of(run: Run) -> str:
 
 
 def join_repeats(pairs: Sequence[Pair]) -> list[Pair]:
-    """One pair for each simulated run and engine: equal real runs are repeats of the first."""
+    """One pair for each simulated run and engine: equal real runs are repeats of the first. Of those kept by `testbed
+    fidelity` that is the one beside the simulated run, which has its requests; repeats may lack some."""
     joined: dict[tuple[Path, str], Pair] = {}
-    for pair in pairs:
+    for pair in sorted(pairs, key=lambda pair: pair.real.path.parent != pair.sim.path.parent):
         key = (pair.sim.path, engine_of(pair.real))
         joined[key] = replace(joined[key], again=(*joined[key].again, pair.real)) if key in joined else pair
     return list(joined.values())

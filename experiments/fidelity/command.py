@@ -162,9 +162,10 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
         labels = [level_names(run.manifest["swept"]) for run in points.values()]
     names = dict(zip(found, found, strict=True)) | dict(zip(points, labels, strict=True))
     shared = {name for name, num in Counter(names.values()).items() if num > 1}
-    return [
-        folder_load(run, place if names[place] in shared else names[place], place, runs) for place, run in found.items()
-    ]
+    loads: list[Load] = []
+    for place, run in found.items():
+        loads.append(folder_load(run, place if names[place] in shared else names[place], place, runs, loads))
+    return loads
 
 
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> str:

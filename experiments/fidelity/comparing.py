@@ -93,7 +93,7 @@ def compare(
 def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, command: str) -> Compared:
     load = group[0]
     config = load.config(overrides)
-    sim = simulate(config, load.trace, folder / load.place / "simulated", command)
+    sim = simulate(config, load.trace, folder / load.place / "simulated", command, load.measured)
     matched = fidelity.match_requests(sim, load.measured)
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     steps = step_errors(sim, load.measured)
@@ -158,7 +158,8 @@ def _second_half(
     ids = halves(one.load.trace)[1]
     values = overrides_of(fitted.found.fitted)
     config = one.load.config(replaced(overrides, values))
-    sim = simulate(config, one.load.trace, folder.with_name("fitted") / one.load.place / "fitted", command)
+    place = folder.with_name("fitted") / one.load.place / "fitted"
+    sim = simulate(config, one.load.trace, place, command, one.load.measured)
     return fidelity.part_errors(one.sim, one.load.measured, ids), fidelity.part_errors(sim, one.load.measured, ids)
 
 

@@ -41,10 +41,10 @@ _TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that do not b
 
 @dataclass(frozen=True)
 class Load:
-    """One measured run. place: the name of its folder in the output. settings: the run's own, before the user's
-    overrides. saved: a run folder's configuration.
+    """One measured run. place: the name of its folder in the output. trace: of repeats, the first one's. settings: the
+    run's own, before the user's overrides. saved: a run folder's configuration.
 
-    key: equal for runs of one trace on one backend. policy: equal for runs under one policy.
+    key: equal for runs of one trace on one backend. policy: equal for runs under one policy. Repeats have both equal.
     """
 
     name: str
@@ -85,16 +85,16 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
     """One load for each measured run. Raises TestbedError with a message of one line."""
     loads: list[Load] = []
     for run in runs:
-        settings = list(run.settings)
         for group in ("model", "device"):
-            if not any(item.startswith(f"{group}=") for item in settings):
+            if not any(item.startswith(f"{group}=") for item in run.settings):
                 choice(group, None, run.name, list(overrides))
-        config = composed((*_RECORDED, *settings), overrides)
-        trace = trace_of(run)
+        config = composed((*_RECORDED, *run.settings), overrides)
+        own = trace_of(run)
+        alike = (one.trace for one in loads if one.settings == run.settings and _is_repeat(one.trace, own))
+        trace = next(alike, own)
         written = write_measured(run, trace, config.raw, folder / run.name / "measured")
-        same = next((other.name for other in loads if _is_repeat(other.trace, trace)), run.name)
         loads.append(Load(
-            run.name, run.name, run.source, trace, written, tuple(settings), None, f"file {same}", "as measured",
+            run.name, run.name, run.source, trace, written, run.settings, None, f"file {trace.name}", "as measured",
             run.notes,
         ))  # fmt: skip
     return loads
@@ -111,8 +111,9 @@ def _is_repeat(one: Trace, other: Trace) -> bool:
 # --- from run folders ---
 
 
-def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
-    """The load of a run folder: backend real, vllm (also imported), or sim. Raises TestbedError with one line."""
+def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence[Load]) -> Load:
+    """The load of a run folder: backend real, vllm (also imported), or sim. earlier: the loads that it may repeat.
+    Raises TestbedError with one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(
             f"{run.path}: the run is partial, so its load is not known; measure it again, or leave it out"
@@ -139,7 +140,11 @@ def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
-    trace = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
+    speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
+    key = f"{run.manifest.get('backend')} {run.fingerprint} {speed}"
+    alike = [one for one in earlier if one.key == key]
+    own = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
+    trace = next((one.trace for one in alike if one.policy == policy), own)
     vocab_size = run.config["trace"].get("vocab_size")
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
     settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
@@ -148,13 +153,21 @@ def folder_load(run: Run, name: str, place: str, folder: Path) -> Load:
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
-    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest, trace)
+    said = {"measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed)}
+    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
-        {**saved, "trace": kept_trace},
-        f"{run.manifest.get('backend')} {run.fingerprint} {run.config['backend'].get('speed', 1.0)}", _policy(run),
-        tuple(notes),
+        {**saved, "trace": kept_trace}, key, policy, tuple(notes),
     )  # fmt: skip
+
+
+def _settings_of_trace(run: Run, place: str, speed: float) -> dict[str, Any]:
+    """The settings by which a report tells the run's load from others. A trace that only the run's folder has, as that
+    of a log, is called `place`."""
+    given = run.config["trace"]
+    is_kept = Path(given.get("path") or "").parts[-2:] == (run.path.resolve().name, TRACE_FILE)
+    own = {"name": place, "path": None} if is_kept else {}
+    return run.manifest.get("measured_trace") or {**given, **own, "rate_scale": given.get("rate_scale", 1.0) * speed}
 
 
 def _policy(run: Run) -> str:

@@ -123,13 +123,14 @@ def trace_of(run: MeasuredRun) -> Trace:
 
 
 def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> Run:
-    """Writes the measured run as a run folder, without steps. config: that of its simulation."""
+    """Writes the measured run as a run folder, without steps. trace: its own, or that of the run that it repeats.
+    config: that of its simulation."""
     records = [_record(row, arrival_ns) for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)]
     manifest = {
         "status": "complete", "backend": "real", "measured_with": run.source, "num_replicas": 1,
         "model": config["model"].get("name"), "scheduler": config["scheduler"].get("name"),
         "device": config["device"].get("name"), "num_gpu_blocks": config["cache"].get("num_gpu_blocks"),
-        "num_unsent": 0, "replay": None,
+        "num_unsent": 0, "replay": None, "measured_trace": {"name": trace.name},
     }  # fmt: skip
     requests = pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS))
     return write_folder(folder, requests, schema_of(STEP_COLUMNS).empty_table(), config, manifest, trace)

@@ -11,6 +11,7 @@ from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.overrides import literal
+from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.wiring.costs import fit_file
 from sim.cost.config import CalibratedConfig, RooflineConfig
@@ -71,10 +72,11 @@ def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     return compose_config(["backend=sim", *laid_over(settings, overrides)])
 
 
-def simulate(config: RunConfig, trace: Trace, folder: Path, command: str) -> Run:
-    """Simulates the trace; `folder` gets the run. Raises TestbedError with one line if the run does not complete, and
-    KeyboardInterrupt."""
-    result = execute(replace(config, overwrite=True), folder, command=command, trace=trace)
+def simulate(config: RunConfig, trace: Trace, folder: Path, command: str, measured: Run | None = None) -> Run:
+    """Simulates the trace, of `measured` if that is kept beside it; `folder` gets the run. Raises TestbedError with one
+    line if the run does not complete, and KeyboardInterrupt."""
+    origin = UNKNOWN if measured is None else Origin(measured_trace=measured.manifest["measured_trace"])
+    result = execute(replace(config, overwrite=True), folder, command=command, origin=origin, trace=trace)
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt
     if result.status != "complete" or result.exit_status:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.saved import read_manifest, saved_config
@@ -21,15 +22,17 @@ from testbed.errors import RunFolderError
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The settings of a command. given: key -> value, as typed. sweep, swept, point: the sweep's command, the keys that
-    it varies with their values, and the run's place in it.
+    it varies with their values, and the run's place in it. measured_trace: the settings of the trace of the measured
+    run that this one repeats, by which a report tells loads apart.
 
-    None: not known, or no sweep.
+    None: not known, no sweep, or no measured run.
     """
 
     given: dict[str, str] | None = None
     sweep: str | None = None
     swept: dict[str, str] | None = None
     point: int | None = None
+    measured_trace: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, overrides: Iterable[str]) -> Origin:

@@ -167,8 +167,9 @@ def load_linear(path: str | Path, sliding_window: int | None = None, model: str 
         document = parsed(json.loads, file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if not isinstance(document, dict):
+        raise ConfigError(f"cost.path: {path} is no linear cost: it is {shown(document)}; expected an object")
+    if (found := document.get("format")) != FORMAT:
         raise ConfigError(
             f"cost.path: {path} is no linear cost: its 'format' is {shown(found)}; expected {FORMAT!r}: fit it again"
             f"{', or use it with cost=calibrated' if 'calibrated' in str(found) else ''}"

@@ -110,6 +110,7 @@ MANIFEST_KEYS = (
     "sweep",  # the command of its sweep; null: no sweep, or not a sweep of this testbed
     "swept",  # those of the overrides that its sweep varies; null: no sweep
     "point",  # its number in the sweep, from 0 on; null: no sweep
+    "measured_trace",  # trace settings of the measured run that `testbed fidelity` repeats; null: config.yaml has them
     "seed",
     "trace",  # {name, num_requests, fingerprint, differ_in, notes}
     "model",  # name

@@ -101,8 +101,11 @@ class ProfileManifest:
             raise ProfileError(f"{place}: the manifest is {shown(raw)}; expected a JSON object")
         if raw.get("format") != FORMAT:
             raise ProfileError(f"{place}: 'format' is {shown(raw.get('format'))}; expected {FORMAT}")
-        raw = {"captured_decodes": 0, "captured_tokens": 0, "probe_ns": None, **raw}  # missing in older profiles
         hints = get_type_hints(cls)
+        for name in raw:
+            if name not in hints:
+                raise ProfileError(unknown(f"{place}: the manifest has an unknown field {shown(name)}", name, hints))
+        raw = {"captured_decodes": 0, "captured_tokens": 0, "probe_ns": None, **raw}  # missing in older profiles
         for item in fields(cls):
             if item.name not in raw:
                 raise ProfileError(f"{place}: the manifest lacks {item.name!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import by_load, infer_arms
+from analysis.comparison.arms import by_load, infer_arms, infer_pairs, join_repeats
 from analysis.comparison.groups import experiments
-from analysis.load import load_run
+from analysis.load import load_run, load_sweep
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
 
@@ -53,3 +55,36 @@ def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
     offered = [fmt.significant(run.summary["throughput"]["offered_per_s"]) for run in runs]
     expected = [f"num_users = {users}{label.format(rate)}" for users, rate in zip((2, 9), offered, strict=True)]
     assert list(by_load(infer_arms(runs), [])) == expected
+
+
+def test_a_simulation_of_a_measured_run_has_its_load(tmp_path):
+    runs = []
+    for rate in (4, 8):
+        folder = write_run(tmp_path / f"{rate}", num_requests=10)
+        change_config(folder, trace__path=f"{folder}/trace.jsonl")
+        said = {"measured_trace": {"name": "synthetic", "path": None, "rate": rate}}
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | said))
+        runs.append(load_run(folder))
+    assert list(by_load(infer_arms(runs), [])) == ["rate = 4 requests/s", "rate = 8 requests/s"]
+
+
+def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path):
+    """A part of a name is no folder: the run in 8/ of trace8.jsonl."""
+    runs = []
+    for name in ("4", "8"):
+        change_config(write_run(tmp_path / name, num_requests=10), trace__path=f"/data/trace{name}.jsonl")
+        runs.append(load_run(tmp_path / name))
+    assert list(by_load(infer_arms(runs), [])) == ["path = /data/trace4.jsonl", "path = /data/trace8.jsonl"]
+
+
+def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_the_one_beside_it(tmp_path):
+    for model in ("a", "b"):
+        change_config(write_run(tmp_path / model / "sim", num_requests=8), model__name=model)
+        for name in ("1-again", f"{model}/real"):
+            change_config(write_run(tmp_path / name, "real", num_requests=8), model__name=model)
+    pairs = join_repeats(infer_pairs(load_sweep(tmp_path).runs))
+    names = {
+        pair.sim.path.parent.name: [run.path.relative_to(tmp_path).as_posix() for run in pair.reals] for pair in pairs
+    }
+    assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}

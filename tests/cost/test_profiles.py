@@ -116,6 +116,7 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_
     ("change", "message"),
     [
         ({"format": 1}, "'format' is 1; expected 2"),
+        ({"captured_decode": 8}, ".* unknown field 'captured_decode'; did you mean 'captured_decodes'"),
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
         ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
         ({"captured_tokens": -1}, "'captured_tokens' is -1; expected from 0 to "),

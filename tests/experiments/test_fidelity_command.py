@@ -12,11 +12,27 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from analysis.comparison.arms import by_load, infer_arms
 from analysis.load import Run, load_run
 from analysis.plots import style
+from analysis.reading.files import read_yaml
 from experiments.cli import main
 from experiments.fidelity.comparing import Comparison, comparison_lines
-from tests.experiments.fidelity_kit import FEW, FILE, GIVEN_NS, TRACE, copied, error_line, fidelity, ran, result
+from experiments.fidelity.loads import Load, file_loads, folder_load
+from experiments.fidelity.measured import MeasuredRequest, measured
+from experiments.fidelity.simulating import simulate
+from tests.experiments.fidelity_kit import (
+    FEW,
+    FILE,
+    GIVEN_NS,
+    PLANTED_NS,
+    TRACE,
+    copied,
+    error_line,
+    fidelity,
+    ran,
+    result,
+)
 from tests.experiments.measured_files import rows_of, study, write
 
 
@@ -207,18 +223,59 @@ def test_runs_kept_with_out_are_run_folders(base, tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_report_takes_measured_closed_loops_whose_arms_share_no_trace(tmp_path):
-    for name in ("vllm_v0", "vllm_v1"):
-        folder = copied(ran(tmp_path / name, trace={**FEW, "max_turns": 3}, scheduler=name), tmp_path / "real" / name)
+    """And their repeats, although these have other instants, too."""
+    for name, overhead_ns in (("vllm_v0", GIVEN_NS), ("vllm_v1", GIVEN_NS), ("again", PLANTED_NS)):
+        trace, scheduler = {**FEW, "max_turns": 3}, name.replace("again", "vllm_v1")
+        folder = copied(ran(tmp_path / name, overhead_ns, trace=trace, scheduler=scheduler), tmp_path / "real" / name)
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps(manifest | {"backend": "real"}))
-    page = tmp_path / "report.html"
-    assert fidelity(tmp_path / "real", "--out", tmp_path / "out") == 0
+        config = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(config.replace(f"_ns: {overhead_ns}", f"_ns: {GIVEN_NS}"))
+    page, reals = tmp_path / "report.html", [tmp_path / "real" / name for name in ("vllm_v0", "vllm_v1", "again")]
+    assert fidelity(*reals, "--out", tmp_path / "out") == 0
     assert main(["report", str(tmp_path / "out" / "runs"), "--out", str(page)]) == 0
     said = page.with_suffix(".md").read_text().replace("\\", "")
     assert "How does vllm_v0 serve this trace?" in said
     assert "No other arm ran on its trace, so nothing is compared." in said
     assert "not compared, because on other traces or seeds than vllm_v0: vllm_v1." in said
     assert all(f"{name}: the simulator's signed error is" in said for name in ("vllm_v0", "vllm_v1"))
+    assert "The real engine itself, run again on one trace under one policy (1 repeat), differed by up to" in said
+
+
+@pytest.mark.parametrize(("is_own", "said"), [
+    (False, ["rate = 4 requests/s", "rate = 8 requests/s"]),
+    (True, ["trace = slow", "trace = fast"]),
+])  # fmt: skip
+def test_simulations_of_measured_loads_are_as_many_loads(tmp_path, is_own, said):
+    """A trace that only the measured run's folder has, as that of a log, is called as the first such folder."""
+    loads: list[Load] = []
+    for name, rate, scheduler in (("slow", 4, "vllm_v1"), ("fast", 8, "vllm_v1"), ("late", 8, "vllm_v0")):
+        trace = {**FEW, "num_requests": 8, "rate": rate}
+        folder = copied(ran(tmp_path / name, trace=trace, scheduler=scheduler, cost="constant"), tmp_path / "in" / name)
+        if is_own:
+            config = read_yaml(folder / "config.yaml") | {"trace": {"name": "jsonl", "path": f"{folder}/trace.jsonl"}}
+            (folder / "config.yaml").write_text(json.dumps(config))
+        loads.append(folder_load(load_run(folder), name, name, tmp_path / "out", loads))
+    sims = [simulate(one.config([]), one.trace, tmp_path / "sims" / one.name, "", one.measured) for one in loads]
+    found = by_load(infer_arms(sims), [])
+    assert [(load.partition(" (")[0], len(arms)) for load, arms in found.items()] == list(
+        zip(said, (1, 2), strict=True)
+    )
+
+
+def test_files_repeat_one_load_only_under_one_model(tmp_path):
+    """And a repeat has the trace of the first, by which a report finds the simulation of both."""
+    sent = [MeasuredRequest(f"{i}", i + 0.01, 8, 2, 0.1, 0.2, None, None, "row") for i in range(3)]
+    again = [row._replace(sent_s=row.sent_s + 0.003 * i) for i, row in enumerate(sent)]
+    models = {"first": "qwen3_0.6b", "other": "llama3.1_8b", "again": "qwen3_0.6b"}
+    runs = [
+        measured(name, "", again if name == "again" else sent, tmp_path, [f"model={model}"])
+        for name, model in models.items()
+    ]
+    loads = file_loads(runs, ["device=h100"], tmp_path / "runs")
+    assert [load.key for load in loads] == ["file first", "file other", "file first"]
+    assert loads[2].measured.fingerprint == loads[0].measured.fingerprint
+    assert [load.measured.flat_config["trace.name"] for load in loads] == ["first", "other", "first"]
 
 
 @pytest.mark.usefixtures("unrendered")

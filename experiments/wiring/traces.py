@@ -76,16 +76,15 @@ def describe_trace(trace: Trace | CountedTrace, speed: float = 1.0) -> dict[str,
     """Returns the manifest's entry for a trace. differ_in: the fields of ClassFields in which requests differ. For a
     streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known.
 
-    speed: of its replay, which `sent_fingerprint` has in the arrivals, as the trace of a simulation of it does; absent
-    at speed 1."""
+    speed: of its replay, which `sent_fingerprint` has in the arrivals, as the trace of a simulation of it does."""
     digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
-    sent = isinstance(trace, Trace) and speed != 1 and fingerprint(transforms.speed_up(trace, speed))
+    sent = fingerprint(transforms.speed_up(trace, speed)) if isinstance(trace, Trace) and speed != 1 else digest
     batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
     notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
     differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
     return {
         "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
-        "notes": notes, **({"sent_fingerprint": sent} if sent else {}),
+        "notes": notes, "sent_fingerprint": sent,
     }  # fmt: skip
 
 

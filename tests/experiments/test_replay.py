@@ -68,6 +68,8 @@ def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_wi
     assert [pair.sim.path for pair in infer_pairs([*sims, real])] == [same.folder]
     tape = ["backend=sim", "cost=recorded", f"cost.run={fast}"]
     assert load_run(execute(config_from(fast, tape), tmp_path / "tape").folder).fingerprint == real.fingerprint
+    assert say(capsys, "fidelity", str(fast), "cost=linear", "--out", str(tmp_path / "out")).status == 0
+    assert say(capsys, "report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "r.html")).status == 0
     saved = {"backend": {"speed": 4.0}, "trace": {"_target_": "mine.make"}}
     assert not _speed_of(saved, keys)
     assert "note: simulated at speed 1 and not 4" in capsys.readouterr().err

@@ -105,7 +105,8 @@ ifneq ($(filter gpu gpu-%,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 
-# Refuses at once what a part would refuse, perhaps after minutes: one request is simulated with each model and rate.
+# Refuses at once values that a part would refuse, perhaps after minutes: one request is simulated with each model and
+# rate.
 gpu-check: setup
 	@for given in GPU_SECONDS=$(GPU_SECONDS) GPU_ROUNDS=$(GPU_ROUNDS); do \
 	  echo "$$given" | grep -qxE '[A-Z_]+=[1-9][0-9]*' || \

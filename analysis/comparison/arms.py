@@ -26,7 +26,7 @@ N = TypeVar("N", bound=Named)
 Several = Sweep | Sequence[Run] | Mapping[str, Run]
 Runs = Run | Several
 _POLICY = ("scheduler.", "cache.")
-_PLATFORM = ("model.", "device.name", "device.tensor_parallel_size")
+_DEVICE = ("device.name", "device.tensor_parallel_size")
 _NO_POLICY = ("overwrite", "allow_ignored", "experiment", "trace", "record", "slo", "report")  # top-level keys
 
 
@@ -130,20 +130,21 @@ def find_arm(arms: Sequence[N], name: str | None) -> N:
 
 
 def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Pairs every real run with the simulated run of its trace and policy (the swept scheduler.* and cache.* settings).
+    """Pairs every real run with the simulated run of its trace, model and policy (the swept scheduler.* and cache.*
+    settings).
 
     Memory sizes follow from the device and do not count. If several simulated runs fit, the one is taken that has the
-    real run's model and device, and of these the one whose cost model fits most real runs, so that all pairs have the
-    same cost model if possible.
+    real run's device, and of these the one whose cost model fits most real runs, so that all pairs have the same cost
+    model if possible.
     """
     sims = [run for run in runs if run.manifest.get("backend") == "sim"]
     reals = [run for run in runs if run.manifest.get("backend") in ("real", "vllm")]
     swept = swept_keys(runs)
     keys = [key for key in swept if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]
-    platform = [key for key in swept if key.startswith(_PLATFORM)]
+    device = [key for key in swept if key in _DEVICE]
 
     def policy(run: Run) -> str:
-        return repr((run.fingerprint, [run.flat_config.get(key) for key in keys]))
+        return repr((run.fingerprint, [run.flat_config.get(key) for key in ("model.name", *keys)]))
 
     def prices(sim: Run) -> str:
         return repr(sim.config.get("cost"))
@@ -152,7 +153,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     common = Counter(prices(sim) for found in fits.values() for sim in found)
 
     def closeness(sim: Run, real: Run) -> tuple[int, int]:
-        alike = sum(sim.flat_config.get(key) == real.flat_config.get(key) for key in platform)
+        alike = sum(sim.flat_config.get(key) == real.flat_config.get(key) for key in device)
         return alike, common[prices(sim)]
 
     pairs = [(max(fits[id(real)], key=lambda sim: closeness(sim, real)), real) for real in reals if fits[id(real)]]

@@ -92,7 +92,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
         sentences = [f"{subject} is {'; '.join(parts)}."]
     elif {"inside the noise", "inside the engine's noise", "equivalent"} & set(groups):
         sentences = [f"{subject} shows no difference beyond the noise."]
-    elif "identical" in groups:
+    elif set(groups) == {"identical"}:
         sentences = [f"{subject} shows no difference."]
     else:
         sentences = [f"{subject}:"]

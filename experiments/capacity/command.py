@@ -250,14 +250,15 @@ def _without_capacity(found: Found, one: Replicate) -> str:
         mean = "" if at.mean_s is None or at.mean_s[name] is None else f", with a mean of {at.mean_s[name]:.4g} s"
         many = f"{at.over[name]} of {num}" if at.is_whole else "too many"
         reason = f"{many} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
-    lowest = found.rate(one.bracket.failed)
+    failed = one.bracket.failed
+    lowest = found.rate(failed)
     remedy = "widen the limit, or take a faster device or shorter requests"
     if name == "undone":
         remedy = "give a longer trace (trace.num_requests, trace.limit)"
     if name == "unfinished":
         remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
-    if _is_crowded(found, one):
-        lower = f"start lower, as {arm.rate_key}={one.bracket.failed:g}"
+    if failed is not None and _is_crowded(found, one):
+        lower = f"start lower, as {arm.rate_key}={failed / 2:g}"
         return (
             f"{who} has a capacity below {lowest:.4g} {arm.unit}, the lowest rate tried: {reason}; {lower}, or {remedy}"
         )

@@ -208,12 +208,16 @@ class _Search:
         self.asks = asks
 
     def _beside(self) -> list[tuple[int, Ask]]:
-        """The capacity, under each seed. If simulated, also each seed's failing rate, to its end, and rates beside."""
-        bracket, asks = mean_bracket([self._brackets[index] for index in range(len(self._seeds))]), []
-        common = [] if bracket.kept is None else [Ask(bracket.kept, True)]
-        if self.arm.is_simulated:
-            common += beside(bracket)
-            asks = [(i, Ask(one.failed, True)) for i, one in self._brackets.items() if one.failed is not None]
+        """The capacity, under each seed; to its end, the failing rate of a seed that keeps none. If simulated, that of
+        each seed, and rates beside."""
+        bracket = mean_bracket([self._brackets[index] for index in range(len(self._seeds))])
+        whole = self.arm.is_simulated
+        common = [*([] if bracket.kept is None else [Ask(bracket.kept, True)]), *(beside(bracket) if whole else [])]
+        asks = [
+            (index, Ask(one.failed, True))
+            for index, one in self._brackets.items()
+            if one.failed is not None and (whole or one.kept is None)
+        ]
         return list(dict.fromkeys(asks + [(index, ask) for ask in common for index in range(len(self._seeds))]))
 
     def found(self) -> Found:

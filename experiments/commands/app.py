@@ -83,7 +83,7 @@ def run_app(arguments: list[str]) -> int:
         with in_one_line(overrides), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
             if {*flags} <= {*_SWEEPS}:
                 _run_hydras("MULTIRUN" if sweeps else "RUN", overrides)
-            else:  # shows something instead
+            else:  # most of these flags show something instead
                 hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(_job)()
     finally:
         sys.argv = before[0]
@@ -239,7 +239,7 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     info = HydraConfig.get()
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
-    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # added by Hydra
+    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # of `_run_hydras`
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
     return _finish(_executed(_config_of(node), folder, of_hydra))
@@ -341,8 +341,9 @@ def _speed_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
     """Returns an override that gives a simulation the speed of the saved replay as a transform of the trace, unless the
     trace is another, its transforms are given, or the tape is replayed, which has the arrivals of the run."""
     speed, keys = saved["backend"].get("speed", 1.0), [item.partition("=")[0] for item in overrides]
-    is_given = "cost=recorded" in overrides or {"trace", "trace.transforms"}.intersection(keys)
-    if "backend=sim" not in overrides or speed == 1 or is_given:
+    is_given = {"trace", "trace.name", "trace.path"}.intersection(keys) or "trace.transforms" in " ".join(keys)
+    is_tape = {"cost=recorded", "cost.name=recorded"}.intersection(overrides)
+    if "backend=sim" not in overrides or speed == 1 or is_given or is_tape:
         return []
     if "transforms" not in saved["trace"]:  # of a class of the user's own
         print(f"note: simulated at speed 1 and not {speed:g}: a trace of your own has no transforms", file=sys.stderr)

@@ -90,7 +90,8 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def hydra_app() -> Iterator[Any]:
-    """Context in which `compose` reads our configuration; restores the caller's Hydra state afterwards."""
+    """Context in which `compose` reads our configuration; yields Hydra's app, which has `run` and `multirun`, and
+    restores the caller's Hydra state afterwards."""
     register()
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

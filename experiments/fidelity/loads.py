@@ -141,7 +141,7 @@ def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
     speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
-    key = f"{run.manifest.get('backend')} {run.fingerprint} {speed}"
+    key = f"{run.manifest.get('backend')} {run.fingerprint}"
     alike = [one for one in earlier if one.key == key]
     own = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
     trace = next((one.trace for one in alike if one.policy == policy), own)

@@ -30,6 +30,7 @@ from testbed.traces.synthesis import content_key
 MEASURED = "measured\n"  # content of the file `done` in the run folder of a measured run
 _ROUNDING_S = 2e-6  # clients round to microseconds, so equal instants of first and last token may differ by this
 _NEAR_S, _NEAR_SHARE = 1e-3, 0.05  # of E2E - TTFT, by which TPOT x (tokens - 1) may differ from it: both are rounded
+_NEAR_TPOT_S = 5.1e-4  # as TPOT may be given in whole milliseconds
 
 
 class MeasuredRequest(NamedTuple):
@@ -57,7 +58,8 @@ class MeasuredRequest(NamedTuple):
         if self.tpot_s is None or not num_gaps:
             return self
         late_s = self.tpot_s * num_gaps - streamed_s  # how long after the end the last token would have come
-        if abs(late_s) > _NEAR_S + _NEAR_SHARE * streamed_s and (late_s > 0 or self.ends_with_token):
+        most_s = _NEAR_S + max(_NEAR_SHARE * streamed_s, _NEAR_TPOT_S * num_gaps)
+        if abs(late_s) > most_s and (late_s > 0 or self.ends_with_token):
             raise TraceError(
                 f"{self.place}: TPOT is {self.tpot_s:g} s; expected (E2E - TTFT) / (tokens - 1), "
                 f"{streamed_s / num_gaps:g} s, to within rounding: correct one of the three, or leave TPOT out"

@@ -51,11 +51,11 @@ def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Se
 
 
 def _placed(error: TestbedError, run: StudyRun) -> TestbedError:
-    """The error with the run's place, if its own settings cannot be built, whatever the overrides are."""
+    """The error with the run's place, if its own settings make the same one without the overrides."""
     try:
         build_cost(composed(run.settings, []))
     except TestbedError as own:
-        return type(own)(f"{run.place}: {own}")
+        return type(own)(f"{run.place}: {own}") if str(own) == str(error) else error
     return error
 
 

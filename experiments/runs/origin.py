@@ -21,9 +21,9 @@ from testbed.errors import RunFolderError
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The settings of a command. given: key -> value, as typed. sweep, swept, point: the sweep's command, the keys that
-    it varies with their values, and the run's place in it. measured_trace: the settings of the trace of the measured
-    run that this one repeats, by which a report tells loads apart.
+    """The settings of a command, and of what it repeats. given: key -> value, as typed. sweep, swept, point: the
+    sweep's command, the keys that it varies with their values, and the run's place in it. measured_trace: the settings
+    of the trace of the measured run that this one repeats, by which a report tells loads apart.
 
     None: not known, no sweep, or no measured run.
     """

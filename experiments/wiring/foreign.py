@@ -85,8 +85,9 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     own = own_classes(config)
     if not own:
         return None
-    if isinstance(error.__context__, StopIteration):  # in place of which a generator raises RuntimeError
-        error = error.__context__
+    cause = error.__context__  # compiled code sets no __cause__
+    if isinstance(error, RuntimeError) and isinstance(cause, StopIteration):  # in whose place a generator raises it
+        error = cause
     frames = traceback.extract_tb(error.__traceback__)
     others = ("site-packages", "/lib/python")
     theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]

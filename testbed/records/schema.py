@@ -112,7 +112,7 @@ MANIFEST_KEYS = (
     "point",  # its number in the sweep, from 0 on; null: no sweep
     "measured_trace",  # trace settings of the measured run that `testbed fidelity` repeats; null: config.yaml has them
     "seed",
-    "trace",  # {name, num_requests, fingerprint, differ_in, notes}
+    "trace",  # {name, num_requests, fingerprint, differ_in, notes, sent_fingerprint: at the speed of a replay}
     "model",  # name
     "tensor_parallel_size",
     "scheduler",  # name

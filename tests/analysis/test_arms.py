@@ -88,3 +88,5 @@ def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_th
         pair.sim.path.parent.name: [run.path.relative_to(tmp_path).as_posix() for run in pair.reals] for pair in pairs
     }
     assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}
+    change_config(tmp_path / "b/sim", model__name="c")
+    assert [pair.real.path.parent.name for pair in infer_pairs(load_sweep(tmp_path).runs)] == ["a"], "b has none"

@@ -38,6 +38,14 @@ def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, capsys: p
     ]
 
 
+def test_the_mode_is_known_without_composing_all_to_find_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("hydra._internal.hydra.Hydra.get_mode")
+    assert sweep(capsys, tmp_path / "s", "seed=0,1").status == 0
+    assert say(capsys, "run", *TINY, *SHORT, "hydra.verbose=false", f"hydra.run.dir={tmp_path / 'r'}").status == 0
+
+
 def test_the_same_command_again_runs_nothing_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,6 @@ def test_an_output_that_cannot_be_written_is_said_at_once(
     assert error.startswith(f"{tmp_path}: Is a directory")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_missing_package_is_named_with_what_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +134,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     assert "testbed generate needs the package 'tokenizers': pip install '.[real]'" in said.error()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     error = generate(capsys, folder, "a", "--output", "/dev/full", "--overwrite").error()
     assert "No space left" in error or "disk is full" in error

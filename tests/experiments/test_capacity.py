@@ -248,7 +248,7 @@ def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.Cap
     assert "| vllm_v1 | 0 req/s " in said.out
     said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.05", "trace.rate=1e6", "--out", str(tmp_path / "haste"))
     assert "has a capacity below 976.5 req/s, the lowest rate tried: " in said.error()
-    assert "; start lower, as trace.rate=976.55, or widen the limit" in said.error()
+    assert "; start lower, as trace.rate=488.275, or widen the limit" in said.error()
     assert "| vllm_v1 | < 976.5 req/s " in said.out
     never = (*ONE_TOKEN, "trace.prompt={kind: constant, value: 40}", "cache.num_gpu_blocks=1", "slo.ttft_s=1")
     said = say(capsys, "capacity", *never, "--out", str(tmp_path / "never"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
-from tests.experiments.kit import SHORT, TINY, say
+from tests.experiments.kit import SHORT, TINY, latest, say
 
 SLO = ("slo.ttft_s=0.5", "slo.tpot_s=1e-9")
 
@@ -25,20 +25,23 @@ def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = ("report.question='Is the second one faster?'", "report.baseline=sarathi", "report.margin=0.05")
-    sweep = ("-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi", f"hydra.sweep.dir={tmp_path / 's'}")
+    study = ("report.question='Is the second one faster?'", "report.baseline=prefill_first", "report.margin=0.05")
+    load = latest(
+        *TINY, *SHORT, "trace.num_requests=40", "seed=0,1,2"
+    )  # some metrics within the margin, none identical
+    sweep = ("-m", *load, "scheduler=vllm_v1,prefill_first", f"hydra.sweep.dir={tmp_path / 's'}")
     assert say(capsys, "run", *sweep, *SLO, *study).status == 0
     assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
     text = (tmp_path / "r.md").read_text()
     assert "Is the second one faster?" in text
-    assert "against sarathi, vllm" in text
+    assert "vllm\\_v1 against prefill\\_first" in text
     assert "TTFT ≤ 500" in text
     assert "±5" in text
     given = ("--question", "Another?", "--slo", "e2e_s=9", "--margin", "0.1", "--baseline", "vllm_v1")
     assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "q.html"), *given).status == 0
     text = (tmp_path / "q.md").read_text()
     assert "Another?" in text
-    assert "against vllm\\_v1, sarathi" in text
+    assert "prefill\\_first against vllm\\_v1" in text
     assert "≤ 9" in text
     assert "±10" in text
 

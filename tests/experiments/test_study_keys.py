@@ -26,9 +26,7 @@ def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = ("report.question='Is the second one faster?'", "report.baseline=prefill_first", "report.margin=0.05")
-    load = latest(
-        *TINY, *SHORT, "trace.num_requests=40", "seed=0,1,2"
-    )  # some metrics within the margin, none identical
+    load = latest(*TINY, *SHORT, "trace.num_requests=40", "seed=0,1,2")  # some within the margin, none identical
     sweep = ("-m", *load, "scheduler=vllm_v1,prefill_first", f"hydra.sweep.dir={tmp_path / 's'}")
     assert say(capsys, "run", *sweep, *SLO, *study).status == 0
     assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0

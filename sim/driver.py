@@ -55,7 +55,7 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
             now_ns = resume.now_ns
             if isinstance(command, WaitUntil):
                 yield env.timeout(now_ns - int(env.now))
-            command = _sent(loop, resume)
+            command = sent(loop, resume)
         yield env.timeout(now_ns - int(env.now))
     except StopIteration as error:  # of a user's cost model, as in testbed.core.serve
         raise RuntimeError("StopIteration was raised by a step's price") from error
@@ -63,7 +63,7 @@ def _engine(env: Any, loop: Loop, device: Executor) -> Generator[Any, Any, None]
         loop.close()
 
 
-def _sent(loop: Loop, resume: Resume) -> WaitUntil | Execute | None:
+def sent(loop: Loop, resume: Resume) -> WaitUntil | Execute | None:
     """Returns the loop's next command; None at its end."""
     try:
         return loop.send(resume)

@@ -8,7 +8,7 @@ from typing import Any
 import simpy
 
 from sim.backend import SimBackend
-from sim.driver import MAX_NS, Device, too_late
+from sim.driver import MAX_NS, Device, sent, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.commands import Execute, Resume, WaitUntil
@@ -127,11 +127,7 @@ class Replica:
 
     def _resume(self, resume: Resume) -> None:
         self._answer = None
-        try:
-            command = self._loop.send(resume)
-        except StopIteration:
-            command = None
-        self._take(command, resume.now_ns)
+        self._take(sent(self._loop, resume), resume.now_ns)
 
     def _take(self, command: WaitUntil | Execute | None, now_ns: int = 0) -> None:
         self._command = command

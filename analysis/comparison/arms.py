@@ -144,12 +144,20 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     device = [key for key in swept if key in _DEVICE]
 
     def policy(run: Run) -> str:
-        return repr((run.fingerprint, [run.flat_config.get(key) for key in ("model.name", *keys)]))
+        return repr((run.fingerprint, [run.flat_config.get(key) for key in keys]))
+
+    def is_of(sim: Run, real: Run) -> bool:
+        """`testbed fidelity` may simulate another model; it keeps both runs beside each other."""
+        is_kept = sim.manifest.get("measured_trace") is not None and sim.path.parent == real.path.parent
+        return is_kept or sim.flat_config.get("model.name") == real.flat_config.get("model.name")
 
     def prices(sim: Run) -> str:
         return repr(sim.config.get("cost"))
 
-    fits = {id(real): [sim for sim in sims if real.fingerprint and policy(sim) == policy(real)] for real in reals}
+    fits = {
+        id(real): [sim for sim in sims if real.fingerprint and policy(sim) == policy(real) and is_of(sim, real)]
+        for real in reals
+    }
     common = Counter(prices(sim) for found in fits.values() for sim in found)
 
     def closeness(sim: Run, real: Run) -> tuple[int, int]:

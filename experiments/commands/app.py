@@ -341,7 +341,7 @@ def _speed_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
     """Returns an override that gives a simulation the speed of the saved replay as a transform of the trace, unless the
     trace is another, its transforms are given, or the tape is replayed, which has the arrivals of the run."""
     speed, keys = saved["backend"].get("speed", 1.0), [item.partition("=")[0] for item in overrides]
-    is_given = {"trace", "trace.name", "trace.path"}.intersection(keys) or "trace.transforms" in " ".join(keys)
+    is_given = any(key in ("trace", "trace.name", "trace.path") or key.startswith("trace.transforms") for key in keys)
     is_tape = {"cost=recorded", "cost.name=recorded"}.intersection(overrides)
     if "backend=sim" not in overrides or speed == 1 or is_given or is_tape:
         return []

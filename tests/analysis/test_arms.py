@@ -90,3 +90,10 @@ def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_th
     assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}
     change_config(tmp_path / "b/sim", model__name="c")
     assert [pair.real.path.parent.name for pair in infer_pairs(load_sweep(tmp_path).runs)] == ["a"], "b has none"
+    manifest = tmp_path / "b/sim/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"measured_trace": {"name": "synthetic"}}))
+    for name in ("b/real", "1-again"):
+        other = tmp_path / name / "manifest.json"
+        other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_trace": {"name": "synthetic"}}))
+    kept = [pair.real.path for pair in infer_pairs(load_sweep(tmp_path).runs)]
+    assert tmp_path / "b/real" in kept, "testbed fidelity simulated it as another model"

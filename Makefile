@@ -8,15 +8,18 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 # Tests of the core and of what is compiled with it run interpreted and compiled; those of what is built on it, which are
 # most of the time, run as users run it: compiled where it can be.
-BOTH_WAYS := tests/conformance tests/properties tests/parity tests/golden \
+BOTH_WAYS := tests/properties tests/golden \
   tests/experiments/test_own_classes.py tests/experiments/test_documented_policies.py \
   tests/experiments/test_misbehaving_classes.py tests/cost/test_own_prices.py
-BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/test_compiled.py
+BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/parity tests/conformance tests/test_compiled.py
 INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
   $(filter-out $(BUILT_ON_IT),$(wildcard tests/test_*.py)) $(filter tests/experiments/%,$(BOTH_WAYS))
 
 # Processes that run the tests.
 JOBS ?= 2
+
+# Installed sources that are compiled when they are first imported, if ever: half of all, and pip would take a minute.
+SELDOM := /tests?/|/transformers/models/
 
 # What is checked for style: a policy that you try beside it is yours.
 OURS := testbed sim real experiments analysis tests setup.py
@@ -58,7 +61,8 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	TESTBED_COMPILED=0 $(BIN)/pip install --quiet $(CONSTRAINTS) -e '.[real,joblib,dev]'
+	TESTBED_COMPILED=0 $(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) -e '.[real,joblib,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	@touch $@
 
 lint:

@@ -22,7 +22,7 @@ from experiments.observe.importing import import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
 from experiments.runs.in_vllm import device_of
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 
 LOGS = Path(__file__).parent / "observed"
@@ -254,7 +254,8 @@ def test_the_options_of_the_import_are_named_where_they_are_wrong(
     log = str(LOGS / "sync.jsonl.gz")
     assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 0
     assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 1
-    assert capsys.readouterr().err.strip().endswith("choose another --out or pass --overwrite")
+    assert (said := capsys.readouterr().err.strip()).endswith("choose another --out or pass --overwrite")
+    assert "already holds a run" in said
     assert main(["observe", "import", log, "--out", str(tmp_path / "run"), "--overwrite"]) == 0
     assert main(["observe", "import", str(tmp_path / "nosuch")]) == 1
     assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
@@ -340,13 +341,6 @@ def test_what_has_no_configuration_is_refused_before_there_is_a_folder(tmp_path:
     with pytest.raises(ConfigError, match=r"cache\.block_size is 0"):
         import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
-    with pytest.raises(RunFolderError, match="already holds a run"):
-        import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
-    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run", overwrite=True)
 
 
 @pytest.mark.parametrize(

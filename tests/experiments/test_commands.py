@@ -70,6 +70,7 @@ def test_trace_of_one_row_of_closed_loops_only_and_of_unknown_formats(
     assert "limit" in say(capsys, "trace", "jsonl", str(path), "--limit", "0").error()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = (*TINY, *SHORT, f"hydra.sweep.dir={tmp_path / 's'}")
     assert say(capsys, "run", "-m", *more, "scheduler=unified,decode_first", "seed=0,1").status == 0

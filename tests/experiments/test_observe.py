@@ -85,6 +85,7 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     assert run.manifest["backend"] == "vllm"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
@@ -98,6 +99,7 @@ def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys:
     assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, fit = tmp_path / "run", tmp_path / "fit.json"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
@@ -261,6 +263,7 @@ def test_the_options_of_the_import_are_named_where_they_are_wrong(
     assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_an_imported_run_can_be_moved(tmp_path: Path) -> None:
     import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -422,6 +425,7 @@ def test_what_vllms_own_scheduler_has_not_is_refused(
     assert not folder.exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_engines_stand_side_by_side_in_a_report(tmp_path: Path) -> None:
     for name, backend in (("vllm", "vllm"), ("real", "real")):
         import_log(LOGS / "sync.jsonl.gz", tmp_path / name)

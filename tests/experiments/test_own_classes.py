@@ -187,6 +187,7 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
     assert "base_us is negative" in error
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

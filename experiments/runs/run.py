@@ -318,7 +318,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
     return {
         **ABSENT,
         "status": "partial",
-        "backend": config.backend_name,
+        "backend": config.raw["backend"]["name"],
         "created": datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "versions": describe_versions(),
         "core": compiled.current().mode,

@@ -277,12 +277,10 @@ def _attention(file: Path, operator: str, label: Any, kept: Kept | None) -> Any:
 
 def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
     """The bytes of messages whose sizes are numbers of elements."""
-    widths = dtypes
     for name in pc.unique(dtypes).to_pylist():
         if name not in _DTYPE_BYTES:
             raise ProfileError(unknown(f"{file}: messages of dtype {name!r}", name, list(_DTYPE_BYTES)))
-        widths = pc.replace_substring_regex(widths, f"^{name}$", str(_DTYPE_BYTES[name]))
-    return pc.multiply(sizes, widths.cast(pa.int64()))
+    return pc.multiply(sizes, pa.array(dtypes.to_pandas().map(_DTYPE_BYTES), pa.int64()))
 
 
 def _all_reduce(file: Path, label: Any) -> Any:

@@ -127,7 +127,6 @@ def _default_folder(overrides: list[str]) -> Path:
 
 
 def _extent(options: argparse.Namespace) -> Extent:
-    """The extent from the options. Raises ConfigError for invalid values."""
     given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
     known = {name: value for name, value in given.items() if value is not None}
     extent = replace(QUICK if options.quick else Extent(), **known)
@@ -177,7 +176,6 @@ def _caveat(quality: Quality) -> str:
 
 
 def _doubt(quality: Quality) -> None:
-    """Prints a note if the fit is poor."""
     if not _is_poor(quality):
         return
     noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"

@@ -135,7 +135,6 @@ def interval(means: Sequence[float]) -> Estimate:
 
 
 def _recursion(case: Case, num_requests: int, seed: int) -> list[int]:
-    """Returns the waits in ns by Lindley's recursion."""
     instants, steps = _draws(case, num_requests, seed)
     return lindley_waits(instants, [k * STEP_NS for k in steps])
 

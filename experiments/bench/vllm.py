@@ -26,7 +26,8 @@ from analysis.load import Run, load_run
 from analysis.measures.summary import summary_value
 from analysis.reports.fidelity_findings import probe_of
 from experiments.bench.offline import VLLM_VARIABLES
-from experiments.console import Parser
+from experiments.console import Parser, percent, table
+from experiments.fidelity.comparing import metric_name
 from testbed.errors import ConfigError, TestbedError
 
 METRICS = tuple(f"{name}.{of}" for name in ("ttft_s", "tpot_s", "e2e_s") for of in ("mean", "p50", "p99"))
@@ -205,14 +206,16 @@ def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _R
         "our engine": done.of[f"{label}, engine"],
     }
     preempted = int(runs[0].requests["num_preemptions"].sum())
-    print(f"{label}: {preempted} preemptions in vLLM")
-    print(f"| metric | vLLM | its runs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
+    print(f"\n{label}: {preempted} preemptions in vLLM; errors in %")
+    rows = []
     for path in METRICS:
         truth, found = _mean(runs, path), _values(runs, path)
-        spread = f"{_percent(relative_error(min(found), truth))} … {_percent(relative_error(max(found), truth))}"
-        cells = [_percent(relative_error(_mean(of, path), truth)) for of in columns.values()]
-        print(f"| {path.replace('_s.', ' ')} | {1e3 * truth:.2f} ms | {spread} | {' | '.join(cells)} |")
-    print(flush=True)
+        low, high, *errors = (
+            percent(relative_error(value, truth))
+            for value in (min(found), max(found), *(_mean(of, path) for of in columns.values()))
+        )
+        rows.append([metric_name(path), f"{1e3 * truth:.2f}", f"{low} … {high}", *errors])
+    print(table(["metric", "vLLM, ms", "its runs", *columns], rows), flush=True)
 
 
 def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> None:
@@ -221,9 +224,8 @@ def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> No
     sims = {
         name: bench.run(f"policy-{_slug(name)}-sim", *_sim(fit), *policy, *load) for name, policy in POLICIES.items()
     }
-    print("Four policies, ms in vLLM (simulated)")
-    print(f"| metric | {' | '.join(POLICIES)} | same winner |")
-    print(f"|---|{'---|' * len(POLICIES)}---|")
+    print("\nFour policies, ms in vLLM (simulated)")
+    rows = []
     for path in METRICS:
         means = {name: _mean(done.of[name], path) for name in POLICIES}
         said = {name: _mean([run], path) for name, run in sims.items()}
@@ -231,7 +233,8 @@ def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> No
         is_told = all(_is_told(done.of[best], done.of[name], path) for name in POLICIES if name != best)
         verdict = ("yes" if best == winner else f"no: {winner}") if is_told else "not told apart"
         cells = [f"{1e3 * means[name]:.2f} ({1e3 * said[name]:.2f})" for name in POLICIES]
-        print(f"| {path.replace('_s.', ' ')} | {' | '.join(cells)} | {verdict} |")
+        rows.append([metric_name(path), *cells, verdict])
+    print(table(["metric", *POLICIES, "same winner"], rows))
 
 
 def _is_told(lower: Sequence[Run], higher: Sequence[Run], path: str) -> bool:
@@ -257,7 +260,3 @@ def _values(runs: Sequence[Run], path: str) -> list[float]:
 
 def _mean(runs: Sequence[Run], path: str) -> float:
     return sum(_values(runs, path)) / len(runs)
-
-
-def _percent(value: float | None) -> str:
-    return "—" if value is None else f"{100 * value:+.1f} %"

@@ -8,21 +8,34 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from experiments.calibration.calibrate import (
+    PROFILE_FILE,
+    QUICK,
+    Extent,
+    Measurement,
+    describe,
+    fit_and_save,
+    measure_profile,
+)
+from experiments.commands.listing import clock_line
+from experiments.configuration.compose import compose_config
+from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, refuse_existing
+from experiments.runs.run import INTERRUPTED
+from experiments.runs.run_folder import require_writable
+from experiments.wiring.costs import profile_at
+from sim.cost.calibrated import Quality
+from sim.cost.calibration import calibrate
+from sim.cost.calibration_file import save_calibration
+from sim.cost.config import CalibratedConfig
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError
-
-if TYPE_CHECKING:
-    from experiments.calibration.calibrate import Extent, Measurement
-    from sim.cost.calibrated import Quality
-    from testbed.specs.profiles import Profile
+from testbed.records.schema import POOR_FIT
+from testbed.specs.profiles import Profile, write_profile
 
 
 def main(arguments: list[str]) -> int:
-    from experiments.configuration.overrides import with_searched
-
     arguments = with_searched(arguments)
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else "all"
     options = _parser(command).parse_intermixed_args(arguments if command == "all" else arguments[1:])
@@ -62,11 +75,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _fit(options: argparse.Namespace, command: str) -> int:
-    from experiments.calibration.calibrate import describe
-    from experiments.wiring.costs import profile_at
-    from sim.cost.calibration import calibrate
-    from sim.cost.calibration_file import save_calibration
-
     require_whole("--folds", options.folds, 2, 20)
     calibration = calibrate(profile_at(options.profile), options.folds)
     if options.out is not None:
@@ -79,8 +87,6 @@ def _fit(options: argparse.Namespace, command: str) -> int:
 
 
 def _profile(options: argparse.Namespace, command: str) -> int:
-    from testbed.specs.profiles import write_profile
-
     measurement = _measure(options, command, _extent(options), options.out.parent)
     write_profile(options.out, *measurement.profile)
     print(_written(options.out, measurement.profile))
@@ -88,10 +94,6 @@ def _profile(options: argparse.Namespace, command: str) -> int:
 
 
 def _all(options: argparse.Namespace, command: str) -> int:
-    from experiments.calibration.calibrate import PROFILE_FILE, describe, fit_and_save
-    from experiments.configuration.overrides import refuse_repeated
-    from testbed.specs.profiles import write_profile
-
     for item in options.overrides:
         if "=" not in item:
             raise ConfigError(f"`testbed calibrate {item}`: expected key=value pairs, or one of {', '.join(_COMMANDS)}")
@@ -120,16 +122,11 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {"fit": _fit, "
 
 
 def _default_folder(overrides: list[str]) -> Path:
-    from experiments.configuration.compose import compose_config
-
     name = compose_config(["backend=real", *overrides]).model.name
     return Path("runs", f"calibration-{name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}")
 
 
 def _extent(options: argparse.Namespace) -> Extent:
-    """The extent from the options. Raises ConfigError for invalid values."""
-    from experiments.calibration.calibrate import QUICK, Extent
-
     given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
     known = {name: value for name, value in given.items() if value is not None}
     extent = replace(QUICK if options.quick else Extent(), **known)
@@ -143,11 +140,6 @@ def _extent(options: argparse.Namespace) -> Extent:
 def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:
     """Measures a profile. folder: where it will be written. Raises ConfigError if there is no real engine to measure,
     or no step was measured."""
-    from experiments.calibration.calibrate import measure_profile
-    from experiments.configuration.compose import compose_config
-    from experiments.runs.run_folder import require_writable
-    from sim.cost.config import CalibratedConfig
-
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
@@ -176,8 +168,6 @@ def _written(file: Path, profile: Profile) -> str:
 
 def _is_poor(quality: Quality) -> bool:
     """Whether the fit is too far off to compare policies by it."""
-    from testbed.records.schema import POOR_FIT
-
     return quality.median > POOR_FIT
 
 
@@ -186,7 +176,6 @@ def _caveat(quality: Quality) -> str:
 
 
 def _doubt(quality: Quality) -> None:
-    """Prints a note if the fit is poor."""
     if not _is_poor(quality):
         return
     noise = "" if quality.noise is None else f", and repeats of one shape differ by {quality.noise:.0%}"
@@ -199,9 +188,6 @@ def _doubt(quality: Quality) -> None:
 
 def _ending(measurement: Measurement) -> int:
     """Prints the clock, and a note if the profile is incomplete; returns the exit status."""
-    from experiments.commands.listing import clock_line
-    from experiments.runs.run import INTERRUPTED
-
     profiled = measurement.profiled
     if measurement.clock is not None:
         print(clock_line(measurement.clock))

@@ -170,7 +170,6 @@ def _change_row(change: Comparison) -> dict[str, Any]:
 
 
 def _policies(found: Sequence[Found]) -> str:
-    """The table of the policies."""
     has_seeds = len(found[0].replicates) > 1
     spread = ("95 % over seeds", "range of seeds") if has_seeds else ()
     wilson = () if has_seeds else ("95 % (Wilson)",)
@@ -209,7 +208,6 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _changes(found: Capacity) -> str:
-    """The table of the changes from the baseline."""
     headers = (f"capacity against {found.baseline}", f"change, 95 % over {len(found.seeds)} paired seeds", "verdict")
     rows = [(one.arm, interval_text(one) or "–", verdict_text(one, found.margin)) for one in found.changes]
     return table(headers, rows, numbers=False)

@@ -137,7 +137,6 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
-    """Runs all searches to their ends."""
     in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine must not share the machine
     try:
         with (
@@ -226,7 +225,6 @@ class _Search:
         return Found(self.arm, tuple(each), tuple(self._notes))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of the table of points."""
         arm = self.arm
         for value in sorted({value: None for loads in self._tried for value in loads}):
             for seed, loads in zip(self._seeds, self._tried, strict=True):

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -106,12 +105,7 @@ def hydra_app() -> Iterator[Any]:
 
 def _chosen(choices: list[str]) -> DictConfig:
     """Returns the configuration of these choices of options, as a copy on which values can be set."""
-    global _registered
-    if _stored() != _registered:  # a user's option was registered again
-        _composed.cache_clear()
-    node = deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
-    _registered = _stored()  # includes the schemas that were made on demand
-    return node
+    return deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
 
 
 @lru_cache(maxsize=64)
@@ -146,22 +140,6 @@ def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> N
 def _is_class(value: Any) -> bool:
     """Whether a value names a class; such a value replaces a preset's class and its parameters instead of merging."""
     return isinstance(value, dict) and "_target_" in value
-
-
-def _stored() -> list[ConfigNode]:
-    """Returns every option that is registered with Hydra."""
-    nodes: list[ConfigNode] = []
-    groups = [ConfigStore.instance().repo]
-    for group in groups:
-        for value in group.values():
-            if isinstance(value, dict):
-                groups.append(value)
-            elif value is not None:
-                nodes.append(value)
-    return nodes
-
-
-_registered: list[ConfigNode] = []
 
 
 def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:

@@ -209,10 +209,6 @@ class RunConfig:
         return 1.0 if isinstance(self.backend, SimConfig) else self.backend.speed
 
     @property
-    def backend_name(self) -> str:
-        return next(name for name, kind in BACKENDS.items() if isinstance(self.backend, kind))
-
-    @property
     def cost_name(self) -> str:
         """The name of the cost option, or of the user's class."""
         return str(self.raw["cost"].get("name") or self.raw["cost"].get("_target_"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from numbers import Number
@@ -133,7 +133,6 @@ def _has(keys: Keys, item: Override) -> list[bool]:
 
 
 def _check(item: Override, keys: Keys) -> None:
-    """Checks one override. Raises ConfigError with a one-line message."""
     key = item.key_or_group
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
@@ -229,7 +228,6 @@ def quoted(text: str) -> str:
 
 @cache
 def defaults() -> dict[str, str]:
-    """Returns the default option of each group."""
     return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
 
 
@@ -272,26 +270,22 @@ def _values(item: Override, library: Library) -> list[Any]:
     if not item.is_sweep_override():
         return [item.value()]
     try:
-        return _swept(item, library, item.sweep_iterator)
-    except (ValueError, TypeError, HydraException):
-        return []  # swept_values reports the error
-
-
-def _swept(item: Override, library: Library, listed: Callable[[], Iterator[Any]]) -> list[Any]:
-    """Returns the swept values from `listed`; for a glob, the names of the matching options."""
-    pattern = item.value()
-    if isinstance(pattern, Glob):
-        return list(pattern.filter(library.names(item.key_or_group)))
-    return list(listed()) if item.is_discrete_sweep() else []
+        return [parsed(one).value() for one in swept_values(item, library)]
+    except ConfigError:
+        return []  # reported where the sweep is made
 
 
 def swept_values(item: Override, library: Library) -> list[str]:
-    """Returns key=value for each swept value. Raises ConfigError if there is none, or if the sweep is not a list."""
-    key = item.get_key_element()
+    """Returns key=value for each swept value; for a glob, those of the matching options. Raises ConfigError if there is
+    none, or if the sweep is not a list."""
+    key, pattern = item.get_key_element(), item.value()
     if not item.is_discrete_sweep():
         raise ConfigError(f"{item.input_line}: only lists of values are swept: {key}=a,b,c")
     try:
-        values = _swept(item, library, item.sweep_string_iterator)
+        if isinstance(pattern, Glob):
+            values = pattern.filter(library.names(item.key_or_group))
+        else:
+            values = list(item.sweep_string_iterator())
     except (ValueError, TypeError, HydraException) as error:
         raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
     if not values:

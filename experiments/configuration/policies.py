@@ -27,66 +27,57 @@ from testbed.policies.cost_aware import CostAware
 from testbed.policies.queue_order import FCFS
 from testbed.routing.routers import ROUTERS
 
-Named = Mapping[str, Callable[[], Any]]
-
-COMPOSITIONS: Named = {
-    "unified": Unified,
-    "prefill_first": PrefillFirst,
-    "decode_first": DecodeFirst,
-    "prefill_decode_split": PrefillDecodeSplit,
-    "iteration_level": IterationLevel,
-    "static": Static,
-}
-QUEUE_ORDERS: Named = {
-    "fcfs": FCFS,
-    "lcfs": orders.lcfs,
-    "random": orders.random_order,
-    "priority": orders.priority,
-    "sjf": orders.shortest_job,
-    "ljf": orders.longest_job,
-    "srpt": orders.shortest_remaining,
-    "hrrn": orders.HighestResponseRatioNext,
-    "lpm": orders.longest_prefix,
-    "dfs": orders.depth_first,
-    "edf": orders.earliest_deadline,
-    "vtc": orders.VirtualTokenCounter,
-    "mlfq": orders.MultiLevelFeedbackQueue,
-}
-ADMISSIONS: Named = {
-    "watermark": admission.Watermark,
-    "no_evict": admission.NoEvict,
-    "max_utilization": admission.MaxUtilization,
-    "future_peak": admission.FuturePeak,
-}
-PREEMPTIONS: Named = {
-    "auto": preemption.Auto,
-    "recompute": preemption.Recompute,
-    "swap": preemption.Swap,
-    "cheaper": preemption.Cheaper,
-}
-VICTIMS: Named = {
-    "most_recently_admitted": victim.MostRecentlyAdmitted,
-    "last_in_queue_order": victim.LastInQueueOrder,
-    "least_progress": victim.LeastProgress,
-    "most_blocks": victim.MostBlocks,
-    "longest_remaining": victim.LongestRemaining,
-    "lowest_priority": victim.LowestPriority,
-}
-ORACLES: Named = {"none": oracle.NoOracle, "perfect": oracle.Perfect, "noisy": oracle.Noisy, "binned": oracle.Binned}
-EVICTIONS: Named = {
-    "lru": eviction.LRU,
-    "fifo": eviction.FIFO,
-    "lfu": eviction.LFU,
-    "cost_aware": CostAware,
-}
-GROUPS: Mapping[str, Named] = {
-    "scheduler.composition": COMPOSITIONS,
-    "scheduler.queue_order": QUEUE_ORDERS,
-    "scheduler.admission": ADMISSIONS,
-    "scheduler.preemption": PREEMPTIONS,
-    "scheduler.victim": VICTIMS,
-    "scheduler.oracle": ORACLES,
-    "cache.eviction": EVICTIONS,
+GROUPS: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # key of a policy -> its names, and what makes each
+    "scheduler.composition": {
+        "unified": Unified,
+        "prefill_first": PrefillFirst,
+        "decode_first": DecodeFirst,
+        "prefill_decode_split": PrefillDecodeSplit,
+        "iteration_level": IterationLevel,
+        "static": Static,
+    },
+    "scheduler.queue_order": {
+        "fcfs": FCFS,
+        "lcfs": orders.lcfs,
+        "random": orders.random_order,
+        "priority": orders.priority,
+        "sjf": orders.shortest_job,
+        "ljf": orders.longest_job,
+        "srpt": orders.shortest_remaining,
+        "hrrn": orders.HighestResponseRatioNext,
+        "lpm": orders.longest_prefix,
+        "dfs": orders.depth_first,
+        "edf": orders.earliest_deadline,
+        "vtc": orders.VirtualTokenCounter,
+        "mlfq": orders.MultiLevelFeedbackQueue,
+    },
+    "scheduler.admission": {
+        "watermark": admission.Watermark,
+        "no_evict": admission.NoEvict,
+        "max_utilization": admission.MaxUtilization,
+        "future_peak": admission.FuturePeak,
+    },
+    "scheduler.preemption": {
+        "auto": preemption.Auto,
+        "recompute": preemption.Recompute,
+        "swap": preemption.Swap,
+        "cheaper": preemption.Cheaper,
+    },
+    "scheduler.victim": {
+        "most_recently_admitted": victim.MostRecentlyAdmitted,
+        "last_in_queue_order": victim.LastInQueueOrder,
+        "least_progress": victim.LeastProgress,
+        "most_blocks": victim.MostBlocks,
+        "longest_remaining": victim.LongestRemaining,
+        "lowest_priority": victim.LowestPriority,
+    },
+    "scheduler.oracle": {
+        "none": oracle.NoOracle,
+        "perfect": oracle.Perfect,
+        "noisy": oracle.Noisy,
+        "binned": oracle.Binned,
+    },
+    "cache.eviction": {"lru": eviction.LRU, "fifo": eviction.FIFO, "lfu": eviction.LFU, "cost_aware": CostAware},
     "backend.router": ROUTERS,
 }
 GOES_BY: Mapping[str, Mapping[str, str]] = {  # policies that go by one of testbed.traces.classes.ClassFields

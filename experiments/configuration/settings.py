@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from testbed.checks import choose, require, require_whole, require_whole_or_null
@@ -131,16 +131,14 @@ class SloConfig:
     attainment: float = 0.99  # share of requests that must keep the limits, for `testbed capacity`
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s"):
-            limit = getattr(self, name)
-            require(f"slo.{name}", limit, limit is None or limit > 0, "above 0 s, or null (no limit)")
+        for name, limit in self.limits.items():
+            require(f"slo.{name}", limit, limit > 0, "above 0 s, or null (no limit)")
         require("slo.attainment", self.attainment, 0 < self.attainment < 1, "above 0 and below 1, as 0.99")
 
     @property
     def limits(self) -> dict[str, float]:
         """The limits that are set, in seconds."""
-        named = {name: getattr(self, name) for name in ("ttft_s", "tpot_s", "e2e_s", "itl_max_s")}
-        return {name: limit for name, limit in named.items() if limit is not None}
+        return {name: value for name, value in asdict(self).items() if name != "attainment" and value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,6 @@ def replay_case(case: Case, system: System, preset: str) -> Mismatch | None:
 
 
 class _Comparison:
-    """The comparison of one case with our scheduler's decisions."""
-
     def __init__(self, case: Case, feed: Feed, reader: DecisionReader) -> None:
         self.recorded: Decision | None = None
         self._case = case

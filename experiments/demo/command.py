@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.comparison.arms import Arm, Pair
+from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.load import Run, load_run
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
@@ -92,25 +92,15 @@ def _scheduler(name: str, *, shorter: int = 1) -> list[str]:
 
 
 def _ablation(out: Path, seeds: tuple[int, ...]) -> list[Arm]:
-    points = list(itertools.product(SCHEDULERS, WATERMARKS, CACHING))
-    arms = []
-    with tqdm(total=len(points) * len(seeds) + 2 * len(OTHER_RATES) * len(seeds), desc="ablation", disable=None) as bar:
-        for scheduler, watermark, caching in points:
-            policy = [*_policy(scheduler, caching), f"cache.watermark={watermark}"]
-            name = f"{scheduler}, watermark {watermark:g}, caching {'on' if caching else 'off'}"
-            levels = {"scheduler.name": scheduler, "cache.watermark": watermark, "cache.prefix_caching": caching}
-            rates: tuple[float | None, ...] = (None,)
-            if watermark == WATERMARKS[0] and caching:
-                rates = (None, *OTHER_RATES)  # the throughput-latency curve
-            runs = []
-            for rate, seed in itertools.product(rates, seeds):
-                overrides = ["experiment=demo", *policy, f"seed={seed}"]
-                overrides += [] if rate is None else [f"trace.rate={rate}"]
-                folder = f"{scheduler}-w{watermark:g}-{'cache' if caching else 'nocache'}-r{rate or 'base'}-s{seed}"
-                runs.append(run_point(overrides, out / "sim" / folder))
-                bar.update()
-            arms.append(Arm(name, levels, tuple(runs)))
-    return arms
+    points = []
+    for scheduler, watermark, caching in itertools.product(SCHEDULERS, WATERMARKS, CACHING):
+        policy = [*_policy(scheduler, caching), f"cache.watermark={watermark}"]
+        has_curve = watermark == WATERMARKS[0] and caching  # of throughput and latency
+        for rate, seed in itertools.product((None, *(OTHER_RATES if has_curve else ())), seeds):
+            load = [f"seed={seed}", *([] if rate is None else [f"trace.rate={rate}"])]
+            folder = f"{scheduler}-w{watermark:g}-{'cache' if caching else 'nocache'}-r{rate or 'base'}-s{seed}"
+            points.append((["experiment=demo", *policy, *load], out / "sim" / folder))
+    return infer_arms([run_point(*point) for point in tqdm(points, desc="ablation", disable=None)])
 
 
 def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:

@@ -10,9 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from analysis.load import Run, load_sweep, relative, swept_keys
+from analysis.naming import labels_of, level_names
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, refuse_existing
-from experiments.fidelity.fitting import parse_names
+from experiments.fidelity import comparing, study_report
+from experiments.fidelity.comparing import compare, comparison_lines, metric_name
+from experiments.fidelity.fitting import Fitted, fit_study, parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
@@ -28,14 +32,13 @@ from experiments.fidelity.outputs import (
     write_page,
 )
 from experiments.fidelity.simulating import check_overrides, variant
+from experiments.fidelity.study import WHOLE, StudyRun
+from experiments.fidelity.study_report import beside, check_study, page_lines, scores, simulate_study, study_lines
 from experiments.runs.run_folder import write_json
 from testbed.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from analysis.load import Run
-    from experiments.fidelity.study import StudyRun
 
 
 def main(arguments: list[str]) -> int:
@@ -92,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]) -> None:
-    """Raises TestbedError for mistakes in the command line itself."""
     if not inputs:
         raise ConfigError(
             "testbed fidelity wants at least one measured run: a file, or a run folder (docs/fidelity.md)"
@@ -117,7 +119,6 @@ def _loads(
 ) -> str:  # fmt: skip
     """Compares measured requests, writes the outputs, and returns the text to print."""
     from analysis.plots.fidelity_plots import fidelity_figure
-    from experiments.fidelity.comparing import as_json, compare, comparison_lines, metric_name
 
     if options.beside:
         raise ConfigError("--beside goes with a study; compare measured requests once with each configuration")
@@ -132,15 +133,12 @@ def _loads(
         write_page(options.page, options.arguments, lines)
     if options.out is not None:
         panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
-        _write(options, text, as_json(found), fidelity_figure(panels, metric_name))
+        _write(options, text, comparing.as_json(found), fidelity_figure(panels, metric_name))
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}"
     return text
 
 
 def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
-    from analysis.load import load_sweep, relative, swept_keys
-    from analysis.naming import labels_of, level_names
-
     if folders and format_name not in (None, RUN_FOLDER):
         raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
     found: dict[str, Run] = {}  # by the name of the folder in the output
@@ -171,18 +169,6 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
 def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> str:
     """Compares a study, writes the outputs, and returns the text to print."""
     from analysis.plots.fidelity_plots import study_figure
-    from experiments.fidelity.fitting import Fitted, fit_study
-    from experiments.fidelity.study import WHOLE
-    from experiments.fidelity.study_report import (
-        NAMES,
-        as_json,
-        beside,
-        check_study,
-        page_lines,
-        scores,
-        simulate_study,
-        study_lines,
-    )
 
     check_study(runs, overrides, options.beside)
     fits: list[Fitted] = []
@@ -196,7 +182,7 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     if options.out is not None:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
-        _write(options, text, as_json(found, fits), study_figure(signed, errors, NAMES))
+        _write(options, text, study_report.as_json(found, fits), study_figure(signed, errors, study_report.NAMES))
         text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
     return text
 

@@ -55,10 +55,9 @@ def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Both as one list of overrides. The user's value wins for a key that both have; options of groups come first. The
     run's settings of the cost model are dropped if the user chooses one that does not read them."""
     given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
-    kept = [item for item in settings if item.partition("=")[0] not in given]
     if given.get("cost", "roofline") not in _CAPTURING:
-        kept = [item for item in kept if not item.startswith("cost.")]
-    return sorted([*kept, *overrides], key=lambda item: item.partition("=")[0] not in GROUPS)
+        settings = [item for item in settings if not item.startswith("cost.")]
+    return sorted(replaced(settings, overrides), key=lambda item: item.partition("=")[0] not in GROUPS)
 
 
 def replaced(overrides: Sequence[str], newer: Sequence[str]) -> list[str]:

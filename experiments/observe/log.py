@@ -330,8 +330,6 @@ class _Reader:
 
 
 def _of_these(step: ObservedStep, requests: dict[str, ObservedRequest]) -> ObservedStep:
-    """Returns the step with only these requests."""
-
     def kept(by_name: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in by_name.items() if name in requests}
 

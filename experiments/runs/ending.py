@@ -30,7 +30,6 @@ _SETTINGS = {  # settings that can keep the head of the queue from being admitte
 
 
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[Note, ...]:
-    """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
     from analysis.measures.notes import Note, doubts_of
     from analysis.measures.replicas import routing_notes
@@ -89,7 +88,6 @@ def ignored_message(
 
 
 def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
-    """Returns advice about requests that ended as ignored."""
     if not blocked_by:
         return f"{'Leave them out' if is_given else 'Cut them with trace.max_prompt_tokens'}, raise the limit"
     if blocked_by != BlockedBy.ADMISSION:
@@ -100,7 +98,6 @@ def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Returns the reason for a failure, as in manifest.json."""
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
 
 

@@ -13,7 +13,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
 from experiments.configuration.options import options
 from experiments.runs.environment import describe_versions, versions_in_vllm
-from experiments.runs.run_folder import write_json
+from experiments.runs.run_folder import ABSENT, write_json
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import DTYPE_BYTES
@@ -73,13 +73,11 @@ def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> d
     """Returns the entries of the manifest that are known before a run in vLLM ends. said: the observer's description
     of vLLM."""
     return {
-        "backend": "vllm", **versions_in_vllm(said["vllm"]),
-        "code_version": describe_versions()["llm-serving-testbed"], "core": None, "compiler": None,
+        **ABSENT, "backend": "vllm", **versions_in_vllm(said["vllm"]),
+        "code_version": describe_versions()["llm-serving-testbed"],
         "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
         "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
-        "device": said["device"]["name"], "attention": None, "attention_reasons": None, "weights": None,
-        "cost": None, "cost_fit": None, "cost_error": None, "estimator": None,
-        "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
-        "block_size": said["config"]["block_size"], "num_replicas": 1, "router": None, "num_unsent": 0,
-        "digest": None, "replay": None, "host": None, "replicas": None, "cost_notes": [], "num_extrapolated_steps": 0,
+        "device": said["device"]["name"], "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
+        "block_size": said["config"]["block_size"], "num_replicas": 1, "num_unsent": 0, "cost_notes": [],
+        "num_extrapolated_steps": 0,
     }  # fmt: skip

@@ -61,30 +61,21 @@ def interruptible(loops: list[Loop]) -> Iterator[list[Loop]]:
         presses.close()
 
 
-class _Late:
-    """Whether Ctrl-C was pressed within `undisturbed`."""
-
-    def __init__(self) -> None:
-        self.is_pressed = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.is_pressed = True
-
-
-_late = _Late()
+_late: list[int] = []  # the signals that came within `undisturbed`
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Context in which Ctrl-C has no effect: records are being closed, and a second press would lose them. Callers that
     continue afterwards check `was_pressed`."""
-    with _handled(_late.handle):
+    with _handled(lambda number, frame: _late.append(number)):
         yield
 
 
 def was_pressed() -> bool:
     """Whether Ctrl-C was pressed within `undisturbed` since the last call."""
-    is_pressed, _late.is_pressed = _late.is_pressed, False
+    is_pressed = bool(_late)
+    _late.clear()
     return is_pressed
 
 

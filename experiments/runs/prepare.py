@@ -40,9 +40,7 @@ from testbed.traces.schema import Trace
 from testbed.traces.stream import CountedTrace, whole
 from testbed.traces.transforms import speed_up
 
-NO_REPLAY: dict[str, Any] = {"replay": None, "host": None}  # these entries in the manifest of a simulated run
 TraceLike = Trace | CountedTrace  # whole in memory, or read once during the run
-NO_ENGINE: dict[str, Any] = {"attention": None, "attention_reasons": None, "weights": None}
 
 
 def at_speed(trace: Trace, speed: float) -> Trace:
@@ -134,13 +132,7 @@ class Prepared:
 def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     from sim.driver import run as drive
 
-    description = {
-        **NO_ENGINE,
-        "cost": config.cost_name,
-        "cost_fit": None,
-        "cost_error": None,
-        "device": config.device.name,
-    }
+    description: dict[str, Any] = {"cost": config.cost_name, "device": config.device.name}
     if config.recorded_run is not None:
         engines.refuse_fleet(config)
         from experiments.runs.parity import num_tapes, recorded_inputs
@@ -243,7 +235,6 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
 
 def _described(engine: Any) -> dict[str, Any]:
     return {
-        "cost": None, "cost_fit": None, "cost_error": None,
         "attention": engine.attention_name, "attention_reasons": engine.attention_reasons,
         "weights": engine.load_format, "device": engine.device_description,
     }  # fmt: skip

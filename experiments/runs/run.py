@@ -23,7 +23,6 @@ from experiments.runs.identity import identity_of
 from experiments.runs.interrupt import interruptible, undisturbed
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.prepare import (
-    NO_REPLAY,
     Prepared,
     TraceLike,
     at_speed,
@@ -34,7 +33,7 @@ from experiments.runs.prepare import (
     trace_inbox,
 )
 from experiments.runs.progress import Progress
-from experiments.runs.run_folder import claimed, locked, refuse_overwrite, write_json, writing
+from experiments.runs.run_folder import ABSENT, claimed, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
 from experiments.wiring.costs import itemise
@@ -215,7 +214,7 @@ def _run(
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
         "cost_notes": watch.notes() if watch is not None else [],
         "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
-        **(NO_REPLAY if prepared.replay is None else prepared.replay.describe()),
+        **({} if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure)
@@ -317,8 +316,9 @@ def _close(
 
 def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: str) -> dict[str, Any]:
     return {
+        **ABSENT,
         "status": "partial",
-        "backend": config.backend_name,
+        "backend": config.raw["backend"]["name"],
         "created": datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "versions": describe_versions(),
         "core": compiled.current().mode,

@@ -34,6 +34,10 @@ _WRITTEN = (
     *_OF_RUNS, "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE,
     "config.yaml", "timeline.json",
 )  # fmt: skip
+ABSENT: dict[str, Any] = dict.fromkeys((  # entries that not every manifest has: those of other backends
+    "cost", "cost_fit", "cost_error", "estimator", "attention", "attention_reasons", "weights", "core", "compiler",
+    "router", "replicas", "replay", "host", "digest",
+))  # fmt: skip
 SET_ASIDE = ".stale"  # folder in a sweep's folder for finished points with another identity
 
 
@@ -235,7 +239,6 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describes the exception that ended a run in one line."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         what, fix = _NO_ROOM[error.errno]
         return f"{what} ({error.filename or 'while writing'}); {fix} and run again"

@@ -301,14 +301,10 @@ def say_not_begun(point: Point, why: str) -> None:
 
 
 class _NoTerminal(io.TextIOBase):
+    """Standard error as no terminal, which has no bars."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return False

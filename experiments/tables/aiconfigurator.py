@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments.tables.columns import latencies_ns, reason, rows_of
-from experiments.tables.devices import OUR_DEVICES, THEIR_DEVICES
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, check_rows
@@ -68,27 +67,23 @@ def load(
     source = f"aiconfigurator-core {_package_version(root)}"
     label = partial(rows_of, source=source, licence=LICENCE)
     own = partial(label, engine=f"{engine} {chosen}")
-    gemm = folder / "gemm" / engine / chosen / "gemm_perf.parquet"
-    attention = folder / "attention" / engine / chosen
-    tables = [_gemm(gemm, own, kept)]
-    tables += [_attention(attention / "context_attention_perf.parquet", "attention_prefill", own, kept)]
-    tables += [_attention(attention / "generation_attention_perf.parquet", "attention_decode", own, kept)]
+    files = _files(folder, engine, chosen)
+    tables = [_gemm(files["gemm"], own, kept)]
+    tables += [_attention(files[name], name, own, kept) for name in ("attention_prefill", "attention_decode")]
     doubts = []
-    reduce = _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", chosen)
-    if reduce is not None:
+    if (reduce := files.get("all_reduce")) is not None:
         if reduce.parent.name != chosen:
             doubts.append(
                 f"{engine} {chosen} has no all-reduce of its own there: that of {reduce.parent.name} is taken"
             )
         tables.append(_all_reduce(reduce, partial(label, engine=f"{engine} {reduce.parent.name}")))
-    nccl = _nearest(folder / "comm" / "nccl", "nccl_perf.parquet", None)
-    if nccl is not None:
+    if (nccl := files.get("nccl")) is not None:
         tables += _nccl(nccl, partial(label, engine=f"nccl {nccl.parent.name}"))
     rows = pa.concat_tables(tables).combine_chunks()
     check_rows(rows, f"{source}, {system}")
     if kept is None:
         doubts += _standing_doubts(rows)
-    return OperatorTables(OUR_DEVICES.get(system, system), _description(gemm), rows, tuple(doubts))
+    return OperatorTables(_our_name(system), _description(files["gemm"]), rows, tuple(doubts))
 
 
 def coverage() -> list[Coverage]:
@@ -101,24 +96,27 @@ def coverage() -> list[Coverage]:
             if not versions:
                 continue
             chosen = versions[-1]
-            counted = _counted(folder, engine, chosen)
-            ours = OUR_DEVICES.get(system, system)
-            found.append(Coverage(ours, engine, chosen, tuple(counted), sum(counted.values())))
+            counted = _counted(_files(folder, engine, chosen))
+            found.append(Coverage(_our_name(system), engine, chosen, tuple(counted), sum(counted.values())))
     return found
 
 
-def _counted(folder: Path, engine: str, version: str) -> dict[str, int]:
+def _files(folder: Path, engine: str, version: str) -> dict[str, Path]:
+    """The files of a version, by operator; collectives of which the device has no file are left out."""
     attention = folder / "attention" / engine / version
-    files = {
+    reduce = _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", version)
+    nccl = _nearest(folder / "comm" / "nccl", "nccl_perf.parquet", None)
+    return {
         "gemm": folder / "gemm" / engine / version / "gemm_perf.parquet",
         "attention_prefill": attention / "context_attention_perf.parquet",
         "attention_decode": attention / "generation_attention_perf.parquet",
-        "all_reduce": _nearest(folder / "comm" / engine, "custom_allreduce_perf.parquet", version),
-    }
-    counts = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file and file.is_file()}
-    nccl = _nearest(folder / "comm" / "nccl", "nccl_perf.parquet", None)
-    if nccl is not None:
-        kinds = pq.read_table(nccl, columns=["op_name"])["op_name"]
+    } | {name: file for name, file in (("all_reduce", reduce), ("nccl", nccl)) if file is not None}
+
+
+def _counted(files: dict[str, Path]) -> dict[str, int]:
+    counts = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.is_file()}
+    if counts.pop("nccl", 0):  # it has several operators
+        kinds = pq.read_table(files["nccl"], columns=["op_name"])["op_name"]
         for name in ("all_reduce", "all_gather"):
             counts[name] = counts.get(name, 0) + pc.sum(pc.equal(kinds, name)).as_py()
     return counts
@@ -146,16 +144,21 @@ def _package_version(systems: Path) -> str:
     return named[-1].name.split("-")[1].removesuffix(".dist") if named else "of unknown version"
 
 
+def _our_name(system: str) -> str:
+    """The name in our device library, which leaves the form of the card out."""
+    return system.removesuffix("_sxm")
+
+
 def _systems(root: Path) -> list[str]:
     return sorted(folder.name for folder in (root / "data").iterdir() if folder.is_dir())
 
 
 def _system(root: Path, device: str) -> str:
     """Their name of a device, from our name or theirs. Raises ConfigError if there are no tables of it."""
-    named = THEIR_DEVICES.get(device, device)
     with_data = [system for system in _systems(root) if any((root / "data" / system / "gemm").glob("*/*/*.parquet"))]
-    if named not in with_data:
-        names = [OUR_DEVICES.get(system, system) for system in with_data]
+    named = next((system for system in with_data if device in (system, _our_name(system))), None)
+    if named is None:
+        names = [_our_name(system) for system in with_data]
         problem = unknown(f"aiconfigurator-core has no tables of the device {device!r}", device, names)
         raise ConfigError(f"{problem}; {_ELSE}")
     return named
@@ -274,12 +277,10 @@ def _attention(file: Path, operator: str, label: Any, kept: Kept | None) -> Any:
 
 def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
     """The bytes of messages whose sizes are numbers of elements."""
-    widths = dtypes
     for name in pc.unique(dtypes).to_pylist():
         if name not in _DTYPE_BYTES:
             raise ProfileError(unknown(f"{file}: messages of dtype {name!r}", name, list(_DTYPE_BYTES)))
-        widths = pc.replace_substring_regex(widths, f"^{name}$", str(_DTYPE_BYTES[name]))
-    return pc.multiply(sizes, widths.cast(pa.int64()))
+    return pc.multiply(sizes, pa.array(dtypes.to_pandas().map(_DTYPE_BYTES), pa.int64()))
 
 
 def _all_reduce(file: Path, label: Any) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv
 
 from testbed.errors import ProfileError
 from testbed.foreign_text import shown
@@ -61,37 +60,27 @@ class CsvTable:
         if not path.is_file():
             raise ProfileError(f"no file at {path}; docs/tables.md says what each source has")
         self._table = _read(path)
-        names = self._table.column_names
-        missing = [name for name in needed if name not in names]
+        missing = [name for name in needed if name not in self._table]
         if missing:
-            raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {', '.join(map(_plain, names[:30]))}")
-        doubled = [name for name in needed if names.count(name) > 1]
-        if doubled:
-            raise ProfileError(
-                f"{path} has the column {doubled[0]!r} {names.count(doubled[0])} times; expected it once"
-            )
-        if not self._table.num_rows:
+            names = ", ".join(map(_plain, self._table.columns[:30]))
+            raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {names}")
+        self.num_rows = len(self._table)
+        if not self.num_rows:
             raise ProfileError(f"{path} has no rows")
-        self.num_rows: int = self._table.num_rows
 
     def has(self, name: str) -> bool:
-        return name in self._table.column_names
+        return name in self._table
 
     def texts(self, name: str) -> np.ndarray[Any, Any]:
         """A column as strings; "" for empty cells."""
-        found: np.ndarray[Any, Any] = self._table[name].fill_null("").to_numpy()
-        return found
+        return self._table[name].fillna("").to_numpy(str)
 
     def numbers(self, name: str, *, may_be_empty: bool = False) -> np.ndarray[Any, Any]:
         """A column as floats; NaN for empty cells, which raise an error unless `may_be_empty`."""
         column = self._table[name]
-        if column.null_count and not may_be_empty:
-            raise self._refused(name, pc.index(column.is_null(), True).as_py(), "a number")
-        try:
-            values = column.cast(pa.float64())
-        except pa.ArrowException:
-            raise self._refused(name, _first_not_a_number(column.to_pylist()), "a number") from None
-        array: np.ndarray[Any, Any] = values.fill_null(float("nan")).to_numpy()
+        is_bad = pd.to_numeric(column, errors="coerce").isna() & (not may_be_empty or column.notna())
+        self.refuse_where(is_bad.to_numpy(), name, "a number")
+        array = column.to_numpy(np.float64)
         self.refuse_where(np.isinf(array), name, "a finite number")
         return array
 
@@ -111,13 +100,10 @@ class CsvTable:
     def refuse_where(self, is_bad: np.ndarray[Any, Any], name: str, expected: str) -> None:
         """Raises ProfileError for the first bad row of a column, if there is one."""
         if is_bad.any():
-            raise self._refused(name, int(is_bad.argmax()), expected)
-
-    def _refused(self, name: str, row: int, expected: str) -> ProfileError:
-        """The error for a value. row: from 0; its line in the file is row + 2, after the header."""
-        value = self._table[name][row].as_py()
-        text = "empty" if value is None else shown(value)
-        return ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
+            row = int(is_bad.argmax())  # its line in the file is row + 2, after the header
+            value = self._table[name].iloc[row]
+            text = "empty" if pd.isna(value) else shown(value)
+            raise ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
 
 
 def reason(error: Exception) -> str:
@@ -130,42 +116,15 @@ def _plain(text: str, length: int = 40) -> str:
     return escaped if len(escaped) <= length else escaped[: length - 1] + "…"
 
 
-def _read(path: Path) -> pa.Table:
-    """All columns as texts. Raises ProfileError, which names the line if pyarrow does."""
-    bad: list[Any] = []  # pyarrow's InvalidRow; its number (from 1, header included) is only set with one thread
-
-    def refuse_row(row: Any) -> str:
-        bad.append(row)
-        return "error"
-
-    skip = pa.csv.ParseOptions(invalid_row_handler=lambda row: "skip")
+def _read(path: Path) -> pd.DataFrame:
+    """All columns as texts. Raises ProfileError, which names the line if pandas does."""
     try:
-        names = pa.csv.open_csv(path, parse_options=skip).schema.names
-        texts = pa.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", "nan", "NaN"]
+        table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, na_values=["", "nan", "NaN"])
+    except (ValueError, OSError) as error:  # ValueError: also bytes that are not UTF-8, rows that are longer
+        raise ProfileError(f"{path} cannot be read as CSV: {reason(error)}") from None
+    names = table.iloc[0].fillna("")  # not by pandas, which renames doubled ones and cuts a first row that is longer
+    if names.duplicated().any():
+        raise ProfileError(
+            f"{path} has the column {_plain(names[names.duplicated()].iloc[0])!r} twice; expected it once"
         )
-        return pa.csv.read_csv(
-            path, convert_options=texts, parse_options=pa.csv.ParseOptions(invalid_row_handler=refuse_row),
-            read_options=pa.csv.ReadOptions(use_threads=False),
-        )  # fmt: skip
-    except UnicodeDecodeError:
-        raise ProfileError(f"{path}, line 1: not UTF-8 text; expected a CSV with the names of its columns") from None
-    except (pa.ArrowException, OSError) as error:
-        if bad:
-            row = bad[0]
-            raise ProfileError(
-                f"{path}, line {row.number}: {row.actual_columns} values in {shown(row.text)}; expected "
-                f"{row.expected_columns}, as its first line has"
-            ) from None
-        line = re.search(r"Row #(\d+)", str(error))
-        where = f"{path}, line {line[1]}," if line else str(path)
-        raise ProfileError(f"{where} cannot be read as CSV: {reason(error)}") from None
-
-
-def _first_not_a_number(texts: list[str | None]) -> int:
-    for row, text in enumerate(texts):
-        try:
-            float(text or "nan")
-        except ValueError:
-            return row
-    return 0
+    return table[1:].set_axis(names, axis="columns")

@@ -1,4 +1,4 @@
-"""Look-up of devices and models of the library for `testbed tables`, and AIConfigurator's names of the devices."""
+"""Look-up of devices and models of the library for `testbed tables`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-
-THEIR_DEVICES = {  # our name -> AIConfigurator's
-    "a100": "a100_sxm",
-    "b200": "b200_sxm",
-    "b300": "b300_sxm",
-    "gb200": "gb200",
-    "gb300": "gb300",
-    "h100": "h100_sxm",
-    "h200": "h200_sxm",
-    "l40s": "l40s",
-    "rtx_pro_6000_server": "rtx_pro_6000_server",
-}
-OUR_DEVICES = {theirs: ours for ours, theirs in THEIR_DEVICES.items()}
 
 
 def chosen(group: str, given: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.tables.roofline import bounds_ns, has_bound
+from experiments.tables.roofline import FloatArray, bounds_ns, has_bound
 from testbed.errors import ProfileError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, SIZES, OperatorTables
@@ -81,7 +81,7 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
         for axis in axes:
             _off_neighbours(points, axis, off)
             _falling(points, axis, falls)
-        parts, again = [], num - len(points.time_ns)
+        parts, again = [], num - len(points)
         if again:
             parts.append(f"{_are(again)} measured again (their mean is looked at)")
         if off.num:
@@ -123,33 +123,27 @@ def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
 
 
 class _Points:
-    """Rows as numbers; rows of the same sizes are one point, with their mean time."""
+    """Rows of the same sizes as one point, with their mean time."""
 
     def __init__(self, rows: Any) -> None:
-        codes = np.empty((rows.num_rows, len(_KEYS)), dtype=np.int64)
-        for index, name in enumerate(_KEYS):
-            column = rows[name].combine_chunks()
-            if OPERATOR_COLUMNS[name] == "string":
-                codes[:, index] = column.dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
-            else:
-                codes[:, index] = column.fill_null(-1).to_numpy(zero_copy_only=False)
-        self.sizes, point = np.unique(codes, axis=0, return_inverse=True)
-        self.of_row = point.reshape(-1)  # the point of each row
-        self.time_ns = np.bincount(self.of_row, rows["time_ns"].to_numpy()) / np.bincount(self.of_row)
+        by_size = rows.to_pandas().groupby(list(_KEYS), dropna=False)
+        self.of_row = by_size.ngroup().to_numpy()  # the point of each row
+        self._points = by_size["time_ns"].mean().reset_index()
 
-    def along(self, axis: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """(an order of the points in which those that differ only in this size are adjacent, with this size ascending;
-        for each place in that order the number of the line of points that it belongs to)."""
-        index = _KEYS.index(axis)
-        others = [column for column in range(len(_KEYS)) if column != index]
-        order = np.lexsort((self.sizes[:, index], *self.sizes.T[others]))
-        rest = self.sizes[order][:, others]
-        line = np.cumsum(np.r_[True, (rest[1:] != rest[:-1]).any(axis=1)])
-        return order, line
+    def __len__(self) -> int:
+        return len(self._points)
 
-    def words(self, row: int) -> str:
-        pairs = zip(_KEYS, self.sizes[row], strict=True)
-        return " ".join(f"{name}={size:,}" for name, size in pairs if OPERATOR_COLUMNS[name] == "int64" and size >= 0)
+    def along(self, axis: str) -> tuple[FloatArray, FloatArray, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(sizes and times of the points, in an order in which those that differ only in this size are adjacent, with
+        this size ascending; the line of points that each belongs to; the number of each point)."""
+        others = [name for name in _KEYS if name != axis]
+        ordered = self._points.sort_values([*others, axis])
+        line = ordered.groupby(others, dropna=False, sort=False).ngroup()
+        return ordered[axis].to_numpy(float), ordered["time_ns"].to_numpy(), line.to_numpy(), ordered.index.to_numpy()
+
+    def words(self, number: int) -> str:
+        sizes = self._points.loc[number, [name for name in _KEYS if OPERATOR_COLUMNS[name] == "int64"]].dropna()
+        return " ".join(f"{name}={size:,.0f}" for name, size in sizes.items())
 
 
 def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
@@ -158,26 +152,24 @@ def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
     A point that is off makes its neighbours look off, too: of adjacent points only the one with the largest factor
     counts.
     """
-    order, line = points.along(axis)
-    size = points.sizes[order, _KEYS.index(axis)].astype(np.float64)
-    time_ns = np.log(points.time_ns[order])
+    size, time_ns, line, number = points.along(axis)
+    time_ns = np.log(time_ns)
     inner = np.flatnonzero((line[:-2] == line[2:]) & (size[:-2] > 0)) + 1
     left, here, right = np.log(size[inner - 1]), np.log(size[inner]), np.log(size[inner + 1])
     near = (right - here <= np.log(GAP)) & (here - left <= np.log(GAP))
     inner, left, here, right = inner[near], left[near], here[near], right[near]
     between = time_ns[inner - 1] + (time_ns[inner + 1] - time_ns[inner - 1]) * (here - left) / (right - left)
     factor = np.exp(np.abs(time_ns[inner] - between))
-    factors = np.zeros(len(order))
+    factors = np.zeros(len(size))
     factors[inner] = factor
     is_most = (factor >= factors[inner - 1]) & (factor >= factors[inner + 1])
-    found.add(points, order[inner[is_most]], factor[is_most], OFF)
+    found.add(points, number[inner[is_most]], factor[is_most], OFF)
 
 
 def _falling(points: _Points, axis: str, found: _Found) -> None:
-    order, line = points.along(axis)
-    time_ns = points.time_ns[order]
+    _, time_ns, line, number = points.along(axis)
     factor = np.where(line[1:] == line[:-1], time_ns[:-1] / time_ns[1:], 0.0)
-    found.add(points, order[1:], factor, 1 / FALLS)
+    found.add(points, number[1:], factor, 1 / FALLS)
 
 
 def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec, found: _Found) -> None:

@@ -162,7 +162,7 @@ def _layers(
     operators = pa.array([widths[name][0] for name in found]).take(pa.array(index))
     inner = pa.array([widths[name][2] for name in found], pa.int64()).take(pa.array(index))
     rows = label(
-        csv.num_rows, operator=operators, kernel=pa.array(names.astype(str)), m=csv.counts(column),
+        csv.num_rows, operator=operators, kernel=pa.array(names), m=csv.counts(column),
         n=np.array([widths[name][1] for name in found])[index], k=inner, time_ns=csv.times("time_us", "us"),
     )  # fmt: skip
     return rows.filter(pa.array(~np.isin(names, without)))

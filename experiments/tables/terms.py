@@ -67,20 +67,17 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
 
 def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     """Fits all-reduces, of which the fastest kernel for each message is taken, as an engine chooses it."""
-    rows = tables.select("all_reduce")
-    best: dict[tuple[int, int], float] = {}
-    points = zip(*(rows[name].to_pylist() for name in ("kernel", "num_bytes", "num_ranks", "time_ns")), strict=True)
-    for kernel, num_bytes, num_ranks, ns in points:
-        if _MESSAGES[0] <= num_bytes <= _MESSAGES[1] and not str(kernel).endswith(_TIMED_WITH_LAUNCHES):
-            best[num_bytes, num_ranks] = min(ns, best.get((num_bytes, num_ranks), np.inf))
+    rows = tables.select("all_reduce").to_pandas()
+    is_one = rows["num_bytes"].between(*_MESSAGES) & ~rows["kernel"].str.endswith(_TIMED_WITH_LAUNCHES)
+    best = rows[is_one].groupby(["num_bytes", "num_ranks"])["time_ns"].min()
     if len(best) < _MIN_POINTS or spec.interconnect != "nvlink":
         return []
-    measured = np.array(list(best.values()))
+    points: list[tuple[int, int]] = best.index.tolist()
 
     def loss(x: FloatArray) -> float:
         device = replace(spec, interconnect_efficiency=float(abs(x[0])))
-        links = {size: collectives_of(size, device) for _, size in best}
-        return _loss(np.array([links[size].all_reduce_ns(num_bytes) for num_bytes, size in best]), measured)
+        links = {size: collectives_of(size, device) for _, size in points}
+        return _loss(np.array([links[size].all_reduce_ns(num_bytes) for num_bytes, size in points]), best.to_numpy())
 
     (share,) = _minimized(loss, (spec.interconnect_efficiency,))
     return [

@@ -65,7 +65,7 @@ def _mlp(file: Path, label: Any) -> list[Any]:
     heads, kv_heads, hidden, inner, rows, size = (csv.counts(name) for name in _SHAPE)
     head = hidden // heads
     q_size, kv_size, inner = heads // size * head, np.maximum(1, kv_heads // size) * head, inner // size
-    gated = np.char.lower(csv.texts("use_gated_mlp").astype(str)) == "true"
+    gated = np.char.lower(csv.texts("use_gated_mlp")) == "true"
     products = {
         "attn_pre_proj": (q_size + 2 * kv_size, hidden),
         "attn_post_proj": (hidden, q_size),
@@ -90,9 +90,8 @@ def _attention(file: Path, label: Any) -> list[Any]:
     csv = CsvTable(file, (*_ATTENTION, _time("attn_prefill"), _time("attn_decode")))
     hidden, heads, kv_heads, size, batch = (csv.counts(name) for name in _ATTENTION[:5])
     chunk, before = csv.counts("prefill_chunk_size", 0), csv.counts("kv_cache_size", 0)
-    backends = csv.texts("attention_backend").astype(str)
-    kernels = np.char.lower(np.array([name.rpartition(".")[2] for name in backends.tolist()]))
-    is_prefill = np.char.lower(csv.texts("is_prefill").astype(str)) == "true"
+    kernels = np.char.lower(np.array([name.rpartition(".")[2] for name in csv.texts("attention_backend").tolist()]))
+    is_prefill = np.char.lower(csv.texts("is_prefill")) == "true"
     tables = []
     for operator, column, some in (
         ("attention_prefill", _time("attn_prefill"), is_prefill),
@@ -116,7 +115,7 @@ def _collective(file: Path, operator: str, label: Any) -> tuple[Any, int]:
     """The collectives within a node, as timed by rank 0; and the number of other rows, which are left out."""
     csv = CsvTable(file, (*_COLLECTIVE, _time(operator)))
     ranks, num_bytes = csv.counts("num_workers"), csv.counts("size")
-    csv.refuse_where(csv.texts("collective").astype(str) != operator, "collective", operator)
+    csv.refuse_where(csv.texts("collective") != operator, "collective", operator)
     some = (csv.counts("rank", 0) == 0) & (csv.counts("devices_per_node") == ranks) & (ranks > 1)
     time_ns = csv.times(_time(operator), "ms")
     whole = num_bytes * ranks if operator == "all_gather" else num_bytes

@@ -79,14 +79,6 @@ def test_rows_out_of_order_are_sorted_and_that_is_said(tmp_path: Path, capsys: p
     assert note in (tmp_path / "run" / "run.log").read_text()
 
 
-def test_a_simulated_request_without_a_forced_output_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = run(capsys, tmp_path, [GOOD, {"request_id": "mute", "arrival_time": 1, "prompt_tokens": 3}]).error()
-    assert "'mute'" in error
-    assert "output_tokens" in error
-
-
 # --- requests that can never fit ---
 
 BACKENDS = [pytest.param((), id="sim"), pytest.param(REAL, id="real", marks=needs_engine)]

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from experiments.calibration import calibrate
+from experiments.calibration import command as command_line
 from experiments.cli import main
 from sim.cost.calibration_file import load_calibration
 from testbed.specs.profiles import read_profile
@@ -80,7 +81,7 @@ def test_a_profile_says_what_the_engine_captured_which_a_closed_one_has_released
 
 @pytest.mark.parametrize("command", [("calibrate",), ("calibrate", "profile")], ids=" ".join)
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch, command):
-    monkeypatch.setattr(calibrate, "measure_profile", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(command_line, "measure_profile", lambda *_, **__: pytest.fail("it measured"))
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "calibration" / "profile.parquet"
     assert f"{tmp_path / 'file'}" in say(capsys, *command, *ENGINE, *FAST, "--out", str(out)).error()

@@ -230,6 +230,7 @@ def test_policies_are_called_as_in_a_report() -> None:
     assert arms[3].name == f"sarathi, {last}"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "own_model"
     folder.mkdir()
@@ -242,6 +243,7 @@ def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, capsys: pytest.Cap
     assert "sim, own_model on " in said.out
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
     assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()
@@ -259,6 +261,7 @@ def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((tmp_path / "high" / "capacity.json").read_text())["policies"][0]["failed_at"] is None
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1e-3", "--out", str(tmp_path / "a"))
     assert "may fail: a few requests decide" in said.out

@@ -68,6 +68,7 @@ def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
     assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2).points)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_an_interrupt_keeps_what_was_done(
     tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_interrupt_keeps_what_was_done(
     assert find_capacity(*TWO, folder=tmp_path / "a").points.equals(searched.points)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.1)
     num = len(list((tmp_path / "points").iterdir()))

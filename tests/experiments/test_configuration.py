@@ -205,9 +205,6 @@ SLIPS = [
     ("trace.arrival=poison", ["arrival", "poison", "poisson"]),
     ("trace.prompt.kind=lognorml", ["kind", "lognorml", "lognormal"]),
     ("trace.prompt.vale=3", ["vale", "value"]),
-    ("cache.block_size=abc", ["cache.block_size", "abc"]),
-    ("cache.prefix_caching=maybe", ["cache.prefix_caching", "maybe"]),
-    ("seed=x", ["seed", "x"]),
     ("model.dtype=float33", ["model.dtype", "float33", "float32"]),
     ("cache.block_size", ["cache.block_size", "="]),
     ("=3", ["=3"]),
@@ -217,8 +214,6 @@ SLIPS = [
     ("+extra.key=1", ["extra"]),
     ("model=3", ["model=3"]),
     ("seed=1,2", ["seed=1,2", "-m"]),
-    ("cost.step_s=1", ["cost.step_s"]),  # a key of another option of the group
-    ("backend.pace=real_time", ["backend.pace"]),
 ]
 
 
@@ -298,13 +293,6 @@ def test_a_value_out_of_range_is_refused_before_anything_runs(tmp_path: Path, ov
     assert key.rpartition(".")[2] in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("override", RANGES[::6])
-def test_a_value_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str) -> None:
-    error = say(capsys, "run", override, f"hydra.run.dir={tmp_path / 'run'}").error()
-    assert override.partition("=")[0].rpartition(".")[2] in error
-    assert not (tmp_path / "run" / "manifest.json").exists()
 
 
 def test_a_misspelt_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

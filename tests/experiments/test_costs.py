@@ -303,6 +303,7 @@ def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
     assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_noise(tmp_path, profile, capsys):
     options = calibrated("cost.outside=allow")
     _, folder = run(tmp_path / "run", *options, f"cost.profile={profile}")
@@ -326,6 +327,7 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_cpu_has_no_data_sheet_to_trust(tmp_path, capsys):
     _, folder = run(tmp_path / "run", *TINY, *SHORT, "device=cpu")
     assert "note         the step times are made up: no data sheet gives a CPU's" in capsys.readouterr().out
@@ -333,6 +335,7 @@ def test_a_cpu_has_no_data_sheet_to_trust(tmp_path, capsys):
     assert "| step times | poor | made up: no data sheet gives a CPU's; testbed calibrate measures them |" in page
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
     far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))

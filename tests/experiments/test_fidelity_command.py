@@ -211,6 +211,7 @@ def test_the_command_line_is_checked(base, tmp_path, capsys):
     assert "compare it by itself" in error_line(capsys, tmp_path / "study.json", file, *FILE)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_runs_kept_with_out_are_run_folders(base, tmp_path):
     file = write(tmp_path, "vllm-bench", rows_of(base))
     assert fidelity(file, *FILE, "--out", tmp_path / "out") == 0
@@ -314,6 +315,7 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
     assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_command_that_fails_leaves_the_result_of_before(base, tmp_path, capsys):
     out = tmp_path / "out"
     assert fidelity(base.path, "--out", out) == 0

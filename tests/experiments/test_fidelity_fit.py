@@ -90,9 +90,7 @@ def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
     assert "| device.interconnect_factor |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "planted", [{"host_factor": 0.6}, {"device_factor": 1.3}, {"host_factor": 2.0, "device_factor": 0.8}]
-)
+@pytest.mark.parametrize("planted", [{"host_factor": 0.6}, {"host_factor": 2.0, "device_factor": 0.8}])
 @pytest.mark.usefixtures("unrendered")
 def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
     cost = {"name": "calibrated", **planted}

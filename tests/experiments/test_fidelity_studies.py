@@ -38,6 +38,7 @@ def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys
     assert text.count("Mean absolute percentage errors, whole runs") == 1
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(tmp_path, capsys):
     file, overrides = tmp_path / "study.json", ["scheduler=vllm_v1"]
     file.write_text(json.dumps(study(2)))
@@ -108,6 +109,7 @@ def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
     assert (tmp_path / "out" / "fidelity.png").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
     file = tmp_path / "study.json"
     file.write_text(json.dumps(study()))
@@ -137,6 +139,7 @@ def test_prompts_repeat_as_the_file_says(tmp_path):
     assert len({row.output for row in found[3].rows}) == 30
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_repeats_is_found_in_the_cache(tmp_path):
     file, runs = tmp_path / "study.json", study()
     runs[0]["workload"] |= {"question_len": 900, "num_unique_system_prompts": 2, "num_users_per_system_prompt": 2}
@@ -189,6 +192,7 @@ def test_every_column_says_who_is_lowest():
     )
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_outputs_of_one_token_have_no_gaps(tmp_path, capsys):
     runs = study(2)
     for run, itl_ms in zip(runs, (0.0, 3.2), strict=True):

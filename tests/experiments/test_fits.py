@@ -42,6 +42,7 @@ def test_each_is_the_fit_of_its_profile_and_of_the_model_that_it_names(file):
     assert build_cost(config).price(shape) == expected
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_takes_it_by_model_and_device(tmp_path):
     options = ["model=qwen3_8b", "device=h100", "cost=calibrated", "trace.num_requests=4"]
     assert main(["run", *options, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
@@ -114,6 +115,7 @@ def test_a_fit_and_its_profile_are_told_apart(capsys):
     assert "fit it again, or use it with cost=calibrated" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_linear_fit_says_its_error_and_is_of_its_model_alone(tmp_path, capsys):
     measured = LinearFit(LinearConfig(), 0.04, 0.2, num_steps=100, num_folds=5)
     save_fit(measured, tmp_path / "fit.json", model="qwen3_8b", block_size=16)

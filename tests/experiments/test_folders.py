@@ -79,28 +79,19 @@ def test_a_point_that_another_process_is_running_is_waited_for(
         assert f"another process began {run.path} and did not finish it; the same command runs it" in said.error()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (("hydra.run.dir=",), "hydra.run.dir"),
-        (("hydra.run.dir=''",), "hydra.run.dir"),
-        (("-m", "seed=0,1", "hydra.sweep.dir="), "hydra.sweep.dir"),
-    ],
-)
-def test_an_empty_folder_is_not_the_working_directory(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    key: str,
+def test_an_empty_folder_of_a_sweep_is_not_the_working_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert f"{key} is empty; name a folder" in say(capsys, "run", *TINY, *SHORT, *arguments).error()
+    said = say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", "hydra.sweep.dir=")
+    assert "hydra.sweep.dir is empty; name a folder" in said.error()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("quotes", ["", "'", '"'])
-@pytest.mark.parametrize("name", ["two words", "words (and), a comma", "é=~#1"])
+@pytest.mark.parametrize(
+    ("quotes", "name"),
+    [("", "two words"), ("", "words (and), a comma"), ("'", "é=~#1"), ('"', "words (and), a comma")],
+)
 def test_a_folder_s_name_has_any_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quotes: str, name: str
 ) -> None:

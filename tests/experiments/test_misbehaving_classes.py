@@ -220,6 +220,7 @@ def test_a_price_that_is_not_found_does_not_end_the_run_as_if_it_were_over(tmp_p
         simulate({"num_requests": 2}, folder=tmp_path / "run", cost={"_target_": f"{misbehaving}.FindsNone"})
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from experiments.observe.importing import import_log, trace_of
 from experiments.observe.log import read_log
 from experiments.observe.stock import options_of_stock
 from experiments.runs.in_vllm import device_of
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 
 LOGS = Path(__file__).parent / "observed"
@@ -85,6 +85,7 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     assert run.manifest["backend"] == "vllm"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
@@ -98,6 +99,7 @@ def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys:
     assert main(["report", str(folder), str(sim), "--out", str(tmp_path / "report.html")]) == 0
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, fit = tmp_path / "run", tmp_path / "fit.json"
     assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
@@ -254,12 +256,14 @@ def test_the_options_of_the_import_are_named_where_they_are_wrong(
     log = str(LOGS / "sync.jsonl.gz")
     assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 0
     assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 1
-    assert capsys.readouterr().err.strip().endswith("choose another --out or pass --overwrite")
+    assert (said := capsys.readouterr().err.strip()).endswith("choose another --out or pass --overwrite")
+    assert "already holds a run" in said
     assert main(["observe", "import", log, "--out", str(tmp_path / "run"), "--overwrite"]) == 0
     assert main(["observe", "import", str(tmp_path / "nosuch")]) == 1
     assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_an_imported_run_can_be_moved(tmp_path: Path) -> None:
     import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -342,13 +346,6 @@ def test_what_has_no_configuration_is_refused_before_there_is_a_folder(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
-    with pytest.raises(RunFolderError, match="already holds a run"):
-        import_log(LOGS / "sync.jsonl.gz", tmp_path / "run")
-    import_log(LOGS / "sync.jsonl.gz", tmp_path / "run", overwrite=True)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -428,6 +425,7 @@ def test_what_vllms_own_scheduler_has_not_is_refused(
     assert not folder.exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_engines_stand_side_by_side_in_a_report(tmp_path: Path) -> None:
     for name, backend in (("vllm", "vllm"), ("real", "real")):
         import_log(LOGS / "sync.jsonl.gz", tmp_path / name)

@@ -118,13 +118,7 @@ def test_a_run_of_ones_own_class_is_repeated_from_another_folder(
 BURST = (*TINY, *SHORT, "trace.arrival=all_at_once", "record.decisions=true", "hydra.run.dir=run")
 
 
-def test_a_composition(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *BURST, "scheduler.composition={_target_: mine.OneAtATime}")
-    assert said.status == 0, said.err
-    assert {sum(line["scheduled"].values()) for line in decisions_of(home / "run")} == {1}
-
-
-def test_its_parameters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_composition_with_parameters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", *BURST, "scheduler.composition={_target_: mine.OneAtATime, budget: 3}")
     assert said.status == 0, said.err
     assert max(sum(line["scheduled"].values()) for line in decisions_of(home / "run")) == 3
@@ -193,6 +187,7 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
     assert "base_us is negative" in error
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

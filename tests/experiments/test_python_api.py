@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 import pytest
 from hydra import initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -78,7 +77,6 @@ def test_the_run_that_is_returned_is_the_one_in_its_folder(tmp_path: Path) -> No
 
 
 def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
-    store = ConfigStore.instance()
     for overrides in (
         ["scheduler=orca", "cache.block_size=8", "seed=3", "overwrite=true"],
         ["scheduler=orca", "cache={block_size: 32}", "cache.watermark=0.5", "++cache.eviction=fifo"],
@@ -88,10 +86,6 @@ def test_points_of_a_sweep_are_composed_as_hydra_composes_each() -> None:
     ):
         whole = OmegaConf.to_container(_composed(tuple(overrides), ()), resolve=True)
         assert compose_raw(overrides) == compose_raw(overrides) == whole
-    for size in (5, 6):  # an option of the user's, stored again in between
-        store.store(group="record", name="mine", node={"token_times": size == 5})
-        assert compose_raw(["record=mine"])["record"] == {"token_times": size == 5}
-    del store.repo["record"]["mine.yaml"]
 
 
 def test_a_program_s_own_hydra_is_left_as_it_was() -> None:

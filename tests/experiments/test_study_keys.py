@@ -24,6 +24,7 @@ def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, capsys: pytest.CaptureFi
     assert load_run(tmp_path / "b").manifest["digest"] == run.manifest["digest"], "an SLO decides nothing"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = ("report.question='Is the second one faster?'", "report.baseline=prefill_first", "report.margin=0.05")
     load = latest(*TINY, *SHORT, "trace.num_requests=40", "seed=0,1,2")  # some within the margin, none identical
@@ -44,6 +45,7 @@ def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.Captu
     assert "±10" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_runs_that_state_different_things_are_not_mixed_in_silence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,4 +56,5 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch would say of a GPU."""
     import torch
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -12,7 +12,8 @@ from itertools import zip_longest
 from typing import Protocol
 
 from real.clocks import SLEEP_SLICE_S, Clock
-from real.driver import Drive, StepLog, Work
+from real.driver import Drive, Work
+from real.replay import HostTimes
 from testbed.core.interfaces import Backend, Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -37,7 +38,7 @@ class Fleet:
     """Several engines, one inbox for all of them, and the router in between. Each loop must get one of `inboxes`."""
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
+        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: HostTimes
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends))
         self.inboxes = self._dispatcher.inboxes

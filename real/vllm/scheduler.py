@@ -288,26 +288,11 @@ class CoreInVllm(SchedulerInterface):
 
     # --- features that this testbed lacks ---
 
-    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
-        return None
+    def _nothing(self, *given: Any, **more: Any) -> None:
+        """Answers what vLLM asks of these features."""
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does nothing, as there are no draft tokens."""
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Does nothing, as there are no draft tokens."""
-
-    def reset_encoder_cache(self) -> None:
-        """Does nothing, as there is no encoder cache."""
-
-    def get_kv_connector(self) -> None:
-        return None
-
-    def get_ec_connector(self) -> None:
-        return None
-
-    def get_kv_event_publisher_config(self) -> None:
-        return None
+    get_grammar_bitmask = get_kv_connector = get_ec_connector = get_kv_event_publisher_config = _nothing
+    update_draft_token_ids = update_draft_token_ids_in_output = reset_encoder_cache = _nothing
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> None:

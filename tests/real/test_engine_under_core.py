@@ -47,7 +47,7 @@ class TickingClock:
 
 
 class Requests(Recorder):
-    """An inbox that keeps what finished; a recorder that counts preemptions and hits."""
+    """An inbox that keeps what finished; a recorder that counts preemptions, hits and what happened to the blocks."""
 
     is_open = False
 
@@ -55,7 +55,9 @@ class Requests(Recorder):
         self.pending = list(requests)
         self._reset_at, self.num_boundaries = reset_at, 0
         self.outputs: dict[str, list[int]] = {}
+        self.completions: dict[str, list[list[int]]] = {}  # of all sequences of a request
         self.num_preemptions = self.num_cached_tokens = 0
+        self.num_swapped_out = self.num_swapped_in = self.num_copied = 0
 
     def due(self, now_ns: int) -> list[Event]:
         due = [request for request in self.pending if request.arrival_ns <= now_ns]
@@ -68,11 +70,17 @@ class Requests(Recorder):
         return self.pending[0].arrival_ns if self.pending else None
 
     def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self.outputs |= {done.request.request_id: list(done.output_token_ids) for done in requests}
+        for done in requests:
+            self.outputs[done.request.request_id] = list(done.output_token_ids)
+            self.completions[done.request.request_id] = sorted(list(one.token_ids) for one in done.completions)
 
     def committed(self, step) -> None:
-        self.num_preemptions += len(step.plan.preempted)
-        self.num_cached_tokens += sum(admission.num_cached_tokens for admission in step.plan.admitted)
+        plan = step.plan
+        self.num_preemptions += len(plan.preempted)
+        self.num_cached_tokens += sum(admission.num_cached_tokens for admission in plan.admitted)
+        self.num_swapped_out += len(plan.swap_out)
+        self.num_swapped_in += len(plan.swap_in)
+        self.num_copied += len(plan.copies)
 
 
 class ProbingClock(TickingClock):

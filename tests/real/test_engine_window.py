@@ -21,7 +21,6 @@ from testbed.errors import ConfigError, ModelError
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.specs.hf_config import load_hf_config
 from tests.real.engine_helpers import TOLERANCE, checkpoint, requests_of, row, step_logits, tiny_backend, tiny_spec
-from tests.real.test_engine_groups_under_core import Requests as GroupRequests
 from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.testbed.core_kit import make_limits, make_scheduler
 
@@ -241,17 +240,15 @@ class Watch:
 
 
 class Named(Requests):
-    """Also keeps which request a sequence is, and what preemption did."""
+    """Also keeps which request a sequence is."""
 
     def __init__(self, requests: list[Request]) -> None:
         super().__init__(requests)
         self.names: dict[int, str] = {}
-        self.num_swapped_in = 0
 
     def committed(self, step) -> None:
         super().committed(step)
         self.names |= {admission.seq_id: admission.request_id for admission in step.plan.admitted}
-        self.num_swapped_in += len(step.plan.swap_in)
 
 
 ALLOCATE = [("prefill_first", "whole"), ("decode_first", "whole"), ("unified", "whole"), ("unified", "chunk")]
@@ -304,7 +301,7 @@ def serve_groups(requests: list[Request], window: int, composition: str, num_blo
         preemption=Auto(),
         limits=make_limits(seqs=16, budget=48, model_len=256),
     )
-    inbox = GroupRequests(requests)
+    inbox = Requests(requests)
     run(serve(inbox, scheduler, inbox), backend, TickingClock())
     scheduler.check_invariants()
     return inbox
@@ -316,9 +313,9 @@ def test_groups_get_the_tokens_they_get_alone(window, composition):
     requests = requests_of(KINDS, PROMPTS, NUM_TOKENS)
     alone = {}
     for request in requests:
-        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).outputs
+        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).completions
     for caching in (True, False):
         together = serve_groups(requests, window, composition, 18, caching)
-        assert together.outputs == alone
+        assert together.completions == alone
         assert together.num_swapped_in == together.num_swapped_out > 0
         assert together.num_copied > 0

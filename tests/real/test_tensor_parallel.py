@@ -29,8 +29,7 @@ from testbed.errors import ConfigError, DeviceError, ModelError
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, plan_of, row, tiny_backend, tiny_spec
 from tests.real.processes import assert_gone, ranks_of
-from tests.real.test_engine_groups_under_core import Requests
-from tests.real.test_engine_under_core import TickingClock
+from tests.real.test_engine_under_core import Requests, TickingClock
 from tests.real.thread_ranks import on_ranks
 from tests.testbed.core_kit import make_limits, make_scheduler
 

@@ -8,6 +8,7 @@ and its clock is the time at which it is called.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -66,7 +67,8 @@ class OwnLoop:
 
     def __init__(
         self, scheduler: Scheduler, recorder: Recorder, make_request: Callable[[str, Any, int], Request],
-        close: Callable[[], None] = lambda: None, checks: Sequence[Callable[[BatchPlan], None]] = (),
+        close: Callable[[], None] = lambda: None, read_ns: Callable[[], int] = time.perf_counter_ns,
+        checks: Sequence[Callable[[BatchPlan], None]] = (),
         failed: Callable[[BaseException], BaseException] = lambda error: error,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
@@ -78,7 +80,7 @@ class OwnLoop:
         self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
         self._inbox = ServedInbox()
         self._loop = serve(self._inbox, scheduler, recorder)
-        self._clock, self._last_ns = RealTimeClock(), -1
+        self._clock, self._last_ns = RealTimeClock(read_ns), -1
         self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: launch time, and planning time
         self._command: WaitUntil | Execute = next(self._loop)
 

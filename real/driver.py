@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from real.clocks import Clock, scaled
-from real.replay import HostTimes
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.interfaces import Backend
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
@@ -36,11 +35,20 @@ class Work(NamedTuple):
     is_done: Callable[[], bool] = lambda: False
 
 
+class StepLog(Protocol):
+    """Is called for each step that was waited for; real.replay.HostTimes implements it."""
+
+    def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
+        """launch_ns: duration of the launch, without preparing. length_ns: from the plan to the result; if the step was
+        planned while another was in flight, from the other's result to its own."""
+        ...
+
+
 def run(
     loop: Generator[WaitUntil | Execute, Resume, Result],
     backend: Backend[Work],
     clock: Clock,
-    log: HostTimes | None = None,
+    log: StepLog | None = None,
     catch_up: Callable[[], None] | None = None,
 ) -> Result:
     """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
@@ -68,7 +76,7 @@ class Drive(Generic[Result]):
         loop: Generator[WaitUntil | Execute, Resume, Result],
         backend: Backend[Work],
         clock: Clock,
-        log: HostTimes | None = None,
+        log: StepLog | None = None,
         catch_up: Callable[[], None] | None = None,
     ) -> None:
         self.result: Result  # once it is over

@@ -12,8 +12,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from real.clocks import SLEEP_SLICE_S, Clock
-from real.driver import Drive, Work
-from real.replay import HostTimes
+from real.driver import Drive, StepLog, Work
 from testbed.core.interfaces import Backend, Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -38,7 +37,7 @@ class Fleet:
     """Several engines, one inbox for all of them, and the router in between. Each loop must get one of `inboxes`."""
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: HostTimes
+        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends))
         self.inboxes = self._dispatcher.inboxes

@@ -83,11 +83,8 @@ class HostTimes:
         self._sums_ns = dict.fromkeys(self.PARTS, 0)
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
-        """Adds a step that was waited for.
-
-        launch_ns: from the end of preparing until the backend returned; on a CPU this is the work itself. length_ns:
-        from the plan to the result; if the step was planned while another was in flight, from the other's result.
-        """
+        """launch_ns: from the end of preparing until the backend returned; on a CPU this is the work itself. length_ns:
+        as in `StepLog`."""
         self._num_steps += 1
         exposed_ns = max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
         parts = spans.schedule_ns, spans.prepare_ns, launch_ns, exposed_ns, length_ns

@@ -8,6 +8,8 @@ grid would be far too large. Our Triton kernels compute such steps, as with Flas
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it would want queries in FP8 beside a cache in {spec.kv_dtype}"
     if spec.alibi_slopes is not None:
         return "it has no ALiBi, and the model has slopes"
-    return why_not_loaded("flash_attn_interface", "flash_attn_3")
+    return why_not_loaded("flash_attn_interface", "flash_attn_3", lambda: import_module("flash_attn_interface"))
 
 
 def create(spec: AttentionSpec) -> FlashProvider:

@@ -5,6 +5,7 @@ computes and which our kernels do. It computes decodes by flash_attn_with_kvcach
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,8 @@ from real.attention.interface import AttentionSpec
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Why this provider cannot run here; None if it can."""
-    if (reason := why_not_here(spec) or why_not_loaded("flash_attn", "flash-attn")) is not None:
+    reason = why_not_here(spec) or why_not_loaded("flash_attn", "flash-attn", lambda: import_module("flash_attn"))
+    if reason is not None:
         return reason
     if not takes_pages(spec) and (reason := triton_provider.why_not(spec)) is not None:
         return f"the Triton kernels would take its paged calls ({_why_no_pages(spec)}), and: {reason}"

@@ -11,7 +11,6 @@ included, is here as well.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,12 +88,12 @@ def why_not_here(spec: AttentionSpec) -> str | None:
     return None
 
 
-def why_not_loaded(module: str, package: str) -> str | None:
+def why_not_loaded(module: str, package: str, load: Callable[[], object]) -> str | None:
     """Why a package's module cannot be imported; None if it can. The first step shows whether it has what is called."""
     if importlib.util.find_spec(module) is None:
         return f"the package {package} is not installed"
     try:
-        importlib.import_module(module)
+        load()
     except Exception as error:  # noqa: BLE001  (a binary for another torch or CUDA: whatever it raises is told)
         told = " ".join(str(error).split())
         return f"the installed {package} cannot be imported ({type(error).__name__}: {told}); install it for this torch"

@@ -9,15 +9,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from real.driver import run
 from testbed.core.interfaces import PreemptionChoice
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
-from testbed.core.serve import serve
 from testbed.policies.preemption import Recompute, Swap
 from tests.real.engine_helpers import checkpoint, requests_of, tiny_backend, tiny_spec
-from tests.real.test_engine_under_core import Requests, TickingClock
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.real.served import Requests, served
+from tests.testbed.core_kit import make_limits
 
 EOS = 3
 NUM_TOKENS = 12
@@ -76,14 +74,10 @@ def serve_on_engine(
     preemption: PreemptionChoice | None = None,
 ) -> Ends:
     backend = tiny_backend(spec, num_gpu_blocks=num_blocks, num_cpu_blocks=200, max_num_seqs=16)
-    scheduler = make_scheduler(
-        composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching, eos_token_id=EOS,
-        limits=make_limits(seqs=16, budget=budget, model_len=256), preemption=preemption,
+    return served(
+        backend, Ends(requests), composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching,
+        eos_token_id=EOS, limits=make_limits(seqs=16, budget=budget, model_len=256), preemption=preemption,
     )  # fmt: skip
-    inbox = Ends(requests)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    scheduler.check_invariants()
-    return inbox
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,12 @@ def test_weights_and_blocks_that_do_not_fit_in_host_memory_are_refused_before_th
         tiny_backend()
 
 
+def test_replicas_whose_processes_alone_do_not_fit_in_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * host_memory.PROCESS_BYTES - 1)
+    with pytest.raises(DeviceError, match=r"^backend\.num_replicas is 3: their processes alone take [\d,]+ bytes, and"):
+        host_memory.check_fits("tiny", 0, 0, 0, num_replicas=3)
+
+
 def test_available_memory_is_read_where_the_system_tells_it(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     assert host_memory.available_bytes() is None

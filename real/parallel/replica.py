@@ -11,6 +11,7 @@ import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
@@ -49,10 +50,7 @@ class ReplicaSetup:
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
 
-        make: Any = RealBackend
-        if self.num_ranks > 1:
-            make = RankedBackend
-            self.options["num_ranks"] = self.num_ranks
+        make: Any = RealBackend if self.num_ranks == 1 else partial(RankedBackend, num_ranks=self.num_ranks)
         backend = make(self.spec, self.config, **self.options)
         channel.send(pickle.dumps(Described(*[getattr(backend, name) for name in Described._fields])))
         in_flight: deque[Any] = deque()

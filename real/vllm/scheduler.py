@@ -151,7 +151,8 @@ class CoreInVllm(SchedulerInterface):
                 continue
             request.status = finished_status
             ended.append(request)
-            self._note_finished(request)
+            if self._finished_sets is not None:
+                self._finished_sets[request.client_index].add(request.request_id)
             if told is not None:
                 self._translator.forget(name)
                 self.steering.aborted(name)
@@ -217,10 +218,6 @@ class CoreInVllm(SchedulerInterface):
                 grouped[0] = EngineCoreOutputs()
             next(iter(grouped.values())).scheduler_stats = stats
         return grouped
-
-    def _note_finished(self, request: Any) -> None:
-        if self._finished_sets is not None:
-            self._finished_sets[request.client_index].add(request.request_id)
 
     # --- state ---
 

@@ -19,6 +19,15 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt",
 }  # fmt: skip
+# fields of a spec that have the same name in config.json: of all models; of all but OPT; of experts
+SAME = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
+    "tie_word_embeddings", "eos_token_id",
+)  # fmt: skip
+SAME_IN_LLAMA = (
+    "intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "hidden_act",
+    "attention_bias", "mlp_bias", "sliding_window",
+)  # fmt: skip
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 ROPE_KEYS = {
     "linear": (),
@@ -56,14 +65,8 @@ def hf_config(spec: ModelSpec, scheme: Fp8Scheme | None = None) -> dict[str, obj
     common = {
         "architectures": [spec.architecture],
         "model_type": MODEL_TYPES[spec.architecture],
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "tie_word_embeddings": spec.tie_word_embeddings,
         "torch_dtype": "bfloat16" if spec.dtype == "fp8" else spec.dtype,
-        "eos_token_id": spec.eos_token_id,
+        **_fields(spec, SAME),
     }
     if scheme is not None:
         common["quantization_config"] = _quantization_config(scheme)
@@ -82,22 +85,14 @@ def _quantization_config(scheme: Fp8Scheme) -> dict[str, object]:
 
 
 def _llama_config(spec: ModelSpec) -> dict[str, object]:
-    window = {"sliding_window": spec.sliding_window}
+    config = {**_fields(spec, SAME_IN_LLAMA), "rope_scaling": _rope_config(spec.rope_scaling)}
     if spec.architecture.startswith("Qwen"):
-        window |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
-    return {
-        "intermediate_size": spec.intermediate_size,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": _rope_config(spec.rope_scaling),
-        "hidden_act": spec.hidden_act,
-        "attention_bias": spec.attention_bias,
-        "mlp_bias": spec.mlp_bias,
-        **window,
-        **({} if spec.num_experts is None else {name: getattr(spec, name) for name in EXPERTS}),
-    }
+        config |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
+    return config | ({} if spec.num_experts is None else _fields(spec, EXPERTS))
+
+
+def _fields(spec: ModelSpec, names: tuple[str, ...]) -> dict[str, object]:
+    return {name: getattr(spec, name) for name in names}
 
 
 def _rope_config(scaling: RopeScaling | None) -> dict[str, object] | None:

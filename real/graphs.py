@@ -22,7 +22,7 @@ from real.attention.interface import AttentionMetadata, AttentionProvider
 from real.batch import BatchLimits, FlatBatch, cumulative
 from real.cache_engine import CacheEngine
 from real.models.interface import CausalLM
-from real.staging import layout, twofold_memory, views, write
+from real.staging import Staging
 
 Work = Callable[[], Tensor]  # on fixed memory; its result is in the same memory each time
 Capture = Callable[[Work], Work]  # returns the replay of the work; called from the largest shape to the smallest
@@ -100,7 +100,7 @@ def captured_shapes(max_decodes: int, max_tokens: int, max_num_seqs: int) -> lis
 
 
 class Captured:
-    """A graph and its fixed inputs: two pinned copies on the host, as in Staging, and one on the device.
+    """A graph and its fixed inputs, whose place on the device stays the same from send to send.
 
     token_ids: int64 [num_tokens], of the loaded batch; they may be overwritten.
     tables: int32 [num_rows, max_blocks] on the device, shared with the other shapes. Only the part that a batch uses is
@@ -124,10 +124,8 @@ class Captured:
             cumulative(lens),  # of query lengths
             cumulative(lens),  # of context lengths
         ]
-        self._offsets, total = layout(self._arrays)
-        self._hosts, self._twin = twofold_memory(total, tables.device)
-        self._send()
-        tensors = views(self._arrays, self._offsets, self._twin)
+        self._staging = Staging(tables.device, least_bytes=0)
+        tensors = self._staging.send(self._arrays)
         self.token_ids, self.positions, self._slots, self._context_lens, *self._starts = tensors
 
     def metadata(self, max_model_len: int) -> AttentionMetadata:
@@ -159,13 +157,8 @@ class Captured:
         if not self.shape.is_decode:  # else row i is token i
             np.cumsum(batch.query_lens, out=query_starts[1 : num_rows + 1])
             query_starts[num_rows + 1 :] = num_tokens
-        self._send()
+        self._staging.send(self._arrays)
         return self.tables[:num_rows, : batch.max_blocks]
-
-    def _send(self) -> None:
-        self._hosts.reverse()
-        write(self._arrays, self._offsets, self._hosts[0].numpy())
-        self._twin.copy_(self._hosts[0], non_blocking=True)
 
 
 class StepGraphs:

@@ -24,7 +24,8 @@ def available_bytes() -> int | None:
 
 
 def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int, num_replicas: int = 1) -> None:
-    """Raises DeviceError if the weights, or weights and KV blocks together, need more than each replica has available.
+    """Raises DeviceError if the processes of several replicas, the weights, or weights and KV blocks together need more
+    memory than is available for each replica.
 
     The swap pool is not counted, as its pages are allocated only when they are first written.
     """
@@ -32,6 +33,12 @@ def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes:
     if available is None:
         return
     if num_replicas > 1:
+        needed = num_replicas * PROCESS_BYTES
+        if needed > available:
+            raise DeviceError(
+                f"backend.num_replicas is {num_replicas}: their processes alone take {needed:,} bytes, and "
+                f"{available:,} are available; lower it"
+            )
         available = available // num_replicas - PROCESS_BYTES
     here = "available" + f" for each of {num_replicas} replicas" * (num_replicas > 1)
     weights = f"the weights of {model_name} ({weight_bytes:,} bytes)"

@@ -8,18 +8,15 @@ grid would be far too large. Our Triton kernels compute such steps, as with Flas
 
 from __future__ import annotations
 
-import importlib
-import inspect
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from real.attention.flash_provider import load
-from real.attention.flash_step import FlashProvider, why_not_here
+from real.attention.flash_step import FlashProvider, why_not_here, why_not_loaded
 from real.attention.interface import AttentionMetadata, AttentionSpec
 
 HOPPER = 9  # major compute capability
-ASKED = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size")
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -32,16 +29,7 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"it would want queries in FP8 beside a cache in {spec.kv_dtype}"
     if spec.alibi_slopes is not None:
         return "it has no ALiBi, and the model has slopes"
-    module = load("flash_attn_interface", "flash_attn_3", lambda: importlib.import_module("flash_attn_interface"))
-    if isinstance(module, str):
-        return module
-    function = getattr(module, "flash_attn_with_kvcache", None)
-    if function is None:
-        return "the installed flash_attn_3 has no flash_attn_with_kvcache; install a later one"
-    known = inspect.signature(function).parameters
-    if lacking := [name for name in ASKED if name not in known]:
-        return f"flash_attn_with_kvcache of the installed flash_attn_3 takes no {lacking[0]}; install a later one"
-    return None
+    return why_not_loaded("flash_attn_interface", "flash_attn_3", lambda: import_module("flash_attn_interface"))
 
 
 def create(spec: AttentionSpec) -> FlashProvider:

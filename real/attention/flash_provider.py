@@ -4,63 +4,33 @@ computes and which our kernels do. It computes decodes by flash_attn_with_kvcach
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from real.attention import triton_provider
-from real.attention.flash_step import PAGE, FlashProvider, FlashStep, Options, Part, takes_pages, why_not_here
+from real.attention.flash_step import (
+    PAGE,
+    FlashProvider,
+    FlashStep,
+    Options,
+    Part,
+    takes_pages,
+    why_not_here,
+    why_not_loaded,
+)
 from real.attention.interface import AttentionSpec
 
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Why this provider cannot run here; None if it can."""
-    if (reason := why_not_here(spec)) is not None:
+    reason = why_not_here(spec) or why_not_loaded("flash_attn", "flash-attn", lambda: import_module("flash_attn"))
+    if reason is not None:
         return reason
-    package = load("flash_attn", "flash-attn", lambda: importlib.import_module("flash_attn"))
-    if isinstance(package, str):
-        return package
     if not takes_pages(spec) and (reason := triton_provider.why_not(spec)) is not None:
         return f"the Triton kernels would take its paged calls ({_why_no_pages(spec)}), and: {reason}"
-    return _why_too_old(package, spec)
-
-
-def load(module: str, package: str, load_it: Callable[[], ModuleType]) -> ModuleType | str:
-    """Returns the module, or the reason why it cannot be loaded."""
-    if importlib.util.find_spec(module) is None:
-        return f"the package {package} is not installed"
-    try:
-        return load_it()
-    except Exception as error:  # noqa: BLE001  (a binary for another torch or CUDA: whatever it raises is told)
-        told = " ".join(str(error).split())
-        return f"the installed {package} cannot be imported ({type(error).__name__}: {told}); install it for this torch"
-
-
-def _why_too_old(package: ModuleType, spec: AttentionSpec) -> str | None:
-    """Why the installed package is too old for this spec: a function or argument that it lacks; None if it has all."""
-    functions = ["flash_attn_varlen_func"]
-    asked = []
-    if takes_pages(spec):
-        functions.append("flash_attn_with_kvcache")
-        asked.append(("block_table", "2.5", f"cache.block_size is {spec.block_size}"))
-    if spec.sliding_window is not None:
-        asked.append(("window_size", "2.3", f"cache.sliding_window is {spec.sliding_window}"))
-    if spec.alibi_slopes is not None:
-        asked.append(("alibi_slopes", "2.4", "the model has ALiBi slopes"))
-    for name in functions:
-        function = getattr(package, name, None)
-        if function is None:
-            return f"the installed flash-attn has no {name}; install 2.8"
-        known = inspect.signature(function).parameters
-        for option, since, why in asked:
-            if option not in known:
-                return f"the installed flash-attn's {name} takes no {option} (it came with {since}), and {why}"
     return None
 
 

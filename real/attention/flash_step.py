@@ -11,6 +11,7 @@ included, is here as well.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -30,13 +31,13 @@ from real.attention.interface import (
     store_kv,
 )
 from real.attention.triton_provider import PagedRows, Takes, TritonStep, scoring_of, stored_by_kernels
+from real.kernels import why_no_gpu
 from real.staging import send_array
 
 if TYPE_CHECKING:
     from real.kernels.attend import Scoring
 
 PAGE = 256  # tokens
-MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256
 HALF = (torch.float16, torch.bfloat16)
 ALL = slice(None)
@@ -78,14 +79,24 @@ Decode = Callable[[Part, Tensor, Tensor, Options], Tensor]
 
 def why_not_here(spec: AttentionSpec) -> str | None:
     """Why no FlashAttention can run on this device or for this spec; None if nothing is against it."""
-    if spec.device.type != "cuda":
-        return f"it needs CUDA, the device is {spec.device.type}"
+    if (reason := why_no_gpu(spec.device)) is not None:
+        return reason
     if spec.dtype not in HALF:
         return f"it needs float16 or bfloat16, the dtype is {str(spec.dtype).removeprefix('torch.')}"
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
         return f"it needs a head size of at most {MAX_HEAD_DIM} and a multiple of 8, the model's is {spec.head_dim}"
-    if (found := torch.cuda.get_device_capability(spec.device)) < MIN_CAPABILITY:
-        return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
+    return None
+
+
+def why_not_loaded(module: str, package: str, load: Callable[[], object]) -> str | None:
+    """Why a package's module cannot be imported; None if it can. The first step shows whether it has what is called."""
+    if importlib.util.find_spec(module) is None:
+        return f"the package {package} is not installed"
+    try:
+        load()
+    except Exception as error:  # noqa: BLE001  (a binary for another torch or CUDA: whatever it raises is told)
+        told = " ".join(str(error).split())
+        return f"the installed {package} cannot be imported ({type(error).__name__}: {told}); install it for this torch"
     return None
 
 

@@ -35,14 +35,19 @@ def why_no_launchers() -> str | None:
     return None
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why these kernels cannot run on a device; None if they can."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
+def why_no_gpu(device: torch.device) -> str | None:
+    """Why a device is no GPU for these kernels, or for FlashAttention; None if it is one."""
     if device.type != "cuda":
         return f"it needs CUDA, the device is {device.type}"
     if not torch.cuda.is_available():
         return "it needs CUDA, and torch finds no GPU here"
     if (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or later, the GPU's is {found[0]}.{found[1]}"
-    return why_no_launchers()
+    return None
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why these kernels cannot run on a device; None if they can."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    return why_no_gpu(device) or why_no_launchers()

@@ -11,11 +11,11 @@ import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from real.config import RealConfig
 from real.driver import Computed, Work
-from real.host_memory import PROCESS_BYTES, available_bytes
 from real.parallel.processes import Channel, Failure, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
@@ -50,10 +50,7 @@ class ReplicaSetup:
         from real.backend import RealBackend
         from real.parallel.backend import RankedBackend
 
-        make: Any = RealBackend
-        if self.num_ranks > 1:
-            make = RankedBackend
-            self.options["num_ranks"] = self.num_ranks
+        make: Any = RealBackend if self.num_ranks == 1 else partial(RankedBackend, num_ranks=self.num_ranks)
         backend = make(self.spec, self.config, **self.options)
         channel.send(pickle.dumps(Described(*[getattr(backend, name) for name in Described._fields])))
         in_flight: deque[Any] = deque()
@@ -172,7 +169,6 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
     if resolve_device(setup.config.device).type == "cuda":
         visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
     else:
-        _check_room(num_replicas)
         blocks = setup.options["block_size"], setup.options.get("num_gpu_blocks"), setup.options.get("kv_dtype")
         check_host_memory(setup.spec, setup.config, *blocks, setup.num_ranks, num_replicas)
         num_threads = setup.config.num_threads or torch.get_num_threads()
@@ -187,16 +183,6 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
         raise
     least = min(described, key=lambda one: one.num_gpu_blocks)
     return engines, least
-
-
-def _check_room(num_replicas: int) -> None:
-    """Raises DeviceError if this host has too little memory for that many processes, even without models."""
-    available, needed = available_bytes(), num_replicas * PROCESS_BYTES
-    if available is not None and needed > available:
-        raise DeviceError(
-            f"backend.num_replicas is {num_replicas}: their processes alone take {needed:,} bytes, and {available:,} "
-            "are available; lower it"
-        )
 
 
 def close_all(engines: list[ReplicaEngine]) -> None:

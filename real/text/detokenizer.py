@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
-from functools import cache
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"  # what decoders return for bytes that form no character
@@ -100,15 +99,3 @@ class WindowDetokenizer:
         if self._num_released == len(self._window):
             return ""
         return self._decode(self._window)[len(self._released) :]
-
-
-@cache
-def byte_level_alphabet() -> dict[str, int]:
-    """Returns the byte for each character in which byte-level BPE writes its tokens (GPT-2, Radford et al. 2019).
-
-    Printable characters of Latin-1 represent their own byte; the other bytes are, in order, U+0100 and following.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -80,11 +80,12 @@ class LLM:
         with what each step added to each sequence. on_output: called with the index and the output of a prompt when it
         is finished. Ctrl-C aborts the remaining requests; the LLM stays usable.
         """
-        return self._generate(self._requests(self._read(prompts), sampling_params), use_tqdm, on_piece, on_output)
+        requests = self._requests(read_prompts(prompts, self.tokenizer), sampling_params)
+        return self._generate(requests, use_tqdm, on_piece, on_output)
 
     def stream(self, prompts: Prompts, sampling_params: Sampling = None) -> Iterator[Piece]:
         """Yields the pieces of all prompts as they come. Closing the iterator aborts the remaining requests."""
-        return self._stream(self._requests(self._read(prompts), sampling_params))
+        return self._stream(self._requests(read_prompts(prompts, self.tokenizer), sampling_params))
 
     def chat(
         self,
@@ -199,9 +200,6 @@ class LLM:
         if self._status_s is not None:
             watchers = [*watchers, StatusLine(self._status_s, self._pools, lambda: engine.cache_hits, _say)]
         return engine.serve(requests, streams=streams, watchers=watchers)
-
-    def _read(self, prompts: Prompts) -> list[Prompt]:
-        return read_prompts(prompts, self.tokenizer)
 
     def _requests(self, prompts: list[Prompt], sampling: Sampling) -> list[TextRequest]:
         """Returns checked requests, with ids that no earlier call has used."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from real.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
+from real.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from testbed.errors import ConfigError, ModelError, RequestError
 
 FILES = (
@@ -129,16 +129,17 @@ class Tokenizer:
         """Returns the bytes that a token of a byte-level tokenizer adds to the text."""
         known = self._bytes[skip_special_tokens]
         if token not in known:
-            known[token] = (
-                b"" if self._is_silent(token, skip_special_tokens) else self._joined(self._token(token) or "")
-            )
+            text = "" if self._is_silent(token, skip_special_tokens) else self._token(token) or ""
+            is_written_in_bytes = all(character in self._alphabet for character in text)
+            known[token] = bytes(map(self._alphabet.__getitem__, text)) if is_written_in_bytes else text.encode()
         return known[token]
 
-    def _joined(self, token: str) -> bytes:
-        alphabet = byte_level_alphabet()
-        if all(character in alphabet for character in token):
-            return bytes(alphabet[character] for character in token)
-        return token.encode()
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        """The byte for each character in which byte-level BPE writes its tokens (GPT-2, Radford et al. 2019)."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def read_tokenizer(tokenizer: Any) -> Tokenizer:

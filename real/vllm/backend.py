@@ -73,12 +73,12 @@ class VllmBackend:
             "scheduler_cls": SeatedScheduler if observe is None else observed,
             "async_scheduling": is_async, "tensor_parallel_size": tensor_parallel_size,
             "enable_prefix_caching": prefix_caching and observe is not None,  # our own core hashes itself
-            **({} if num_gpu_blocks is None else {"num_gpu_blocks_override": num_gpu_blocks + 1}),
-            **({} if config.dtype is None else {"dtype": config.dtype}),
-            **({} if kv_dtype is None else {"kv_cache_dtype": kv_dtype}),
-            **({} if observe is None else {"additional_config": {"testbed": {"observe": observe}}}),
+            "num_gpu_blocks_override": None if num_gpu_blocks is None else num_gpu_blocks + 1,
+            "dtype": config.dtype, "kv_cache_dtype": kv_dtype,
+            "additional_config": None if observe is None else {"testbed": {"observe": observe}},
         }  # fmt: skip
-        self._llm = _started(options | (told or {}), config.options or {})
+        own = {name: value for name, value in options.items() if value is not None}
+        self._llm = _started(own | (told or {}), config.options or {})
         self._engine = self._llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler
         if bool(scheduler.vllm_config.scheduler_config.async_scheduling) != is_async:

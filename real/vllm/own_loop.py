@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from real.clocks import RealTimeClock
 from testbed.core.commands import Abort, Arrive, Event, Execute, Recorder, ResetPrefixes, Resume, WaitUntil
 from testbed.core.outcome import Finished, FinishReason, Outcome, Spans, StepResult
 from testbed.core.plan import BatchPlan
@@ -71,7 +72,7 @@ class OwnLoop:
         failed: Callable[[BaseException], BaseException] = lambda error: error,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self._scheduler, self._make_request, self._close, self._read_ns = scheduler, make_request, close, read_ns
+        self._scheduler, self._make_request, self._close = scheduler, make_request, close
         self._checks, self._failed, self._warn = checks, failed, warn
         self._failure: BaseException | None = None
         self._stalled_ns: int | None = None  # since when no step has made progress; None: the last one did
@@ -79,12 +80,12 @@ class OwnLoop:
         self.cached_block_size = None if (source := scheduler.blocks.prefixes.source) is None else source.block_size
         self._inbox = ServedInbox()
         self._loop = serve(self._inbox, scheduler, recorder)
-        self._origin_ns, self._last_ns = read_ns(), -1
+        self._clock, self._last_ns = RealTimeClock(read_ns), -1
         self._launched_ns: list[tuple[int, int]] = []  # of plans in flight: launch time, and planning time
         self._command: WaitUntil | Execute = next(self._loop)
 
     def added(self, name: str, request: Any) -> None:
-        self._inbox.put(Arrive(self._make_request(name, request, self._read_ns() - self._origin_ns)))
+        self._inbox.put(Arrive(self._make_request(name, request, self._clock.now_ns())))
 
     def aborted(self, name: str) -> None:
         self._inbox.put(Abort(name))
@@ -168,7 +169,7 @@ class OwnLoop:
 
     def _now_ns(self) -> int:
         """Returns the time; each call returns a later one than the call before."""
-        self._last_ns = max(self._read_ns() - self._origin_ns, self._last_ns + 1)
+        self._last_ns = max(self._clock.now_ns(), self._last_ns + 1)
         return self._last_ns
 
 

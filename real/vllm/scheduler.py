@@ -151,7 +151,8 @@ class CoreInVllm(SchedulerInterface):
                 continue
             request.status = finished_status
             ended.append(request)
-            self._note_finished(request)
+            if self._finished_sets is not None:
+                self._finished_sets[request.client_index].add(request.request_id)
             if told is not None:
                 self._translator.forget(name)
                 self.steering.aborted(name)
@@ -217,10 +218,6 @@ class CoreInVllm(SchedulerInterface):
                 grouped[0] = EngineCoreOutputs()
             next(iter(grouped.values())).scheduler_stats = stats
         return grouped
-
-    def _note_finished(self, request: Any) -> None:
-        if self._finished_sets is not None:
-            self._finished_sets[request.client_index].add(request.request_id)
 
     # --- state ---
 
@@ -288,26 +285,11 @@ class CoreInVllm(SchedulerInterface):
 
     # --- features that this testbed lacks ---
 
-    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
-        return None
+    def _nothing(self, *given: Any, **more: Any) -> None:
+        """Answers what vLLM asks of these features."""
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does nothing, as there are no draft tokens."""
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Does nothing, as there are no draft tokens."""
-
-    def reset_encoder_cache(self) -> None:
-        """Does nothing, as there is no encoder cache."""
-
-    def get_kv_connector(self) -> None:
-        return None
-
-    def get_ec_connector(self) -> None:
-        return None
-
-    def get_kv_event_publisher_config(self) -> None:
-        return None
+    get_grammar_bitmask = get_kv_connector = get_ec_connector = get_kv_event_publisher_config = _nothing
+    update_draft_token_ids = update_draft_token_ids_in_output = reset_encoder_cache = _nothing
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> None:

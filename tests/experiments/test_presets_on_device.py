@@ -16,7 +16,7 @@ from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import ConfigError
 from tests.experiments.test_presets import PRESETS
-from tests.real.test_engine_under_core import Requests, TickingClock
+from tests.real.served import Requests, TickingClock
 
 RNG = random.Random(5)
 SHARED = [RNG.randrange(512) for _ in range(17)]

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 import re
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
-from tests.kernels.paged_batches import Batch, make_spec
+from tests.kernels.compile import on_no_gpu, step
+from tests.kernels.paged_batches import make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -35,23 +35,11 @@ class Launches:
         return [(name, grid) for name, grid in taken if names in name]
 
 
-@pytest.fixture(params=[(9, 0)], ids=["sm_90"])
+@pytest.fixture(params=[90], ids=["sm_90"])
 def launches(request, monkeypatch, tmp_path):
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
-    from real.kernels import decode, parts, prefill
-
-    found, major, minor = Launches(), *request.param
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    stand_in = SimpleNamespace(
-        get_current_device=lambda: f"{major}.{minor}",  # under which Triton keeps what it compiled
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: target,
-    )
-
+    found, target = Launches(), request.param
     add_stages = CUDABackend.add_stages
 
     def add_first_stages(self, stages, *options):
@@ -73,24 +61,13 @@ def launches(request, monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CUDABackend, "add_stages", add_first_stages)
-    monkeypatch.setattr(JITFunction, "__getitem__", launch)
-    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
-    for module in (decode, prefill):
-        monkeypatch.setattr(module, "capability", lambda device: (major, minor))
-    monkeypatch.setattr(parts, "num_processors", lambda device: 132)
+    on_no_gpu(monkeypatch, target, launch, f"to launch on {target}")
     return found
-
-
-def step(spec, rows: list[tuple[int, int]]) -> None:
-    from real.attention.triton_provider import TritonAttention
-
-    batch = Batch(spec, rows, seed=1)
-    TritonAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
 
 
 @pytest.mark.parametrize(
     ("launches", "group", "kv_dtype", "window"),
-    [((9, 0), 4, "auto", None), ((9, 0), 16, "auto", None), ((8, 0), 1, "fp8_e4m3", 50)],
+    [(90, 4, "auto", None), (90, 16, "auto", None), (80, 1, "fp8_e4m3", 50)],
     indirect=["launches"],
     ids=str,
 )
@@ -141,11 +118,11 @@ def test_a_step_launches_what_its_rows_need(launches):
 @pytest.mark.parametrize(
     ("launches", "head_dim", "options"),
     [
-        ((9, 0), 128, {}),
-        ((9, 0), 256, {}),
-        ((9, 0), 64, {"kv_dtype": "fp8_e5m2"}),
-        ((8, 0), 128, {"window": 50}),
-        ((8, 0), 64, {"kv_dtype": "fp8_e4m3", "alibi": True}),
+        (90, 128, {}),
+        (90, 256, {}),
+        (90, 64, {"kv_dtype": "fp8_e5m2"}),
+        (80, 128, {"window": 50}),
+        (80, 64, {"kv_dtype": "fp8_e4m3", "alibi": True}),
     ],
     indirect=["launches"],
     ids=str,

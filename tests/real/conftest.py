@@ -56,4 +56,14 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch would say of a GPU."""
     import torch
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+@pytest.fixture(scope="module")
+def vllm_stub() -> Iterator[None]:
+    """The stand-in for vLLM is importable as `vllm`."""
+    from tests.real.vllm_stub import stub_vllm
+
+    with stub_vllm():
+        yield

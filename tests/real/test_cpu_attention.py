@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_it_is_made_once_and_never_older_than_its_source(anew: Path, monkeypatch
     names = ("paged_decode.c", "layers.c", "lines.h")
     files = [Path(host.__file__).with_name(name) for name in names]
     monkeypatch.setattr(host, "__file__", str(changed / "host.py"))
+    monkeypatch.setattr(host, "_compile", lambda compiler, sources, file: shutil.copy(made, file))
     for num_made, other in enumerate(files, 2):
         for file in files:
             (changed / file.name).write_text(file.read_text() + "\n/* another */\n" * (file == other))

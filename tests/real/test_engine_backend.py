@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from real import host_memory, max_load
 from real.cache_engine import block_bytes
@@ -18,14 +17,13 @@ from real.runner import ModelRunner
 from real.sampling import sampler
 from testbed.core.interfaces import Backend
 from testbed.core.plan import Preemption, PreemptionMode
-from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError
 from tests.real.engine_helpers import checkpoint, plan_of, row, tiny_backend, tiny_spec
 
 PROMPTS = [[5, 9, 301, 44, 8, 77, 2], [13, 13, 250], [400 + i for i in range(12)]]
 
 
-def generate(backend, prompts: list[list[int]], num_tokens: int, chunk: int, sampling=GREEDY) -> list[list[int]]:
+def generate(backend, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
     """Runs each sequence to `num_tokens` outputs; prompts come in chunks beside the others' decodes."""
     known = [list(prompt) for prompt in prompts]
     computed = [0] * len(prompts)
@@ -37,33 +35,12 @@ def generate(backend, prompts: list[list[int]], num_tokens: int, chunk: int, sam
                 continue
             end = min(computed[i] + chunk, len(known[i]))
             samples = end == len(known[i])
-            rows.append(row(i, known[i], tables[i], start=computed[i], end=end, samples=samples, sampling=sampling))
+            rows.append(row(i, known[i], tables[i], start=computed[i], end=end, samples=samples))
             computed[i] = end
         outcomes = backend.start(plan_of(*rows)).wait().outcomes
         for outcome in outcomes or ():
             known[outcome.seq_id] += outcome.tokens
     return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
-
-
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_greedy_generation_equals_transformers(tmp_path, chunk):
-    spec = checkpoint(tmp_path, tiny_spec(num_hidden_layers=3))
-    reference = Qwen3ForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, pad_token_id=0
-        )
-        expected.append(output[0, len(prompt) :].tolist())
-    assert generate(tiny_backend(spec), PROMPTS, 25, chunk) == expected
-
-
-def test_sampled_generation_does_not_depend_on_batch_or_chunks():
-    sampling = SamplingParams(temperature=1.0, seed=3)
-    together = generate(tiny_backend(), PROMPTS, 10, 5, sampling)
-    alone = [generate(tiny_backend(), [prompt], 10, 64, sampling)[0] for prompt in PROMPTS]
-    assert together == alone
 
 
 def test_one_outcome_for_each_sampled_row_that_is_not_forced():
@@ -199,6 +176,12 @@ def test_weights_and_blocks_that_do_not_fit_in_host_memory_are_refused_before_th
     monkeypatch.setattr(host_memory, "available_bytes", lambda: weights)
     with pytest.raises(DeviceError, match=rf"the weights of tiny-test \({weights:,} bytes\) do not fit in the"):
         tiny_backend()
+
+
+def test_replicas_whose_processes_alone_do_not_fit_in_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * host_memory.PROCESS_BYTES - 1)
+    with pytest.raises(DeviceError, match=r"^backend\.num_replicas is 3: their processes alone take [\d,]+ bytes, and"):
+        host_memory.check_fits("tiny", 0, 0, 0, num_replicas=3)
 
 
 def test_available_memory_is_read_where_the_system_tells_it(monkeypatch, tmp_path):

@@ -76,19 +76,6 @@ def test_cached_prefix(backend, expect):
     assert_close(step_logits(backend, row(1, shared, table, start=12)), expect(shared))
 
 
-def test_fully_cached_prompt_computes_its_last_token_only(backend, expect):
-    prompt = PROMPT[:16]
-    step_logits(backend, row(0, prompt, TABLE[:4]))
-    assert_close(step_logits(backend, row(1, prompt, TABLE[:4], start=15)), expect(prompt))
-
-
-def test_recompute_after_the_blocks_went_to_another_sequence(backend, expect):
-    known = [*PROMPT, 77]
-    step_logits(backend, row(0, PROMPT, TABLE))
-    step_logits(backend, row(1, OTHER, TABLE[:4]))  # overwrites what the preempted sequence had
-    assert_close(step_logits(backend, row(0, known, OTHER_TABLE + TABLE[4:])), expect(known))
-
-
 def test_decodes_over_several_steps(backend, expect):
     first, second = list(PROMPT), list(OTHER)
     step_logits(backend, row(0, first, TABLE), row(1, second, OTHER_TABLE))
@@ -123,39 +110,6 @@ def test_only_rows_that_sample_get_logits_in_their_order(backend, expect):
         row(2, PROMPT[:5], [60, 61]),
     )
     assert_close(logits, expect(OTHER), expect(PROMPT[:5]))
-
-
-def test_swap_out_and_back_into_other_blocks(backend, expect):
-    step_logits(backend, row(0, PROMPT, TABLE))
-    out = tuple(zip(TABLE[:6], [5, 0, 9, 2, 14, 7], strict=True))
-    back_table = [44, 9, 45, 3, 17, 46]
-    back = tuple(zip([5, 0, 9, 2, 14, 7], back_table, strict=True))
-    step_logits(backend, row(1, OTHER, [*TABLE[:2], *TABLE[3:6]]), swap_out=out)  # reuses the blocks in the same step
-    known = [*PROMPT, 78]
-    assert_close(step_logits(backend, row(0, known, back_table, start=23), swap_in=back), expect(known))
-
-
-def test_copy_on_write_leaves_the_fork_and_its_parent_apart(backend, expect):
-    parent = PROMPT[:10]
-    step_logits(backend, row(0, parent, TABLE[:3]))
-    one, other = [*parent, 1], [*parent, 2]
-    logits = step_logits(
-        backend,
-        row(0, one, TABLE[:3], start=10),
-        row(1, other, [*TABLE[:2], 55], start=10),
-        copies=((TABLE[2], 55),),
-    )
-    assert_close(logits, expect(one), expect(other))
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_block_sizes(spec, expect, block_size):
-    backend = tiny_backend(spec, sliding_window=spec.sliding_window, block_size=block_size, num_gpu_blocks=64)
-    table = random.Random(block_size).sample(range(64), -(-24 // block_size))
-    step_logits(backend, row(0, PROMPT, table, end=11, samples=False))
-    step_logits(backend, row(0, PROMPT, table, start=11))
-    known = [*PROMPT, 9]
-    assert_close(step_logits(backend, row(0, known, table, start=23)), expect(known))
 
 
 @pytest.mark.gpu

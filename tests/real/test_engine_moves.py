@@ -67,32 +67,6 @@ def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(backend, back):
         assert torch.equal(actual, expected)
 
 
-def test_swapped_out_between_any_two_steps(backend):
-    known = [*PROMPT, *range(100, 112)]
-    table, rng = list(TABLE[:5]), random.Random(1)
-    step_logits(backend, row(0, PROMPT, table))
-    for start in range(len(PROMPT), len(known)):
-        cpu = rng.sample(range(16), len(table))
-        backend.start(plan_of(swap_out=pairs(table, cpu))).wait()
-        for layer in backend.cache.gpu:
-            layer.fill_(9.0)  # what is not swapped in is lost
-        back = rng.sample(range(64), len(table))
-        moves = pairs(cpu, back)
-        if start % 4 == 0:
-            back = [*back, next(block for block in range(64) if block not in back)]
-        logits = step_logits(backend, row(0, known, back, start=start, end=start + 1), swap_in=moves)
-        assert_close(logits, unshared(backend, known[: start + 1]))
-        table = back
-
-
-def test_a_prefill_swapped_out_in_the_middle_goes_on(backend):
-    step_logits(backend, row(0, PROMPT, TABLE, end=10, samples=False))
-    backend.start(plan_of(swap_out=pairs(TABLE[:3], CPU_BLOCKS[:3]))).wait()
-    table = [40, 41, 42, 43, 44]
-    logits = step_logits(backend, row(0, PROMPT, table, start=10), swap_in=pairs(CPU_BLOCKS[:3], table[:3]))
-    assert_close(logits, unshared(backend, PROMPT))
-
-
 def test_shared_blocks_move_once_and_serve_both_sequences(backend):
     step_logits(backend, row(0, PROMPT, TABLE))
     one, other = [*PROMPT, 1], [*PROMPT, 2]
@@ -143,33 +117,6 @@ def test_both_branches_after_a_fork_go_on_as_unshared_runs(backend, num_prompt_t
         assert_close(logits, unshared(backend, one), unshared(backend, other))
 
 
-def test_one_source_copied_to_several_destinations(backend):
-    step_logits(backend, row(0, PROMPT, TABLE))
-    branches = [[*PROMPT, token] for token in (1, 2, 3, 4)]
-    lasts = [TABLE[4], 40, 6, 41]
-    rows = [row(i, branches[i], [*TABLE[:4], lasts[i]], start=18) for i in range(4)]
-    logits = step_logits(backend, *rows, copies=tuple((TABLE[4], last) for last in lasts[1:]))
-    assert_close(logits, *(unshared(backend, branch) for branch in branches))
-
-
-def test_a_fork_of_a_fork(backend):
-    step_logits(backend, row(0, PROMPT, TABLE))
-    one, two = [*PROMPT, 1], [*PROMPT, 2]
-    first, second, third = TABLE[:5], [*TABLE[:4], 40], [*TABLE[:4], 41]
-    rows = (row(0, one, first, start=18), row(1, two, second, start=18))
-    step_logits(backend, *rows, copies=((TABLE[4], 40),))
-    three = [*two, 9]
-    two, one = [*two, 8], [*one, 7]
-    logits = step_logits(
-        backend,
-        row(0, one, first, start=19),
-        row(1, two, second, start=19),
-        row(2, three, third, start=19),
-        copies=((40, 41),),
-    )
-    assert_close(logits, *(unshared(backend, branch) for branch in (one, two, three)))
-
-
 # --- several moves in one plan ---
 
 
@@ -197,22 +144,6 @@ def test_blocks_swapped_out_are_swap_in_and_copy_destinations_of_the_same_plan(b
     back = [40, 41, 42, 43, 44]
     logits = step_logits(backend, row(0, a, back, start=18), swap_in=pairs([10, 11, 12, 13, 14], back))
     assert_close(logits, unshared(backend, a))
-
-
-def test_what_comes_in_may_be_copied_in_the_same_plan(backend):
-    """A group of two comes back and parts in one step: the shared last block is swapped in, then copied."""
-    step_logits(backend, row(0, PROMPT, TABLE))
-    backend.start(plan_of(swap_out=pairs(TABLE[:5], CPU_BLOCKS))).wait()
-    back = [40, 41, 42, 43, 44]
-    one, other = [*PROMPT, 1], [*PROMPT, 2]
-    logits = step_logits(
-        backend,
-        row(0, one, back, start=18),
-        row(1, other, [*back[:4], TABLE[0]], start=18),
-        swap_in=pairs(CPU_BLOCKS, back),
-        copies=((44, TABLE[0]),),
-    )
-    assert_close(logits, unshared(backend, one), unshared(backend, other))
 
 
 NUM_BLOCKS = 6

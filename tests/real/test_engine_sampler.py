@@ -26,15 +26,6 @@ def draws(logits: torch.Tensor, temperature: float, num_draws: int, seed: int | 
     return sample(logits.repeat(num_draws, 1), rows)
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, 123), (2.0, None)])
-def test_draws_follow_the_softmax_at_the_temperature(temperature, seed):
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -0.5, 0.2])
-    num_draws = 4000
-    counts = torch.bincount(draws(logits, temperature, num_draws, seed), minlength=8)
-    expected = torch.softmax(logits.double() / temperature, -1) * num_draws
-    assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3
-
-
 def test_the_noise_is_exponential_over_a_large_vocabulary():
     noise = log_exponential(torch.tensor([signed(mix(1, 2, 3)), 0]), 100_000).exp()
     for values in noise:
@@ -50,21 +41,6 @@ def test_draws_of_different_requests_and_neighbouring_seeds_are_independent():
         for other in range(one):
             same = (torch.cat([streams, unseeded])[one] == torch.cat([streams, unseeded])[other]).float().mean()
             assert 0.02 < same < 0.11  # 1/16 would be chance
-
-
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 50, generator=generator)
-    sampling = [
-        SamplingParams(temperature=t, seed=s) for t, s in [(1, 4), (0, None), (0.7, None), (1, 5), (0, 1), (2, 6)]
-    ]
-    rows = [row(i, [1] * (5 + i), [0], sampling=params) for i, params in enumerate(sampling)]
-    together = sample(logits, rows, 9)
-    order = [4, 2, 5, 0]
-    shuffled = sample(logits[order], [rows[i] for i in order], 9)
-    alone = [sample(logits[i : i + 1], [rows[i]], 9).item() for i in range(6)]
-    assert together.tolist() == alone
-    assert shuffled.tolist() == [alone[i] for i in order]
 
 
 def test_a_seeded_request_draws_the_same_in_every_run_and_an_unseeded_one_with_the_run_seed():
@@ -190,14 +166,6 @@ def test_a_batch_may_mix_all_kinds():
     assert together[1] == (int(logits[1].argmax()),) * 2
     for number, line in enumerate(rows):
         assert all_draws(logits[number : number + 1], [line]) == [together[number]]
-
-
-def test_many_draws_from_a_large_vocabulary_come_in_parts(monkeypatch):
-    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(3))
-    rows = [group_row(i, 4, SamplingParams(temperature=1.0, n=7), 7) for i in range(2)]
-    whole = all_draws(logits, rows)
-    monkeypatch.setattr("real.sampling.inputs.MAX_NOISE_ELEMENTS", 3000)
-    assert all_draws(logits, rows) == whole
 
 
 @pytest.mark.parametrize("seed", [8, None])

@@ -8,13 +8,10 @@ from dataclasses import replace
 import pytest
 
 from real.backend import RealBackend
-from real.driver import run
-from testbed.core.commands import Arrive, Event, Recorder, ResetPrefixes
-from testbed.core.outcome import Finished
 from testbed.core.request import Request, SamplingParams
-from testbed.core.serve import serve
 from tests.real.engine_helpers import tiny_backend
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.real.served import Requests, TickingClock, served
+from tests.testbed.core_kit import make_limits
 
 RNG = random.Random(3)
 SHARED = [RNG.randrange(512) for _ in range(17)]
@@ -24,55 +21,6 @@ REQUESTS = [
     Request(f"r{i}", prompt, arrival_ns=1_000_000 * i, sampling=sampling)
     for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
 ]
-
-
-class TickingClock:
-    """Each look at it takes a third of a millisecond, so that a run meets the same arrivals on every machine."""
-
-    def __init__(self) -> None:
-        self.time = 0
-
-    def start(self) -> None:
-        self.time = 0
-
-    def before_step(self) -> float:
-        return 1.0
-
-    def now_ns(self) -> int:
-        self.time += 333_333
-        return self.time
-
-    def wait_until(self, until_ns: int) -> None:
-        self.time = max(self.time, until_ns)
-
-
-class Requests(Recorder):
-    """An inbox that keeps what finished; a recorder that counts preemptions and hits."""
-
-    is_open = False
-
-    def __init__(self, requests: list[Request], reset_at: tuple[int, ...] = ()) -> None:
-        self.pending = list(requests)
-        self._reset_at, self.num_boundaries = reset_at, 0
-        self.outputs: dict[str, list[int]] = {}
-        self.num_preemptions = self.num_cached_tokens = 0
-
-    def due(self, now_ns: int) -> list[Event]:
-        due = [request for request in self.pending if request.arrival_ns <= now_ns]
-        self.pending = self.pending[len(due) :]
-        self.num_boundaries += 1
-        resets = [ResetPrefixes()] if self.num_boundaries in self._reset_at else []
-        return [*resets, *[Arrive(request) for request in due]]
-
-    def next_ns(self) -> int | None:
-        return self.pending[0].arrival_ns if self.pending else None
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self.outputs |= {done.request.request_id: list(done.output_token_ids) for done in requests}
-
-    def committed(self, step) -> None:
-        self.num_preemptions += len(step.plan.preempted)
-        self.num_cached_tokens += sum(admission.num_cached_tokens for admission in step.plan.admitted)
 
 
 class ProbingClock(TickingClock):
@@ -92,16 +40,11 @@ def serve_on_engine(
     reset_at: tuple[int, ...] = (), **options: object
 ) -> Requests:  # fmt: skip
     backend = tiny_backend(num_gpu_blocks=num_blocks, **options)
-    scheduler = make_scheduler(
-        composition, num_blocks=num_blocks, caching=caching, limits=make_limits(budget=48, model_len=256, plans=plans)
-    )
-    inbox = Requests(requests, reset_at)
-    run(
-        serve(inbox, scheduler, inbox),
-        backend,
-        TickingClock() if plans == 1 or backend.probe is None else ProbingClock(backend),
-    )
-    return inbox
+    return served(
+        backend, Requests(requests, reset_at), composition, num_blocks=num_blocks, caching=caching,
+        limits=make_limits(budget=48, model_len=256, plans=plans),
+        clock=None if plans == 1 or backend.probe is None else ProbingClock(backend),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

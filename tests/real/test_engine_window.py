@@ -11,19 +11,16 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from real.driver import run
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.request import Request
-from testbed.core.serve import serve
 from testbed.errors import ConfigError, ModelError
 from testbed.policies.preemption import Auto, Recompute, Swap
 from testbed.specs.hf_config import load_hf_config
 from tests.real.engine_helpers import TOLERANCE, checkpoint, requests_of, row, step_logits, tiny_backend, tiny_spec
-from tests.real.test_engine_groups_under_core import Requests as GroupRequests
-from tests.real.test_engine_under_core import Requests, TickingClock
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.real.served import Requests, served
+from tests.testbed.core_kit import make_limits
 
 RNG = random.Random(17)
 PROMPT = [RNG.randrange(512) for _ in range(23)]
@@ -241,17 +238,15 @@ class Watch:
 
 
 class Named(Requests):
-    """Also keeps which request a sequence is, and what preemption did."""
+    """Also keeps which request a sequence is."""
 
     def __init__(self, requests: list[Request]) -> None:
         super().__init__(requests)
         self.names: dict[int, str] = {}
-        self.num_swapped_in = 0
 
     def committed(self, step) -> None:
         super().committed(step)
         self.names |= {admission.seq_id: admission.request_id for admission in step.plan.admitted}
-        self.num_swapped_in += len(step.plan.swap_in)
 
 
 ALLOCATE = [("prefill_first", "whole"), ("decode_first", "whole"), ("unified", "whole"), ("unified", "chunk")]
@@ -265,20 +260,12 @@ def test_every_logit_is_right_under_the_core(spec, references, window, compositi
     """In 11 blocks of 4, of which the longest prompt takes 10."""
     backend = tiny_backend(spec, num_gpu_blocks=11, num_cpu_blocks=40, sliding_window=window)
     watch = Watch(backend)
-    scheduler = make_scheduler(
-        composition,
-        num_blocks=11,
-        num_cpu_blocks=40,
-        caching=caching,
-        sliding_window=window,
-        preemption=preemption(),
-        rules=KVRules(allocate=allocate),
-        limits=make_limits(budget=48 if composition == "prefill_first" else 16, model_len=256),
-    )
     requests = requests_of([{}, {"temperature": 1.0}], PROMPTS, NUM_TOKENS)
-    inbox = Named(requests)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    scheduler.check_invariants()
+    inbox = served(
+        backend, Named(requests), composition, num_blocks=11, num_cpu_blocks=40, caching=caching,
+        sliding_window=window, preemption=preemption(), rules=KVRules(allocate=allocate),
+        limits=make_limits(budget=48 if composition == "prefill_first" else 16, model_len=256),
+    )  # fmt: skip
     assert {name: len(output) for name, output in inbox.outputs.items()} == {r.request_id: NUM_TOKENS for r in requests}
     prompts = {request.request_id: list(request.prompt_token_ids) for request in requests}
     expected = {name: references(window, prompts[name] + output) for name, output in inbox.outputs.items()}
@@ -295,19 +282,10 @@ KINDS: list[dict[str, object]] = [{"beam_width": 3, "n": 2}, {"temperature": 1.0
 
 def serve_groups(requests: list[Request], window: int, composition: str, num_blocks: int, caching: bool):
     backend = tiny_backend(num_gpu_blocks=num_blocks, num_cpu_blocks=200, sliding_window=window)
-    scheduler = make_scheduler(
-        composition,
-        num_blocks=num_blocks,
-        num_cpu_blocks=200,
-        caching=caching,
-        sliding_window=window,
-        preemption=Auto(),
-        limits=make_limits(seqs=16, budget=48, model_len=256),
-    )
-    inbox = GroupRequests(requests)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    scheduler.check_invariants()
-    return inbox
+    return served(
+        backend, Requests(requests), composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching,
+        sliding_window=window, preemption=Auto(), limits=make_limits(seqs=16, budget=48, model_len=256),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
@@ -316,9 +294,9 @@ def test_groups_get_the_tokens_they_get_alone(window, composition):
     requests = requests_of(KINDS, PROMPTS, NUM_TOKENS)
     alone = {}
     for request in requests:
-        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).outputs
+        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).completions
     for caching in (True, False):
         together = serve_groups(requests, window, composition, 18, caching)
-        assert together.outputs == alone
+        assert together.completions == alone
         assert together.num_swapped_in == together.num_swapped_out > 0
         assert together.num_copied > 0

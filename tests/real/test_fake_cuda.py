@@ -16,13 +16,11 @@ import torch
 from real import cache_engine
 from real.backend import RealBackend
 from real.clocks import SkippingClock
-from real.driver import run
 from real.parallel.distributed import DistributedGroup
 from real.profiler.grid import Episode, Moves, Room
 from real.profiler.measure import Bench, fill_with_noise, run_episode
 from testbed.core.plan import PrefillChunk
 from testbed.core.request import GREEDY, SamplingParams
-from testbed.core.serve import serve
 from testbed.policies.preemption import Swap
 from tests.real.engine_helpers import EXPERTS, LLAMA, OPT, plan_of, row, tiny_spec
 from tests.real.fake_cuda import FakeGPU, fake_cuda
@@ -31,7 +29,8 @@ from tests.real.fake_flash import FakeFlash, FakeFlash3, FakeVarlen
 from tests.real.fake_launches import fake_kernels
 from tests.real.fake_launches import on_gpu as launched
 from tests.real.fake_streams import FakeEvent, FakeGraph
-from tests.real.test_engine_under_core import REQUESTS, Requests, TickingClock
+from tests.real.served import Requests, served
+from tests.real.test_engine_under_core import REQUESTS
 from tests.real.test_profiler import alone
 from tests.testbed.core_kit import make_limits, make_scheduler
 
@@ -41,22 +40,19 @@ PROVIDERS = ["triton", "torch"]
 # --- whole runs ---
 
 
-def served(backend: Any, num_blocks: int, num_cpu_blocks: int, plans: int = 1) -> Requests:
-    scheduler = make_scheduler(
-        "unified", num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, caching=True, preemption=Swap(),
-        limits=make_limits(budget=24, seqs=4, model_len=64, plans=plans),
+def serve_all(backend: Any, num_blocks: int, num_cpu_blocks: int, plans: int = 1) -> Requests:
+    return served(
+        backend, Requests(REQUESTS), "unified", num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, caching=True,
+        preemption=Swap(), limits=make_limits(budget=24, seqs=4, model_len=64, plans=plans),
     )  # fmt: skip
-    inbox = Requests(REQUESTS)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    return inbox
 
 
 @pytest.mark.parametrize("attention", PROVIDERS)
 @pytest.mark.parametrize("plans", [1, 2], ids=["one plan", "a plan ahead"])
 def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, plans, attention):
-    expected = served(on_cpu(num_gpu_blocks=24), 24, 32)
+    expected = serve_all(on_cpu(num_gpu_blocks=24), 24, 32)
     engine = on_gpu(gpu, attention=attention, num_gpu_blocks=24, num_cpu_blocks=32)
-    found = served(engine, 24, 32, plans)
+    found = serve_all(engine, 24, 32, plans)
     assert found.outputs == expected.outputs
     assert found.num_preemptions
     assert found.num_cached_tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,12 @@ from hypothesis import strategies as st
 from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from tests.properties.setups import Setup, random_setup
-from tests.real.vllm_stub import stub_vllm
+
+pytestmark = pytest.mark.usefixtures("vllm_stub")
 
 RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
 LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 SPLIT_NO_PROMPT = ("prefill_first", "iteration_level", "static")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stub() -> Iterator[None]:
-    with stub_vllm():
-        yield
 
 
 def setup_in_vllm(rng: random.Random, *, is_async: bool) -> Setup:

@@ -19,14 +19,13 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from real.driver import run
 from testbed.core.request import Request, SamplingParams
-from testbed.core.serve import serve
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
-from tests.real.test_engine_under_core import PROMPTS, Requests, TickingClock
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.real.served import Requests, served
+from tests.real.test_engine_under_core import PROMPTS
+from tests.testbed.core_kit import make_limits
 
 NUM_TOKENS = 24
 CHECKED = (0, 1, 3, 6, 7)  # of the prompts; the others are there for company
@@ -50,19 +49,14 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
     """With preemptions, cached prefixes and chunks of prompts on the way."""
     spec = checkpoint(tmp_path, tiny_spec(**ARCHITECTURES[name]))
     backend = tiny_backend(spec, num_gpu_blocks=24, sliding_window=spec.sliding_window)
-    scheduler = make_scheduler(
-        "unified",
-        num_blocks=24,
-        sliding_window=spec.sliding_window,
+    requests = [
+        Request(f"r{i}", prompt, arrival_ns=1_000_000 * i, sampling=SamplingParams(max_tokens=NUM_TOKENS))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    inbox = served(
+        backend, Requests(requests), "unified", num_blocks=24, sliding_window=spec.sliding_window,
         limits=make_limits(budget=16, model_len=256),
-    )
-    inbox = Requests(
-        [
-            Request(f"r{i}", prompt, arrival_ns=1_000_000 * i, sampling=SamplingParams(max_tokens=NUM_TOKENS))
-            for i, prompt in enumerate(PROMPTS)
-        ]
-    )
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
+    )  # fmt: skip
     assert inbox.num_cached_tokens > 0
     assert (inbox.num_preemptions > 0) == (spec.sliding_window is None)  # blocks behind a window are given back
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +17,10 @@ from testbed.errors import ConfigError
 from tests.real import vllm_stub_types as vllm
 from tests.real.vllm_stub import VERSION, AsyncScheduler, Scheduler, stub_vllm
 
+pytestmark = pytest.mark.usefixtures("vllm_stub")
+
 MODEL = {"model_type": "qwen3", "num_hidden_layers": 2}
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stub() -> Iterator[None]:
-    with stub_vllm():
-        yield
 
 
 class Pool:

@@ -9,21 +9,20 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from real.driver import run
 from testbed.core.interfaces import PreemptionChoice
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
-from testbed.core.serve import serve
 from testbed.policies.preemption import Recompute, Swap
 from tests.real.engine_helpers import checkpoint, requests_of, tiny_backend, tiny_spec
-from tests.real.test_engine_under_core import Requests, TickingClock
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.real.served import Requests, served
+from tests.testbed.core_kit import make_limits
 
 EOS = 3
 NUM_TOKENS = 12
 RNG = random.Random(5)
 SHARED = [RNG.randrange(512) for _ in range(17)]
-PROMPTS = [SHARED + [RNG.randrange(512) for _ in range(n)] for n in (3, 12, 1, 20, 7, 9)] + [SHARED[:16], [5]]
+PROMPTS = [SHARED + [RNG.randrange(512) for _ in range(n)] for n in (3, 12, 1, 20, 7, 9)]
+PROMPTS += [SHARED[:16], [5], SHARED[:9], [7, 7, 7, 1], SHARED[:3]]
 STOPS = tuple(range(0, 512, 5))
 KINDS = [
     {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3, "logprobs": 2},
@@ -34,6 +33,9 @@ KINDS = [
     {"temperature": 0.8, "top_p": 0.7, "n": 2, "best_of": 4},
     {"temperature": 1.5, "min_tokens": 4, "stop_token_ids": STOPS, "logprobs": 5, "prompt_logprobs": 0},
     {"beam_width": 3, "n": 2, "min_tokens": 3, "stop_token_ids": STOPS, "logprobs": 4},
+    {"n": 3},  # greedy: three times the same
+    {"beam_width": 4, "stop_token_ids": tuple(range(0, 512, 9))},
+    {"beam_width": 1},
 ]
 
 PREEMPTION = {"recompute": Recompute(), "swap": Swap(), None: None}
@@ -72,14 +74,10 @@ def serve_on_engine(
     preemption: PreemptionChoice | None = None,
 ) -> Ends:
     backend = tiny_backend(spec, num_gpu_blocks=num_blocks, num_cpu_blocks=200, max_num_seqs=16)
-    scheduler = make_scheduler(
-        composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching, eos_token_id=EOS,
-        limits=make_limits(seqs=16, budget=budget, model_len=256), preemption=preemption,
+    return served(
+        backend, Ends(requests), composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching,
+        eos_token_id=EOS, limits=make_limits(seqs=16, budget=budget, model_len=256), preemption=preemption,
     )  # fmt: skip
-    inbox = Ends(requests)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    scheduler.check_invariants()
-    return inbox
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +189,8 @@ def test_every_request_gets_what_it_gets_alone(spec, alone, composition, num_blo
     for how, names in ends.preempted.items():
         assert any(alone[name].request.sampling.is_penalised for name in names) == (how == mode)
     assert (ends.num_cached_tokens > 0) == caching
+    assert ends.num_copied > 0
+    assert ends.num_swapped_in == ends.num_swapped_out
     for name, item in alone.items():
         close = pytest.approx([one.logprob for one in item.prompt_logprobs[1:]], abs=1e-4)
         assert [one.logprob for one in ends.done[name].prompt_logprobs[1:]] == close

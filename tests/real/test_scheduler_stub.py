@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +12,14 @@ from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 from tests.properties.setups import Setup
 from tests.real import vllm_stub_types as vllm
-from tests.real.vllm_stub import stub_vllm
 from tests.real.vllm_stub_worker import Memory, NewerRunner, OlderRunner
+
+pytestmark = pytest.mark.usefixtures("vllm_stub")
 
 BLOCK_SIZE = 4
 ALL, NEW, NONE = vllm.PauseState.PAUSED_ALL, vllm.PauseState.PAUSED_NEW, vllm.PauseState.UNPAUSED
 RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
 LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stub() -> Iterator[None]:
-    with stub_vllm():
-        yield
 
 
 class Served:

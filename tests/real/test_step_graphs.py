@@ -21,13 +21,14 @@ from real.graphs import (
     captured_token_counts,
 )
 from real.max_load import capture_steps
-from real.staging import layout, views, write
+from real.staging import Staging
 from sim.cost.config import RooflineConfig
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk, ScheduledSequence
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import TOLERANCE, row, step_logits, tiny_backend
+from tests.real.fake_streams import place
 
 MAX_MODEL_LEN = 64
 NUM_STEPS = 12
@@ -181,17 +182,20 @@ def test_shapes_are_captured_from_the_largest_to_the_smallest():
     assert captured_shapes(4, 0, 8) == captured_shapes(4, 1, 8) == shapes[3:]
 
 
-def test_arrays_come_back_from_one_piece_of_memory_as_they_went_in():
+def test_arrays_come_back_from_one_piece_of_memory_as_they_went_in(gpu):
     rng = np.random.default_rng(4)
-    arrays = [
-        rng.integers(0, 9, 5),
-        rng.integers(0, 9, (3, 7)).astype(np.int32),
-        np.zeros(0, dtype=np.int64),
-        rng.random(3).astype(np.float32),
-    ]
-    offsets, total = layout(arrays)
-    assert all(offset % 16 == 0 for offset in offsets)
-    memory = torch.zeros(total, dtype=torch.uint8)
-    write(arrays, offsets, memory.numpy())
-    for array, tensor in zip(arrays, views(arrays, offsets, memory), strict=True):
-        assert torch.equal(tensor, torch.from_numpy(array))
+    staging = Staging(torch.device("cuda", 0), least_bytes=0)
+    begins = []
+    for _ in range(3):
+        arrays = [
+            rng.integers(0, 9, 5),
+            rng.integers(0, 9, (3, 7)).astype(np.int32),
+            np.zeros(0, dtype=np.int64),
+            rng.random(3).astype(np.float32),
+        ]
+        tensors = staging.send(arrays)
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert tensor.inner.storage_offset() * tensor.itemsize % 16 == 0
+            assert torch.equal(tensor.cpu(), torch.from_numpy(array))
+        begins.append([place(tensor.inner) for tensor in tensors])
+    assert begins[1:] == begins[:-1]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from real.backend import RealBackend
 from real.config import RealConfig
-from real.driver import Computed, Work, run
+from real.driver import Computed, Work
 from real.parallel import backend as parallel
 from real.parallel.backend import RankedBackend
 from real.parallel.wire import pack, unpack
@@ -24,15 +24,13 @@ from real.parallel.worker import Setup
 from testbed.core.outcome import Outcome, TokenLogprobs
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
-from testbed.core.serve import serve
 from testbed.errors import ConfigError, DeviceError, ModelError
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, plan_of, row, tiny_backend, tiny_spec
 from tests.real.processes import assert_gone, ranks_of
-from tests.real.test_engine_groups_under_core import Requests
-from tests.real.test_engine_under_core import TickingClock
+from tests.real.served import Requests, served
 from tests.real.thread_ranks import on_ranks
-from tests.testbed.core_kit import make_limits, make_scheduler
+from tests.testbed.core_kit import make_limits
 
 SIZES = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 200, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 PLAN = plan_of(row(0, [1, 2, 3, 4, 5], [1, 2]))
@@ -133,13 +131,10 @@ REQUESTS = [
 
 def serve_on(backend: Twin, num_blocks: int) -> Requests:
     """Prompts in chunks of at most 24 tokens beside decodes, shared prefixes, too few blocks."""
-    scheduler = make_scheduler(
-        "unified", num_blocks=num_blocks, num_cpu_blocks=200, caching=True, eos_token_id=EOS,
-        limits=make_limits(seqs=16, budget=24, model_len=256),
+    return served(
+        backend, Requests(REQUESTS), "unified", num_blocks=num_blocks, num_cpu_blocks=200, caching=True,
+        eos_token_id=EOS, limits=make_limits(seqs=16, budget=24, model_len=256),
     )  # fmt: skip
-    inbox = Requests(REQUESTS)
-    run(serve(inbox, scheduler, inbox), backend, TickingClock())
-    return inbox
 
 
 MODELS = {

@@ -53,19 +53,3 @@ def test_no_rank_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
     driver.kill()
     driver.communicate(timeout=30)
     assert_gone([rank])
-
-
-def test_an_llm_on_two_ranks_says_what_it_says_on_one() -> None:
-    from experiments import LLM
-    from real import SamplingParams
-
-    sampling = SamplingParams(max_tokens=8, temperature=0.8, seed=1)
-    said = []
-    for num_ranks in (1, 2):
-        with LLM("tiny", tensor_parallel_size=num_ranks, device="cpu", num_gpu_blocks=64, max_model_len=128) as llm:
-            said.append(
-                [output.outputs[0] for output in llm.generate(["hello", "once upon"], sampling, use_tqdm=False)]
-            )
-            assert len(ranks_of(os.getpid())) == num_ranks - 1
-    assert [one.token_ids for one in said[0]] == [one.token_ids for one in said[1]]
-    assert not ranks_of(os.getpid())

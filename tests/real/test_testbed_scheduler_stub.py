@@ -7,7 +7,6 @@ import random
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,9 @@ from testbed.errors import ConfigError, RequestError, RunFolderError, TestbedErr
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import TokenIds
 from tests.real import vllm_stub_types as vllm
-from tests.real.vllm_stub import stub_vllm
 from tests.real.vllm_stub_worker import VOCAB_SIZE, Memory, NewerRunner, OlderRunner
+
+pytestmark = pytest.mark.usefixtures("vllm_stub")
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 17
 MODEL = {
@@ -33,12 +33,6 @@ MODEL = {
     "num_hidden_layers": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000,
     "tie_word_embeddings": True, "torch_dtype": "float32", "vocab_size": VOCAB_SIZE,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stub() -> Iterator[None]:
-    with stub_vllm():
-        yield
 
 
 def made(

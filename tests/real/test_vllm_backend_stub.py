@@ -27,7 +27,7 @@ from testbed.errors import ConfigError, DeviceError, RequestError, TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TraceRequest
 from tests.real import vllm_stub_types as vllm
-from tests.real.test_engine_under_core import Requests, TickingClock
+from tests.real.served import Requests, TickingClock
 from tests.real.vllm_stub import VERSION, stub_vllm
 from tests.real.vllm_stub_worker import Memory, OlderRunner
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.text import LLM
+from real.text.prompts import read_prompts
 from real.text.status import StatusLine, ThroughputBar
 from testbed.core.commands import Recorder, StepView
 from tests.experiments.kit import SHORT, TINY, say
@@ -83,7 +84,7 @@ def test_a_bar_of_a_terminal_shows_rates_and_a_pipe_sees_nothing(
 
 def steps_of(llm: LLM) -> list[StepView]:
     seen = Seen()
-    for _ in llm._serve(llm._requests(llm._read(PROMPTS), greedy(4)), False, [seen]):
+    for _ in llm._serve(llm._requests(read_prompts(PROMPTS, llm.tokenizer), greedy(4)), False, [seen]):
         pass
     return seen.steps
 
@@ -105,6 +106,6 @@ def test_a_line_comes_only_when_its_time_is_over(llm: LLM) -> None:
     for interval_s, few in ((1e-9, False), (3600.0, True)):
         lines.clear()
         watcher = StatusLine(interval_s, (256, 0), lambda: llm._running().cache_hits, lines.append)
-        for _ in llm._serve(llm._requests(llm._read(PROMPTS), greedy(4)), False, [watcher]):
+        for _ in llm._serve(llm._requests(read_prompts(PROMPTS, llm.tokenizer), greedy(4)), False, [watcher]):
             pass
         assert (lines == []) is few

@@ -16,7 +16,7 @@ from experiments.wiring.build_engine import build_vllm_backend
 from real.driver import run
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
-from tests.real.test_engine_under_core import Requests, TickingClock
+from tests.real.served import Requests, TickingClock
 from tests.vllm.conftest import no_veto
 
 POLICIES = {

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import final
 
 from testbed.errors import ConfigError, TraceError
-from testbed.traces.arrange import arrange, too_late
+from testbed.traces.arrange import after, arrange, too_late
 from testbed.traces.batches import Batches
 from testbed.traces.classes import ClassFields
 from testbed.traces.fingerprint import Fingerprint
@@ -33,6 +33,9 @@ class StreamedTrace:
     all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
     Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows and at an
     arrival beyond MAX_NS.
+
+    For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
+    returns the notes instead of `notes`, with the numbers that are known after all rows were made.
     """
 
     def __init__(
@@ -43,12 +46,16 @@ class StreamedTrace:
         num_requests: int | None = None,
         *,
         closed_tail: bool = False,
+        unordered: Callable[[], Iterator[TraceRequest]] | None = None,
+        counted: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         self._name = name
         self._make = make
         self._notes = notes
         self._num_requests = num_requests
         self._closed_tail = closed_tail
+        self.unordered = unordered or make
+        self.counted = counted or (lambda: notes)
 
     @property
     def name(self) -> str:
@@ -82,23 +89,11 @@ class StreamedTrace:
             raise TraceError(f"trace {self._name!r} has no requests; expected at least one{after(self._notes)}")
 
     def derived(
-        self,
-        make: Callable[[], Iterator[TraceRequest]],
-        note: str | None,
-        num_requests: int | None = None,
-        *,
-        closed_tail: bool | None = None,
+        self, make: Callable[[], Iterator[TraceRequest]], note: str | None, num_requests: int | None = None
     ) -> StreamedTrace:
         """Returns another stream made from this one. note: how it was made."""
         notes = self._notes if note is None else (*self._notes, note)
-        tail = self._closed_tail if closed_tail is None else closed_tail
-        return StreamedTrace(self._name, make, notes, num_requests, closed_tail=tail)
-
-
-def after(notes: Sequence[str]) -> str:
-    """Returns what was done to a trace, for the message that no rows are left: the last note, then those before."""
-    *before, last = notes or ("",)
-    return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
+        return StreamedTrace(self._name, make, notes, num_requests, closed_tail=self._closed_tail)
 
 
 class CountedTrace:
@@ -156,15 +151,17 @@ class CountedTrace:
 
 
 def whole(source: TraceSource) -> Trace:
-    """Returns the source as a Trace in memory, with all rows checked. Raises ConfigError if it has too many rows."""
+    """Returns the source as a Trace in memory, with all rows checked and sorted. Raises ConfigError if it has too many
+    rows."""
     if isinstance(source, Trace):
         return source
     has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # known before any row is made
-    rows = [] if has_too_many else list(islice(source, MAX_HELD_ROWS + 1))
+    made = source.unordered() if isinstance(source, StreamedTrace) else iter(source)
+    rows = [] if has_too_many else list(islice(made, MAX_HELD_ROWS + 1))
     if has_too_many or len(rows) > MAX_HELD_ROWS:
         num = f"{source.num_requests:,}" if has_too_many else f"more than {MAX_HELD_ROWS:,}"
         raise ConfigError(
             f"trace {source.name!r} has {num} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
             "lower their number, or set trace.stream=true and leave out what needs the whole trace"
         )
-    return arrange(source.name, rows, source.notes)
+    return arrange(source.name, rows, source.counted() if isinstance(source, StreamedTrace) else source.notes)

@@ -11,81 +11,48 @@ before is not known (the model decides), only its prompt is shared.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange, check_row, check_turn, sessions_of, used_twice
+from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
 from testbed.traces.readers import fields as check
+from testbed.traces.readers.open_parquet import Record, parquet_records
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_csv, read_lines
 from testbed.traces.readers.own_rows import Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
-from testbed.traces.stream import OutOfOrderError, StreamedTrace
-
-Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
-
-
-def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`. Raises TraceError on a bad row."""
-    return _assemble("jsonl", path, _jsonl_records(path, limit))
+from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
 
 
 def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """Like read_jsonl, row by row: see _streamed."""
+    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`; see _streamed."""
     return _streamed("jsonl", path, lambda: _jsonl_records(path, limit))
 
 
-def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
+def stream_csv(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
-    return _assemble("csv", path, _csv_records(path, limit))
-
-
-def stream_csv_trace(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """Like read_csv_trace, row by row: see _streamed."""
     return _streamed("csv", path, lambda: _csv_records(path, limit))
 
 
-def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
-    for number, line in islice(read_lines(path), limit):
-        place = f"{path}:{number}"
-        yield place, check.json_object(line, place)
-
-
-def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
-    names = csv_header(path)
-    for place, cells in islice(read_csv(path, (), names), limit):
-        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
-
-
-def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
+def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
 
     A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. If it
     has lost its metadata, it is read like any other file, with a note.
     """
-    from testbed.traces.frozen import (
-        frozen_info,
-        has_lost_metadata,
-        read_frozen,
-    )  # frozen traces are read by this module
+    from testbed.traces.frozen import LOST, frozen_info, has_lost_metadata, stream_frozen  # it reads with this module
 
     info = frozen_info(path)
     if info is not None:
-        return read_frozen(path, info, limit)
-    trace = _assemble("parquet", path, islice(_parquet_records(path), limit))
-    if has_lost_metadata(path):
-        note = "the file was a frozen trace; its metadata is gone, so it was not checked against its fingerprint"
-        trace = replace(trace, notes=(*trace.notes, note))
-    return trace
+        return stream_frozen(path, info, limit)
+    lost = (LOST,) if has_lost_metadata(path) else ()
+    return _streamed("parquet", path, lambda: islice(parquet_records(path), limit), lost)
 
 
-def read_own(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads .jsonl, .csv (also .gz and .zst) or .parquet, by extension. Raises TraceError on another extension."""
-    return {"jsonl": read_jsonl, "csv": read_csv_trace, "parquet": read_parquet}[own_format(path)](path, limit)
+def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
+    """Returns the whole trace of stream_jsonl: the file that a run has written."""
+    return whole(stream_jsonl(path, limit))
 
 
 def own_format(path: str | Path) -> str:
@@ -100,68 +67,28 @@ def own_format(path: str | Path) -> str:
     return name
 
 
-def _parquet_records(path: str | Path) -> Iterator[Record]:
-    import pyarrow as pa  # heavy, and seldom needed
-    import pyarrow.parquet as pq
-
-    existing_file(path)
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=4096):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield (
-                        f"{path}:{number}",
-                        {name: value for name, value in record.items() if not _is_null(name, value)},
-                    )
-    except pa.ArrowException as error:
-        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+    for number, line in islice(read_lines(path), limit):
+        place = f"{path}:{number}"
+        yield place, check.json_object(line, place)
 
 
-def _is_null(name: str, value: object) -> bool:
-    """Whether a Parquet value is absent. pandas writes a missing number as NaN; as an arrival_time, NaN is an error."""
-    return value is None or (isinstance(value, float) and math.isnan(value) and name != "arrival_time")
+def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+    names = csv_header(path)
+    for place, cells in islice(read_csv(path, (), names), limit):
+        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
 
 
-def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
-    """Reads all rows, then makes the contents of those with counts, session by session in turn order."""
-    drafts: list[Draft] = []
-    names: dict[str, None] = {}
-    for place, fields in records:
-        drafts.append(read_draft(fields, place, str(len(drafts))))
-        names.update(dict.fromkeys(fields))
-    if not drafts:
-        raise _no_rows(path)
-    _check_numbers(drafts)
-    rows = [draft.row for draft in drafts]
-    filled: list[TraceRequest] = list(rows)
-    for positions in sessions_of(rows).values():
-        previous: TraceRequest | None = None
-        for position in positions:
-            previous = filled[position] = fill(drafts[position], previous)
-    for position, row in enumerate(rows):
-        if row.session_id is None:
-            filled[position] = fill(drafts[position], None)
-    return arrange(name, filled, ignored_fields(names))
-
-
-def _check_numbers(drafts: list[Draft]) -> None:
-    """Raises TraceError for a row without an id whose number is the id of another row."""
-    given = {draft.row.request_id: draft.row.place for draft in drafts if draft.has_id}
-    if 0 < len(given) < len(drafts):
-        for draft in drafts:
-            if not draft.has_id and draft.row.request_id in given:
-                raise used_twice(draft.row, given[draft.row.request_id], is_number=True)
-
-
-def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record]]) -> StreamedTrace:
+def _streamed(
+    name: str, path: str | Path, records: Callable[[], Iterator[Record]], notes: tuple[str, ...] = ()
+) -> StreamedTrace:
     """Returns the rows of a file as a stream. Memory grows with the ids, which must differ, and with the sessions.
 
-    Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order.
+    Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order; TraceError on a bad row.
     """
+    names: dict[str, None] = {}  # of the fields in all records of a file that is read whole
 
-    def make() -> Iterator[TraceRequest]:
+    def in_order() -> Iterator[TraceRequest]:
         ids: set[str] = set()
         newest: dict[str, TraceRequest] = {}  # session -> its newest turn
         for place, fields in records():
@@ -183,8 +110,41 @@ def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record
         if not ids:
             raise _no_rows(path)
 
-    first = next(records(), None)
-    return StreamedTrace(name, make, () if first is None else ignored_fields(first[1]))
+    def unordered() -> Iterator[TraceRequest]:
+        drafts: list[Draft] = []
+        for place, fields in records():
+            drafts.append(read_draft(fields, place, str(len(drafts))))
+            names.update(dict.fromkeys(fields))
+        if not drafts:
+            raise _no_rows(path)
+        _check_numbers(drafts)
+        return iter(_filled(drafts))
+
+    _, first = next(records(), ("", {}))
+    return StreamedTrace(
+        name, in_order, (*ignored_fields(first), *notes),
+        unordered=unordered, counted=lambda: (*ignored_fields(names), *notes),
+    )  # fmt: skip
+
+
+def _filled(drafts: list[Draft]) -> list[TraceRequest]:
+    """Returns the rows, with the contents of those with counts: session by session, in turn order."""
+    rows = [draft.row for draft in drafts]
+    filled = [row if row.session_id is not None else fill(draft, None) for row, draft in zip(rows, drafts, strict=True)]
+    for positions in sessions_of(rows).values():
+        previous: TraceRequest | None = None
+        for position in positions:
+            previous = filled[position] = fill(drafts[position], previous)
+    return filled
+
+
+def _check_numbers(drafts: list[Draft]) -> None:
+    """Raises TraceError for a row without an id whose number is the id of another row."""
+    given = {draft.row.request_id: draft.row.place for draft in drafts if draft.has_id}
+    if 0 < len(given) < len(drafts):
+        for draft in drafts:
+            if not draft.has_id and draft.row.request_id in given:
+                raise used_twice(draft.row, given[draft.row.request_id], is_number=True)
 
 
 def _no_rows(path: str | Path) -> TraceError:

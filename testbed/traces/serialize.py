@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
+from testbed.traces.readers.open_text import open_bytes
 from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_fields
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
@@ -86,17 +87,8 @@ def _fields(row: TraceRequest) -> dict[str, Any]:
 def _text_file(file: Path) -> Iterator[TextIO]:
     """Opens a text file for writing, compressed for .gz and .zst; removes it if writing fails."""
     try:
-        if file.suffix == ".zst":
-            import zstandard  # heavy, and seldom needed
-
-            with zstandard.open(file, "wt", encoding="utf-8") as packed:
-                yield cast(TextIO, packed)
-        elif file.suffix == ".gz":
-            with gzip.open(file, "wt", encoding="utf-8") as packed:
-                yield packed
-        else:
-            with file.open("w", encoding="utf-8") as out:
-                yield out
+        with io.TextIOWrapper(open_bytes(file, "wb"), encoding="utf-8") as out:
+            yield out
     except BaseException:
         file.unlink(missing_ok=True)
         raise

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from testbed.traces.batches import Batches
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.parts import cut_part, join_parts
-from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
+from testbed.traces.schema import Part, Span, TraceRequest
 
 WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # in which arrivals are counted, for their dispersion
 _ID_CHUNK = 16  # explicit token ids are kept in pieces of this many
@@ -155,18 +155,15 @@ def _extended(prefix: int, piece: _Piece) -> int:
     return xxhash.xxh64_intdigest(_pack(prefix, 0, 0, 0) + piece)
 
 
-def _pieces(parts: Iterable[Part]) -> list[_Piece]:
+def _pieces(parts: tuple[Part, ...]) -> list[_Piece]:
     """Returns joined spans, and runs of explicit ids in pieces that do not depend on how the parts were cut."""
     pieces: list[_Piece] = []
-    ids: array[int] = array("i")
-    for part in (*join_parts(tuple(parts)), None):
-        if isinstance(part, TokenIds):
-            ids.extend(part.ids)
-            continue
-        pieces.extend(ids[start : start + _ID_CHUNK].tobytes() for start in range(0, len(ids), _ID_CHUNK))
-        ids = array("i")
-        if part is not None:
+    for part in join_parts(parts):
+        if isinstance(part, Span):
             pieces.append(part)
+        else:
+            chunks = range(0, len(part.ids), _ID_CHUNK)
+            pieces += [part.ids[start : start + _ID_CHUNK].tobytes() for start in chunks]
     return pieces
 
 

@@ -6,8 +6,8 @@ import os
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-import zstandard
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig
@@ -29,7 +29,7 @@ def archive(path: Path, files: dict[str, str]) -> Path:
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
     raw = buffer.getvalue()
-    path.write_bytes(zstandard.compress(raw) if path.name.endswith("zst") else raw)
+    path.write_bytes(pa.compress(raw, codec="zstd", asbytes=True) if path.name.endswith("zst") else raw)
     return path
 
 

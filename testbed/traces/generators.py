@@ -23,7 +23,7 @@ from testbed.traces.conversations import (
 from testbed.traces.draws import Stream, stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
 from testbed.traces.idle_settings import idle_notes
-from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, expected_raises, lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, lengths
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
@@ -60,8 +60,8 @@ def stream_generated(config: SyntheticConfig, seed: int = 0, lengths_from: Trace
         notes.append("trace.lengths_from has no effect: no length is of kind empirical")
     expected: list[str] = []
     for label, own in parts.items():
-        notes += _told(label, expected_raises(drawn[label], own.num_requests, joint))
-        expected += _told(label, expected_cuts(drawn[label], own.num_requests, joint))
+        notes += _told(label, expected_cuts(drawn[label], own.num_requests, joint, is_above=False))
+        expected += _told(label, expected_cuts(drawn[label], own.num_requests, joint, is_above=True))
     made: dict[str, _Generator] = {}  # by tenant, in the last iteration
 
     def rows() -> Iterator[TraceRequest]:

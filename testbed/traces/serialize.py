@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from testbed.traces.readers.open_text import open_bytes
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_fields
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
 
@@ -42,11 +42,6 @@ def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, An
     if row.place:
         fields["place"] = row.place
     return fields
-
-
-def row_from_json(fields: dict[str, Any]) -> TraceRequest:
-    """Returns the row that row_to_json wrote, equal in every field. Raises TraceError on a bad value."""
-    return row_from_fields(fields, str(fields.get("place", "")))
 
 
 def part_to_json(part: Part) -> dict[str, Any]:

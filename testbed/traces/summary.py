@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import Struct
@@ -171,8 +172,8 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
     """Returns the statistics of the rows. Iterates over them once."""
     digest, share, batches = Fingerprint(), PrefixShare(), Batches()
     arrivals_ns, prompts, outputs, hits = array("q"), array("q"), array("q"), array("q")
-    turns_of: dict[str, int] = {}
-    tenants: dict[str, int] = {}
+    turns_of: Counter[str] = Counter()
+    tenants: Counter[str] = Counter()
     num_free = num_cancelled = 0
     for row in rows:
         digest.update(row)
@@ -185,12 +186,9 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
         num_free += row.output is None
         num_cancelled += row.cancel_after_ns is not None
         if row.session_id is not None:
-            turns_of[row.session_id] = turns_of.get(row.session_id, 0) + 1
+            turns_of[row.session_id] += 1
         if row.tenant is not None:
-            tenants[row.tenant] = tenants.get(row.tenant, 0) + 1
-    turns: dict[int, int] = {}
-    for num in turns_of.values():
-        turns[num] = turns.get(num, 0) + 1
+            tenants[row.tenant] += 1
     return TraceSummary(
         num_requests=len(prompts),
         fingerprint=digest.hexdigest(),
@@ -199,7 +197,7 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
         outputs=np.array(outputs, dtype=np.int64),
         hits=np.array(hits, dtype=np.int64),
         num_free_outputs=num_free,
-        turns=dict(sorted(turns.items())),
+        turns=dict(sorted(Counter(turns_of.values()).items())),
         tenants=tenants,
         num_cancelled=num_cancelled,
         batches=batches,

@@ -41,10 +41,6 @@ class Transform:
         return dict(own)
 
 
-def _shift(trace: Any, offset_s: float) -> Any:
-    return timing.shift(trace, timing.check_offset(offset_s))
-
-
 def _arrivals(
     trace: Trace,
     arrival: str = "poisson",
@@ -85,7 +81,7 @@ TRANSFORMS: dict[str, Transform] = {
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
     "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
     "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
-    "shift": Transform(_shift, "moves all arrivals by `offset_s`"),
+    "shift": Transform(timing.shift, "moves all arrivals by `offset_s`"),
     "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
     "arrivals": Transform(
         _arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False, draws="starts"
@@ -191,9 +187,8 @@ def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrac
         raise ConfigError(f"label is {label!r}, which is the name of the first trace; set another label")
     both = {trace.name: trace, label: other}
     share = values.get("share_content", False)
-    if isinstance(trace, Trace):
-        return combination.merge({name: whole(each) for name, each in both.items()}, share)
-    return combination.merge_streams(both, share)
+    merged = combination.merge(both, share)
+    return whole(merged) if isinstance(trace, Trace) else merged
 
 
 def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:

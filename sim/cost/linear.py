@@ -23,7 +23,7 @@ from sim.cost.config import COEFFICIENTS, LinearConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
-from testbed.foreign_text import number, parsed, shown, whole
+from testbed.foreign_text import json_object, number, shown, whole
 from testbed.specs.ranges import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
@@ -163,12 +163,7 @@ def load_linear(path: str | Path, sliding_window: int | None = None, model: str 
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"cost.path: no file at {path}; `make demo` writes one, linear-cost.json, beside its report")
-    try:
-        document = parsed(json.loads, file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"cost.path: {path} is no linear cost: it is {shown(document)}; expected an object")
+    document = json_object(file.read_bytes(), f"cost.path: {path}", ConfigError)
     if (found := document.get("format")) != FORMAT:
         raise ConfigError(
             f"cost.path: {path} is no linear cost: its 'format' is {shown(found)}; expected {FORMAT!r}: fit it again"

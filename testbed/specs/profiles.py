@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.foreign_text import parsed, shown, unknown, whole
+from testbed.foreign_text import json_object, shown, unknown, whole
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
@@ -114,14 +114,9 @@ class ProfileManifest:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
-        for name in ("block_size", "tensor_parallel_size", "sliding_window"):
-            if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
-                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
-        if raw["probe_ns"] is not None and not whole(1, MAX_PART_NS)(raw["probe_ns"]):
-            raise ProfileError(f"{place}: 'probe_ns' is {shown(raw['probe_ns'])}; expected from 1 to {MAX_PART_NS:,}")
-        for name in ("captured_decodes", "captured_tokens"):
-            if not whole(0, MAX_SIZE)(raw[name]):
-                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 0 to {MAX_SIZE:,}")
+        for name, (low, high) in _BOUNDS.items():
+            if raw[name] is not None and not whole(low, high)(raw[name]):
+                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from {low} to {high:,}")
         for name, choices in (("dtype", [*DTYPE_BYTES]), ("kv_dtype", [None, *KV_DTYPE_BYTES])):
             if raw[name] not in choices:
                 names = ", ".join(map(_text, choices))
@@ -169,6 +164,10 @@ class ProfileManifest:
                 )
 
 
+_BOUNDS = {
+    "block_size": (1, MAX_SIZE), "tensor_parallel_size": (1, MAX_SIZE), "sliding_window": (1, MAX_SIZE),
+    "probe_ns": (1, MAX_PART_NS), "captured_decodes": (0, MAX_SIZE), "captured_tokens": (0, MAX_SIZE),
+}  # fmt: skip
 _KINDS: dict[Any, tuple[type, ...]] = {
     str: (str,), int: (int,), str | None: (str, type(None)), int | None: (int, type(None)),
     dict[str, Any]: (dict,), dict[str, str]: (dict,),
@@ -265,11 +264,8 @@ def read_profile(path: str | Path) -> Profile:
     document = (table.schema.metadata or {}).get(METADATA_KEY.encode())
     if document is None:
         raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/calibration.md says more")
-    try:
-        raw = parsed(json.loads, document)
-    except ValueError as error:
-        raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
-    manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
+    place = f"{path}: {METADATA_KEY}"
+    manifest = ProfileManifest.from_json(json_object(document, place, ProfileError), place)
     for name in table.column_names:
         if name not in COLUMNS:
             raise ProfileError(unknown(f"{path} has an unknown column {shown(name)}", name, COLUMNS))

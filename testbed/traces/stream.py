@@ -7,6 +7,7 @@ A streamed source must be in order of arrival. One that is not (a file out of or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import final
 
@@ -26,6 +27,7 @@ class OutOfOrderError(TraceError):
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class StreamedTrace:
     """A TraceSource that calls `make` for its rows each time that it is iterated.
 
@@ -38,44 +40,17 @@ class StreamedTrace:
     returns the notes instead of `notes`, with the numbers that are known after all rows were made.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Iterator[TraceRequest]],
-        notes: tuple[str, ...] = (),
-        num_requests: int | None = None,
-        *,
-        closed_tail: bool = False,
-        unordered: Callable[[], Iterator[TraceRequest]] | None = None,
-        counted: Callable[[], Sequence[str]] | None = None,
-    ) -> None:
-        self._name = name
-        self._make = make
-        self._notes = notes
-        self._num_requests = num_requests
-        self._closed_tail = closed_tail
-        self.unordered = unordered or make
-        self.counted = counted or (lambda: notes)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
-
-    @property
-    def num_requests(self) -> int | None:
-        return self._num_requests
-
-    @property
-    def closed_tail(self) -> bool:
-        return self._closed_tail
+    name: str
+    make: Callable[[], Iterator[TraceRequest]]
+    notes: tuple[str, ...] = ()
+    num_requests: int | None = None
+    closed_tail: bool = field(default=False, kw_only=True)
+    unordered: Callable[[], Iterator[TraceRequest]] | None = field(default=None, kw_only=True)
+    counted: Callable[[], Sequence[str]] | None = field(default=None, kw_only=True)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         latest_ns = -1
-        for row in self._make():
+        for row in self.make():
             if not latest_ns <= row.arrival_ns <= MAX_NS:
                 if row.arrival_ns > MAX_NS:
                     raise too_late(row)
@@ -86,14 +61,14 @@ class StreamedTrace:
             latest_ns = row.arrival_ns
             yield row
         if latest_ns < 0:
-            raise TraceError(f"trace {self._name!r} has no requests; expected at least one{after(self._notes)}")
+            raise TraceError(f"trace {self.name!r} has no requests; expected at least one{after(self.notes)}")
 
     def derived(
         self, make: Callable[[], Iterator[TraceRequest]], note: str | None, num_requests: int | None = None
     ) -> StreamedTrace:
         """Returns another stream made from this one. note: how it was made."""
-        notes = self._notes if note is None else (*self._notes, note)
-        return StreamedTrace(self._name, make, notes, num_requests, closed_tail=self._closed_tail)
+        notes = self.notes if note is None else (*self.notes, note)
+        return StreamedTrace(self.name, make, notes, num_requests, closed_tail=self.closed_tail)
 
 
 class CountedTrace:
@@ -156,7 +131,7 @@ def whole(source: TraceSource) -> Trace:
     if isinstance(source, Trace):
         return source
     has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # known before any row is made
-    made = source.unordered() if isinstance(source, StreamedTrace) else iter(source)
+    made = (source.unordered or source.make)() if isinstance(source, StreamedTrace) else iter(source)
     rows = [] if has_too_many else list(islice(made, MAX_HELD_ROWS + 1))
     if has_too_many or len(rows) > MAX_HELD_ROWS:
         num = f"{source.num_requests:,}" if has_too_many else f"more than {MAX_HELD_ROWS:,}"
@@ -164,4 +139,5 @@ def whole(source: TraceSource) -> Trace:
             f"trace {source.name!r} has {num} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
             "lower their number, or set trace.stream=true and leave out what needs the whole trace"
         )
-    return arrange(source.name, rows, source.counted() if isinstance(source, StreamedTrace) else source.notes)
+    counted = source.counted if isinstance(source, StreamedTrace) else None
+    return arrange(source.name, rows, source.notes if counted is None else counted())

@@ -58,7 +58,7 @@ def write_jsonl(trace: TraceSource, path: str | Path) -> None:
 
 
 def write_csv(trace: TraceSource, path: str | Path) -> None:
-    """Like write_jsonl, for read_csv_trace: all columns, lists as JSON, absent values as empty cells."""
+    """Like write_jsonl, as a CSV: all columns, lists as JSON, absent values as empty cells."""
     with _text_file(Path(path)) as out:
         writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
         writer.writeheader()

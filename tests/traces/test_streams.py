@@ -1,7 +1,9 @@
 """A streamed trace is the whole trace, row for row; the inbox serves both alike, and holds only what is live."""
 
+import io
 from heapq import heappop, heappush
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +178,7 @@ FILES = [
     ("lengths", LENGTHS),
     ("bailian", BAILIAN),
     ("csv", OWN_CSV),
+    ("parquet", OWN_CSV),
     ("jsonl", OWN_JSONL),
 ]
 
@@ -183,7 +186,10 @@ FILES = [
 @pytest.mark.parametrize(("name", "text"), FILES)
 def test_files_are_the_same_read_whole_and_row_by_row(tmp_path, name, text):
     file = tmp_path / "trace"
-    file.write_text(text)
+    if name == "parquet":
+        pd.read_csv(io.StringIO(text)).to_parquet(file)
+    else:
+        file.write_text(text)
     for limit in (None, 20):
         stream = open_trace(name, file, limit, stream=True)
         assert isinstance(stream, StreamedTrace)

@@ -87,55 +87,56 @@ def _streamed(
     Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order; TraceError on a bad row.
     """
     names: dict[str, None] = {}  # of the fields in all records of a file that is read whole
-
-    def in_order() -> Iterator[TraceRequest]:
-        ids: set[str] = set()
-        newest: dict[str, TraceRequest] = {}  # session -> its newest turn
-        for place, fields in records():
-            draft = read_draft(fields, place, str(len(ids)))
-            previous = newest.get(draft.row.session_id or "")
-            row = fill(draft, previous)
-            check_row(row)
-            if row.request_id in ids:
-                raise used_twice(row, is_number=not draft.has_id)
-            ids.add(row.request_id)
-            if row.session_id is not None:
-                if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
-                    raise OutOfOrderError(
-                        f"{place}: turn {row.turn} of session {row.session_id!r} follows "
-                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
-                    )
-                row = newest[row.session_id] = check_turn(row, previous)
-            yield row
-        if not ids:
-            raise _no_rows(path)
-
-    def unordered() -> Iterator[TraceRequest]:
-        drafts: list[Draft] = []
-        for place, fields in records():
-            drafts.append(read_draft(fields, place, str(len(drafts))))
-            names.update(dict.fromkeys(fields))
-        if not drafts:
-            raise _no_rows(path)
-        _check_numbers(drafts)
-        return iter(_filled(drafts))
-
     _, first = next(records(), ("", {}))
     return StreamedTrace(
-        name, in_order, (*ignored_fields(first), *notes),
-        unordered=unordered, counted=lambda: (*ignored_fields(names), *notes),
-    )  # fmt: skip
+        name,
+        lambda: _in_order(path, records()),
+        (*ignored_fields(first), *notes),
+        unordered=lambda: _in_any_order(path, records(), names),
+        counted=lambda: (*ignored_fields(names), *notes),
+    )
 
 
-def _filled(drafts: list[Draft]) -> list[TraceRequest]:
-    """Returns the rows, with the contents of those with counts: session by session, in turn order."""
+def _in_order(path: str | Path, records: Iterator[Record]) -> Iterator[TraceRequest]:
+    ids: set[str] = set()
+    newest: dict[str, TraceRequest] = {}  # session -> its newest turn
+    for place, fields in records:
+        draft = read_draft(fields, place, str(len(ids)))
+        previous = newest.get(draft.row.session_id or "")
+        row = fill(draft, previous)
+        check_row(row)
+        if row.request_id in ids:
+            raise used_twice(row, is_number=not draft.has_id)
+        ids.add(row.request_id)
+        if row.session_id is not None:
+            if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
+                raise OutOfOrderError(
+                    f"{place}: turn {row.turn} of session {row.session_id!r} follows "
+                    f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
+                )
+            row = newest[row.session_id] = check_turn(row, previous)
+        yield row
+    if not ids:
+        raise _no_rows(path)
+
+
+def _in_any_order(path: str | Path, records: Iterator[Record], names: dict[str, None]) -> Iterator[TraceRequest]:
+    """Reads all rows, then makes the contents of those with counts, session by session in turn order. Adds the names of
+    their fields to `names`."""
+    drafts: list[Draft] = []
+    for place, fields in records:
+        drafts.append(read_draft(fields, place, str(len(drafts))))
+        names.update(dict.fromkeys(fields))
+    if not drafts:
+        raise _no_rows(path)
+    _check_numbers(drafts)
     rows = [draft.row for draft in drafts]
     filled = [row if row.session_id is not None else fill(draft, None) for row, draft in zip(rows, drafts, strict=True)]
     for positions in sessions_of(rows).values():
         previous: TraceRequest | None = None
         for position in positions:
             previous = filled[position] = fill(drafts[position], previous)
-    return filled
+    return iter(filled)
 
 
 def _check_numbers(drafts: list[Draft]) -> None:

@@ -24,7 +24,7 @@ from experiments.runs.run import execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
 from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
-from testbed.traces.readers.own import read_own
+from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace, whole
 
@@ -94,7 +94,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
             raise TraceError(
                 f"trace is {trace!r}, and a string is a file's path; give the group's keys: {{'name': {trace!r}, …}}"
             )
-        return read_own(fspath(trace))
+        return read_trace("auto", fspath(trace))
     if not isinstance(trace, Iterable):
         raise TraceError(
             f"trace is {trace!r}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"
@@ -103,7 +103,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
         file = Path(scratch) / "rows.jsonl"
         file.write_text("".join(_line(row) for row in trace))
         try:
-            return read_own(file)
+            return read_trace("jsonl", file)
         except TraceError as error:
             raise TraceError(str(error).replace(str(file), "the rows given")) from None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
+
+from testbed.errors import TestbedError
 
 T = TypeVar("T")
 Unchecked: TypeAlias = Any  # a configured value that is not checked yet: compiled code must accept any type
@@ -24,6 +27,17 @@ def parsed(parse: Callable[[str], T], text: str | bytes) -> T:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
+
+
+def json_object(text: str | bytes, place: str, error: type[TestbedError], cure: str = "") -> dict[str, Any]:
+    """Returns the object of a JSON text. Raises `error` for any other text. place, cure: begin and end of it."""
+    try:
+        found = parsed(json.loads, text)
+    except ValueError as reason:
+        raise error(f"{place} is not JSON: {reason}{cure}") from None
+    if not isinstance(found, dict):
+        raise error(f"{place} is not a JSON object, but {shown(found)}{cure}")
+    return found
 
 
 def not_yaml(error: Exception) -> str:

@@ -97,7 +97,6 @@ def refused(imports: list[Import], *packages: str) -> list[str]:
 def test_the_core_needs_the_standard_library_and_xxhash() -> None:
     """And what compiled code needs (mypy_extensions, librt). Traces compute with numpy; Parquet and zstd are opened by
     the functions that need them, never at the top, and one file of records knows Arrow."""
-    lazy = ("pyarrow", "zstandard", "compression")
     parquet = "testbed/records/parquet.py"
     measured = ("testbed/specs/profiles.py", "testbed/specs/operator_tables.py")
     bad = []
@@ -107,7 +106,7 @@ def test_the_core_needs_the_standard_library_and_xxhash() -> None:
             item.top in sys.stdlib_module_names
             or item.top in ("testbed", "xxhash", "mypy_extensions", "librt")
             or (item.top == "numpy" and is_trace)
-            or (item.top in lazy and item.is_inside_function and (is_trace or item.file in measured))
+            or (item.top == "pyarrow" and item.is_inside_function and (is_trace or item.file in measured))
             or (item.top in ("numpy", "pyarrow") and item.file == parquet)
         )
         if not is_allowed or (is_part_of(item, "testbed.records.parquet") and not item.is_inside_function):

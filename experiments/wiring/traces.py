@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,8 +26,6 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
-from testbed.traces.batches import batches_of
-from testbed.traces.classes import class_fields_of
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
@@ -77,14 +76,15 @@ def describe_trace(trace: Trace | CountedTrace, speed: float = 1.0) -> dict[str,
     streamed trace that was not read to its end, number of requests, fingerprint and these are None if not known.
 
     speed: of its replay, which `sent_fingerprint` has in the arrivals, as the trace of a simulation of it does."""
-    digest = fingerprint(trace) if isinstance(trace, Trace) else trace.fingerprint
-    sent = fingerprint(transforms.speed_up(trace, speed)) if isinstance(trace, Trace) and speed != 1 else digest
-    batches = batches_of(trace) if isinstance(trace, Trace) else trace.batches
-    notes = [*trace.notes, *([] if batches.note is None else [batches.note])]
-    differ_in = class_fields_of(trace).differing if isinstance(trace, Trace) else trace.differ_in
+    read = trace if isinstance(trace, CountedTrace) else CountedTrace(trace)
+    sent = None
+    if isinstance(trace, Trace):
+        deque(read, maxlen=0)
+        sent = None if speed == 1 else fingerprint(transforms.speed_up(trace, speed))
+    notes = [*trace.notes, *([] if read.batches.note is None else [read.batches.note])]
     return {
-        "name": trace.name, "num_requests": trace.num_requests, "fingerprint": digest, "differ_in": differ_in,
-        "notes": notes, "sent_fingerprint": sent,
+        "name": trace.name, "num_requests": trace.num_requests, "fingerprint": read.fingerprint,
+        "differ_in": read.differ_in, "notes": notes, "sent_fingerprint": sent or read.fingerprint,
     }  # fmt: skip
 
 

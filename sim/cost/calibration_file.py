@@ -11,12 +11,13 @@ from typing import Any
 from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, Quality
 from sim.cost.profiled_range import REGIONS, Ranges
 from testbed.errors import ProfileError
-from testbed.foreign_text import number, parsed, shown, whole
+from testbed.foreign_text import json_object, number, shown, whole
 from testbed.specs.profiles import ProfileManifest
 from testbed.specs.ranges import MAX_PART_NS
 
 _KIND, _VERSION = "testbed calibrated cost", 5
 FORMAT = f"{_KIND} {_VERSION}"
+_WRITES = "`testbed calibrate fit <profile> --out <json>` writes one"
 MAX_COUNT = 2**40  # of tokens, positions, blocks, steps
 MAX_ERROR = 1e15  # of a relative error
 _KEYS = (
@@ -50,17 +51,10 @@ def load_calibration(path: str | Path) -> Calibration:
     file = Path(path)
     if not file.is_file():
         wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
-        raise ProfileError(f"cost.path: {wrong}; `testbed calibrate fit <profile> --out <json>` writes one")
+        raise ProfileError(f"cost.path: {wrong}; {_WRITES}")
     if file.suffix == ".parquet":
         raise ProfileError(f"cost.path: {path} is no fit, which is a .json; if it is a profile: cost.profile={path}")
-    try:
-        document = parsed(json.loads, file.read_bytes())
-    except ValueError as error:
-        raise ProfileError(
-            f"cost.path: {path} is not JSON: {error}; `testbed calibrate fit <profile> --out <json>` writes one"
-        ) from None
-    if not isinstance(document, dict):
-        raise ProfileError(f"cost.path: {path} is no calibrated cost: it is {shown(document)}; expected an object")
+    document = json_object(file.read_bytes(), f"cost.path: {path}", ProfileError, f"; {_WRITES}")
     if (found := document.get("format")) != FORMAT:
         raise ProfileError(
             f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
@@ -88,7 +82,7 @@ def _of_version(found: str) -> str:
     """What another format tells, and what helps."""
     version = re.fullmatch(rf"{_KIND} ([0-9]{{1,9}})", found)
     if version is None:
-        return "; `testbed calibrate fit <profile> --out <json>` writes one"
+        return f"; {_WRITES}"
     if int(version[1]) > _VERSION:
         return " (a fit of a newer testbed: update this one, or fit its profile here)"
     return " (an older fit: `testbed calibrate fit <its profile> --out <json>` makes it again)"

@@ -23,7 +23,7 @@ from sim.cost.config import COEFFICIENTS, LinearConfig
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
-from testbed.foreign_text import number, parsed, shown, whole
+from testbed.foreign_text import json_object, number, shown, whole
 from testbed.specs.ranges import MAX_SIZE
 
 MIN_STEPS = 14  # two per coefficient
@@ -163,12 +163,7 @@ def load_linear(path: str | Path, sliding_window: int | None = None, model: str 
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"cost.path: no file at {path}; `make demo` writes one, linear-cost.json, beside its report")
-    try:
-        document = parsed(json.loads, file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"cost.path: {path} is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"cost.path: {path} is no linear cost: it is {shown(document)}; expected an object")
+    document = json_object(file.read_bytes(), f"cost.path: {path}", ConfigError)
     if (found := document.get("format")) != FORMAT:
         raise ConfigError(
             f"cost.path: {path} is no linear cost: its 'format' is {shown(found)}; expected {FORMAT!r}: fit it again"
@@ -222,19 +217,27 @@ def _features(shape: BatchShape, window: int | None) -> tuple[float, ...]:
 
 
 def _solve(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns coefficients x >= 0, in ns, that minimise sum(((features @ x - measured) / expected)**2).
-
-    `expected` is first the measured time, then the time that the previous fit predicts. With measured times throughout,
-    noise that only lengthens steps would pull the fit below the mean.
+    """Returns coefficients x >= 0, in ns. The expected times are first the measured ones, then those that the previous
+    fit predicts: with measured times throughout, noise that only lengthens steps would pull the fit below the mean.
     """
-    from scipy.optimize import nnls  # slow to import, and a simulation does not need it
-
     expected = measured
     for _ in range(NUM_REWEIGHTINGS):
-        relative = features / expected[:, None]
-        scale = relative.max(axis=0)
-        scale[scale == 0] = 1.0
-        solution, _ = nnls(relative / scale, measured / expected)
-        found: NDArray[np.float64] = np.where(features.any(axis=0), solution / scale, 0.0)
+        found = solve_relative(features, measured, expected)
         expected = np.maximum(features @ found, 0.1 * measured)
+    return found
+
+
+def solve_relative(
+    features: NDArray[np.float64], measured: NDArray[np.float64], expected: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Returns x >= 0 that minimises sum(((features @ x - measured) / expected)**2); 0 for a column of zeros."""
+    from scipy.optimize import nnls  # slow to import, and a simulation does not need it
+
+    relative = features / expected[:, None]
+    scale = np.abs(relative).max(axis=0, initial=0.0)
+    used = scale > 0
+    found = np.zeros(features.shape[1])
+    if used.any():
+        solution, _ = nnls(relative[:, used] / scale[used], measured / expected, maxiter=50 * features.shape[1])
+        found[used] = solution / scale[used]
     return found

@@ -18,7 +18,7 @@ from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
-from testbed.policies.context import LengthOracle, PolicyContext
+from testbed.policies.context import LengthOracle, PolicyContext, bind
 from testbed.policies.oracle import has_no_opinion
 
 
@@ -189,9 +189,7 @@ class All:
 
     def bind(self, context: PolicyContext) -> None:
         for rule in self._rules:
-            bind: Callable[[PolicyContext], None] | None = getattr(rule, "bind", None)
-            if bind is not None:
-                bind(context)
+            bind(rule, context)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         return all(rule.allows(seq, running) for rule in self._rules)

@@ -74,12 +74,6 @@ class RunRecorder(Recorder):
         self.num_sent += 1
         self._open[request.request_id] = OpenRequest(request, now_ns, self._token_times)
 
-    def aborted(self, request_id: str, now_ns: int, step: int) -> None:
-        """Nothing to write: `ended` follows."""
-
-    def prefixes_reset(self, now_ns: int, step: int) -> None:
-        """Nothing to write: the next step has the preemptions."""
-
     def committed(self, step: StepView) -> None:
         plan = step.plan
         before = self._recomputed(plan) if self._explains else {}

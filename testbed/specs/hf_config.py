@@ -5,14 +5,13 @@ Pure data: no framework, and no weights.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from testbed.checks import require
 from testbed.errors import ConfigError, ModelError
-from testbed.foreign_text import parsed, shown, whole
+from testbed.foreign_text import json_object, shown, whole
 from testbed.specs.model import DTYPE_BYTES, Recommended, RopeScaling
 from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
@@ -57,15 +56,15 @@ def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ModelError(f"no model at {path}: expected a folder with config.json, or that file")
+    return file, _object(file, "; expected a Hugging Face config.json")
+
+
+def _object(file: Path, cure: str = "") -> dict[str, Any]:
     try:
-        raw = parsed(json.loads, file.read_bytes())
+        text = file.read_bytes()
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # also a number of too many digits
-        raise ModelError(f"{file} is not JSON: {error}; expected a Hugging Face config.json") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} is not a JSON object; expected a Hugging Face config.json")
-    return file, raw
+    return json_object(text, str(file), ModelError, cure)
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
@@ -236,15 +235,7 @@ def _positive(file: Path, key: str, value: object) -> float:
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; empty if the file is missing. Raises ModelError for a damaged file."""
-    if not (file.exists() or file.is_symlink()):
-        return {}
-    try:
-        values = parsed(json.loads, file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} is not a JSON object")
-    return values
+    return _object(file) if file.exists() or file.is_symlink() else {}
 
 
 def recommended(key: str, path: str | None, library: float) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from testbed.errors import ProfileError
-from testbed.foreign_text import parsed, shown, unknown
+from testbed.foreign_text import json_object, shown, unknown
 from testbed.specs.model import ModelSpec
 
 FORMAT: Final = 1
@@ -169,12 +169,7 @@ def _document(metadata: dict[bytes, bytes], path: str) -> dict[str, Any]:
     if text is None:
         raise ProfileError(f"{path} has no operator tables: its metadata lacks {METADATA_KEY!r}; see docs/tables.md")
     place = f"{path}: {METADATA_KEY}"
-    try:
-        document = parsed(json.loads, text)
-    except ValueError as error:
-        raise ProfileError(f"{place} is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ProfileError(f"{place} is {shown(document)}; expected a JSON object")
+    document = json_object(text, place, ProfileError)
     if document.get("format") != FORMAT:
         raise ProfileError(f"{place}: 'format' is {shown(document.get('format'))}; expected {FORMAT}")
     for name, kind in (("device", str), ("device_description", str), ("command", str), ("date", str), ("doubts", list)):

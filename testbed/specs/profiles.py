@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
-from testbed.foreign_text import parsed, shown, unknown, whole
+from testbed.foreign_text import json_object, shown, unknown, whole
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
@@ -114,14 +114,9 @@ class ProfileManifest:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
-        for name in ("block_size", "tensor_parallel_size", "sliding_window"):
-            if raw[name] is not None and not whole(1, MAX_SIZE)(raw[name]):
-                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 1 to {MAX_SIZE:,}")
-        if raw["probe_ns"] is not None and not whole(1, MAX_PART_NS)(raw["probe_ns"]):
-            raise ProfileError(f"{place}: 'probe_ns' is {shown(raw['probe_ns'])}; expected from 1 to {MAX_PART_NS:,}")
-        for name in ("captured_decodes", "captured_tokens"):
-            if not whole(0, MAX_SIZE)(raw[name]):
-                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from 0 to {MAX_SIZE:,}")
+        for name, (low, high) in _BOUNDS.items():
+            if raw[name] is not None and not whole(low, high)(raw[name]):
+                raise ProfileError(f"{place}: {name!r} is {shown(raw[name])}; expected from {low} to {high:,}")
         for name, choices in (("dtype", [*DTYPE_BYTES]), ("kv_dtype", [None, *KV_DTYPE_BYTES])):
             if raw[name] not in choices:
                 names = ", ".join(map(_text, choices))
@@ -169,6 +164,10 @@ class ProfileManifest:
                 )
 
 
+_BOUNDS = {
+    "block_size": (1, MAX_SIZE), "tensor_parallel_size": (1, MAX_SIZE), "sliding_window": (1, MAX_SIZE),
+    "probe_ns": (1, MAX_PART_NS), "captured_decodes": (0, MAX_SIZE), "captured_tokens": (0, MAX_SIZE),
+}  # fmt: skip
 _KINDS: dict[Any, tuple[type, ...]] = {
     str: (str,), int: (int,), str | None: (str, type(None)), int | None: (int, type(None)),
     dict[str, Any]: (dict,), dict[str, str]: (dict,),
@@ -265,11 +264,8 @@ def read_profile(path: str | Path) -> Profile:
     document = (table.schema.metadata or {}).get(METADATA_KEY.encode())
     if document is None:
         raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/calibration.md says more")
-    try:
-        raw = parsed(json.loads, document)
-    except ValueError as error:
-        raise ProfileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from None
-    manifest = ProfileManifest.from_json(raw, f"{path}: {METADATA_KEY}")
+    place = f"{path}: {METADATA_KEY}"
+    manifest = ProfileManifest.from_json(json_object(document, place, ProfileError), place)
     for name in table.column_names:
         if name not in COLUMNS:
             raise ProfileError(unknown(f"{path} has an unknown column {shown(name)}", name, COLUMNS))
@@ -289,59 +285,51 @@ def read_profile(path: str | Path) -> Profile:
 
 def _step(row: dict[str, Any], place: str, max_length: int) -> MeasuredStep:
     """Returns one row as a MeasuredStep. Raises ProfileError. max_length: of a sequence."""
+
+    def must(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ProfileError(f"{place}: {otherwise}")
+
     for name in _NUMBERS:
         _expect(place, name, row[name], least=1 if name == "total_ns" else 0)
-        if name.endswith("_ns") and row[name] > MAX_STEP_NS:
-            raise ProfileError(f"{place}: {name} is {row[name]}; expected at most {MAX_STEP_NS:,}, an hour")
+        is_short = not name.endswith("_ns") or row[name] <= MAX_STEP_NS
+        must(is_short, f"{name} is {row[name]}; expected at most {MAX_STEP_NS:,}, an hour")
+    total_ns = row["total_ns"]
     for name in Spans.FIELDS:
-        if row[name] > row["total_ns"] + CLOCKS_NS:
-            raise ProfileError(
-                f"{place}: {name} is {row[name]}, and total_ns {row['total_ns']}; expected no part longer than its step"
-            )
-    if row["prefills"] is None:
-        raise ProfileError(f"{place}: prefills is null; expected a list, which may be empty")
-    chunks = []
-    for index, chunk in enumerate(row["prefills"]):
-        where = f"prefills[{index}]"
-        if not isinstance(chunk, dict) or not {"start", "num_tokens"} <= chunk.keys():
-            raise ProfileError(f"{place}: {where} is {shown(chunk)}; expected start and num_tokens")
-        _expect(place, f"{where}.start", chunk["start"], least=0)
-        _expect(place, f"{where}.num_tokens", chunk["num_tokens"], least=1)
-        if chunk["start"] + chunk["num_tokens"] > max_length:
-            raise ProfileError(
-                f"{place}: {where} is {chunk}; expected to end within the model's length, {max_length:,}"
-            )
-        chunks.append(PrefillChunk(chunk["start"], chunk["num_tokens"]))
-    num_decodes, context = row["num_decodes"], row["decode_context_tokens"]
-    if (context < num_decodes) if num_decodes else context:
-        raise ProfileError(
-            f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at least one for each, "
-            "and 0 without any"
-        )
-    if context > num_decodes * max_length:
-        raise ProfileError(
-            f"{place}: decode_context_tokens is {context} with {num_decodes} decodes; expected at most the model's "
-            f"length for each, {max_length:,}"
-        )
-    longest = row["longest_decode_context"]
-    if longest and not 0 < context <= num_decodes * longest <= num_decodes * context:
-        raise ProfileError(
-            f"{place}: longest_decode_context is {longest} of {num_decodes} decodes that attend to {context} positions "
-            "in all; expected from their mean to all of them, or 0 where it is not known"
-        )
-    if (repeated := row[_REPEATED]) > context - longest:
-        raise ProfileError(
-            f"{place}: {_REPEATED} is {repeated} of {context} positions, of which the longest decode has {longest}; "
-            f"expected at most {context - longest}"
-        )
-    if row["num_samples"] > num_decodes + len(chunks):
-        raise ProfileError(
-            f"{place}: num_samples is {row['num_samples']}; expected at most a row each, {num_decodes + len(chunks)}"
-        )
+        is_part = row[name] <= total_ns + CLOCKS_NS
+        must(is_part, f"{name} is {row[name]}, and total_ns {total_ns}; expected no part longer than its step")
+    must(row["prefills"] is not None, "prefills is null; expected a list, which may be empty")
+    chunks = [_chunk(chunk, place, f"prefills[{i}]", max_length) for i, chunk in enumerate(row["prefills"])]
+    num, context, longest = row["num_decodes"], row["decode_context_tokens"], row["longest_decode_context"]
+    given = f"decode_context_tokens is {context} with {num} decodes"
+    must(context >= num if num else not context, f"{given}; expected at least one for each, and 0 without any")
+    is_within = context <= num * max_length
+    must(is_within, f"{given}; expected at most the model's length for each, {max_length:,}")
+    must(
+        not longest or 0 < context <= num * longest <= num * context,
+        f"longest_decode_context is {longest} of {num} decodes that attend to {context} positions in all; expected "
+        "from their mean to all of them, or 0 where it is not known",
+    )
+    must(
+        row[_REPEATED] <= context - longest,
+        f"{_REPEATED} is {row[_REPEATED]} of {context} positions, of which the longest decode has {longest}; expected "
+        f"at most {context - longest}",
+    )
+    most, num_samples = num + len(chunks), row["num_samples"]
+    must(num_samples <= most, f"num_samples is {num_samples}; expected at most a row each, {most}")
     shape = BatchShape(**{**{name: row[name] for name in BatchShape.FIELDS}, "prefills": tuple(chunks)})
-    if shape.is_empty:
-        raise ProfileError(f"{place}: the step computed and moved nothing; expected decodes, prefills or blocks")
-    return MeasuredStep(shape, Spans(*(row[name] for name in Spans.FIELDS)), row["total_ns"], row["repeat"])
+    must(not shape.is_empty, "the step computed and moved nothing; expected decodes, prefills or blocks")
+    return MeasuredStep(shape, Spans(*(row[name] for name in Spans.FIELDS)), total_ns, row["repeat"])
+
+
+def _chunk(chunk: Any, place: str, where: str, max_length: int) -> PrefillChunk:
+    if not isinstance(chunk, dict) or not {"start", "num_tokens"} <= chunk.keys():
+        raise ProfileError(f"{place}: {where} is {shown(chunk)}; expected start and num_tokens")
+    _expect(place, f"{where}.start", chunk["start"], least=0)
+    _expect(place, f"{where}.num_tokens", chunk["num_tokens"], least=1)
+    if chunk["start"] + chunk["num_tokens"] > max_length:
+        raise ProfileError(f"{place}: {where} is {chunk}; expected to end within the model's length, {max_length:,}")
+    return PrefillChunk(chunk["start"], chunk["num_tokens"])
 
 
 def _expect(place: str, name: str, value: Any, least: int) -> None:

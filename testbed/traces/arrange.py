@@ -19,7 +19,7 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     """
     given = list(rows)
     if not given:
-        raise TraceError(f"trace {name!r} has no requests; expected at least one")
+        raise TraceError(f"trace {name!r} has no requests; expected at least one{after(notes)}")
     _check_rows(given)
     sessions = sessions_of(given)
     for positions in sessions.values():
@@ -34,6 +34,12 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     if num_late:
         said.append(f"{count(num_late, 'row')} out of order, sorted by arrival")
     return Trace(name, tuple(given[position] for position in order), tuple(said))
+
+
+def after(notes: Sequence[str]) -> str:
+    """Returns what was done to a trace, for the message that no rows are left: the last note, then those before."""
+    *before, last = notes or ("",)
+    return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
 
 
 def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:

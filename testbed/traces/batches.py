@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from testbed.traces.schema import TraceRequest
 
 _FEW = 0.05  # a share of arrivals that needs no note
@@ -32,11 +30,3 @@ class Batches:
             f"{self._num_equal / num_gaps:.0%} of arrivals at the instant of the one before; "
             "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true)"
         )
-
-
-def batches_of(rows: Iterable[TraceRequest]) -> Batches:
-    """Returns the counts of the rows. Iterates over them once."""
-    batches = Batches()
-    for row in rows:
-        batches.add(row)
-    return batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from testbed.checks import require
@@ -52,11 +52,3 @@ class ClassFields:
     @property
     def differing(self) -> list[str]:
         return [name for name, differs in zip(self.NAMES, self._differs, strict=True) if differs]
-
-
-def class_fields_of(rows: Iterable[TraceRequest]) -> ClassFields:
-    """Returns the fields of the rows. Iterates over them once."""
-    found = ClassFields()
-    for row in rows:
-        found.add(row)
-    return found

@@ -88,16 +88,10 @@ def _number(number: int | None) -> bytes:
 
 def _content(parts: tuple[Part, ...]) -> bytes:
     """Encodes spans by key, start and length, and runs of explicit ids by their ids, however they are cut."""
-    encoded = [b"("]
-    ids: list[int] = []
-    for part in (*join_parts(parts), None):
-        if part is not None and not isinstance(part, Span):
-            ids.extend(part.ids)
-            continue
-        if ids:
-            encoded.append(struct.pack(f"<cQ{len(ids)}i", b"t", len(ids), *ids))
-            ids = []
-        if part is not None:
-            encoded.append(_pack_span(b"k", *part))
-    encoded.append(b")")
-    return b"".join(encoded)
+    return b"(%b)" % b"".join(map(_part, join_parts(parts)))
+
+
+def _part(part: Part) -> bytes:
+    if isinstance(part, Span):
+        return _pack_span(b"k", *part)
+    return struct.pack(f"<cQ{len(part.ids)}i", b"t", len(part.ids), *part.ids)

@@ -14,12 +14,14 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import Fingerprint
+from testbed.traces.readers.open_parquet import parquet_records
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.readers.own_rows import row_from_fields
-from testbed.traces.schema import Trace, TraceRequest, TraceSource
+from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.serialize import row_to_json
 from testbed.traces.stream import StreamedTrace
 
+LOST = "the file was a frozen trace; its metadata is gone, so it was not checked against its fingerprint"
 _METADATA = b"testbed.trace"
 _BATCH_ROWS = 4096
 _COLUMNS = {  # the columns of a frozen file: the exact fields of the testbed's schema, and token counts for readers
@@ -123,7 +125,8 @@ def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) 
     def make() -> Iterator[TraceRequest]:
         digest = Fingerprint()
         num, latest_ns = 0, 0
-        for row in islice(_rows(path), limit):
+        for place, fields in islice(parquet_records(path), limit):
+            row = row_from_fields(fields, place)
             if row.arrival_ns < latest_ns:
                 raise TraceError(
                     f"{row.place}: the row arrives before the one before it, as no frozen trace has it: "
@@ -143,12 +146,6 @@ def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) 
     return StreamedTrace(info.name, make, notes, num_requests, closed_tail=info.closed_tail)
 
 
-def read_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> Trace:
-    """Returns the rows of a frozen file as a whole trace, checked as in stream_frozen."""
-    stream = stream_frozen(path, info, limit)
-    return Trace(stream.name, tuple(stream), stream.notes)
-
-
 def _check(path: str | Path, info: FrozenInfo, found: str, num: int) -> None:
     if found != info.fingerprint or num != info.num_requests:
         raise TraceError(
@@ -163,18 +160,3 @@ def _record(row: TraceRequest) -> dict[str, Any]:
         if name in fields:
             fields[name] = json.dumps(fields[name], separators=(",", ":"))
     return fields
-
-
-def _rows(path: str | Path) -> Iterator[TraceRequest]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield row_from_fields(record, f"{path}:{number}")
-    except pa.ArrowException as error:
-        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None

@@ -7,7 +7,6 @@ the same rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from heapq import heappop, heappush, merge
 from itertools import islice
 
@@ -24,7 +23,7 @@ from testbed.traces.conversations import (
 from testbed.traces.draws import Stream, stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
 from testbed.traces.idle_settings import idle_notes
-from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, expected_raises, lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, lengths
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
@@ -41,29 +40,17 @@ __all__ = [
 
 
 def generate(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> Trace:
-    """Returns the trace of (config, seed). Closed-loop sessions have think_ns on all turns except the first.
-
-    lengths_from: the trace from which "empirical" samples lengths: (prompt, output) pairs if both are empirical. Raises
-    ConfigError for a negative seed, or if "empirical" has no trace.
-    """
-    generators: dict[str, _Generator] = {}
-    trace = whole(_streamed(config, seed, lengths_from, generators))
-    cuts = (f"{_before(label)}{note}" for label, part in generators.items() for note in part.cuts.notes())
-    return replace(trace, notes=(*trace.notes, *cuts))
+    """Returns the whole trace of stream_generated. Its notes give the number of the lengths that were cut."""
+    return whole(stream_generated(config, seed, lengths_from))
 
 
 def stream_generated(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> StreamedTrace:
-    """Returns the rows of `generate` as a stream. Memory grows with the sessions that overlap.
+    """Returns the trace of (config, seed), row by row. Closed-loop sessions have think_ns on all turns but the first.
 
-    Notes give the expected share of the lengths that are cut, not their number.
+    lengths_from: the trace from which "empirical" samples lengths: (prompt, output) pairs if both are empirical. Notes
+    give the expected share of the lengths that are cut. Memory grows with the sessions that overlap. Raises ConfigError
+    for a negative seed, or if "empirical" has no trace.
     """
-    return _streamed(config, seed, lengths_from, None)
-
-
-def _streamed(
-    config: SyntheticConfig, seed: int, lengths_from: TraceSource | None, generators: dict[str, _Generator] | None
-) -> StreamedTrace:
-    """generators: is filled with the generators of the rows, by tenant; None: expected cuts are added to the notes."""
     streams(seed)  # rejects a bad seed before any row is made
     joint = None if lengths_from is None else JointLengths(lengths_from)
     parts = tenants_of(config) if config.tenants else {"": config}
@@ -71,26 +58,28 @@ def _streamed(
     drawn = {label: length_configs(own) for label, own in parts.items()}
     if joint is not None and all(each.kind != "empirical" for own in drawn.values() for each in own.values()):
         notes.append("trace.lengths_from has no effect: no length is of kind empirical")
+    expected: list[str] = []
     for label, own in parts.items():
-        expected = [*expected_raises(drawn[label], own.num_requests, joint)]
-        if generators is None:
-            expected += expected_cuts(drawn[label], own.num_requests, joint)
-        notes += [f"{_before(label)}{note}" for note in expected]
+        notes += _told(label, expected_cuts(drawn[label], own.num_requests, joint, is_above=False))
+        expected += _told(label, expected_cuts(drawn[label], own.num_requests, joint, is_above=True))
+    made: dict[str, _Generator] = {}  # by tenant, in the last iteration
 
     def rows() -> Iterator[TraceRequest]:
-        made = {label: _Generator(own, seed, label, joint) for label, own in parts.items()}
-        if generators is not None:
-            generators.update(made)
+        made.update({label: _Generator(own, seed, label, joint) for label, own in parts.items()})
         each = [part.rows() for part in made.values()]
         return each[0] if len(each) == 1 else merge(*each, key=lambda row: row.arrival_ns)
 
+    def counted() -> list[str]:
+        return [*notes, *(note for label, part in made.items() for note in _told(label, part.cuts.notes()))]
+
     num = sum(own.num_requests for own in parts.values())
     is_tail = config.arrival == "closed_loop" and not config.tenants
-    return StreamedTrace(config.name, rows, tuple(notes), num, closed_tail=is_tail)
+    return StreamedTrace(config.name, rows, (*notes, *expected), num, closed_tail=is_tail, counted=counted)
 
 
-def _before(label: str) -> str:
-    return f"{label}: " if label else ""
+def _told(label: str, notes: Iterator[str]) -> Iterator[str]:
+    """Yields the notes on a tenant's part."""
+    return (f"{label}: {note}" if label else note for note in notes)
 
 
 class _Generator:

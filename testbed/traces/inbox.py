@@ -186,7 +186,7 @@ class TraceInbox:
         head = self._heads.pop(i, None)
         if head is None and isinstance(row.prompt[0], Span):
             head = self._make_heads(row.prompt[0])
-        return Arrive(_request(row, self._vocab_size, arrival_ns, self._sampling, head))
+        return Arrive(to_request(row, self._vocab_size, arrival_ns, self._sampling, head))
 
     def _make_heads(self, first: Span) -> array[int]:
         """Returns the first tokens of this span. In the same pass, makes and keeps those of the next prompts."""
@@ -202,15 +202,12 @@ class TraceInbox:
 
 
 def to_request(
-    row: TraceRequest, vocab_size: int, arrival_ns: int | None = None, sampling: SamplingParams = GREEDY
-) -> Request:
-    """Returns the request of a row. arrival_ns: the instant of a closed-loop turn; None: the row's own."""
-    return _request(row, vocab_size, row.arrival_ns if arrival_ns is None else arrival_ns, sampling)
-
-
-def _request(
-    row: TraceRequest, vocab_size: int, arrival_ns: int, sampling: SamplingParams, head: array[int] | None = None
-) -> Request:
+    row: TraceRequest, vocab_size: int, arrival_ns: int | None = None, sampling: SamplingParams = GREEDY,
+    head: array[int] | None = None,
+) -> Request:  # fmt: skip
+    """Returns the request of a row. arrival_ns: the instant of a closed-loop turn; None: the row's own. head: the first
+    tokens of the prompt, if they are made already."""
+    arrival_ns = row.arrival_ns if arrival_ns is None else arrival_ns
     prompt, output = row.prompt, row.output
     forced = None
     if output is not None:

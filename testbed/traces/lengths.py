@@ -93,40 +93,29 @@ class Cuts:
             yield f"{count(self.num_first_cut, 'first turn')} cut, documents first: trace.max_session_tokens"
 
 
-def expected_cuts(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
-    """Yields notes on the lengths that will be cut, before any is sampled. num: about how many lengths of each kind."""
+def expected_cuts(
+    configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None, *, is_above: bool
+) -> Iterator[str]:
+    """Yields notes on the lengths that will be cut to the maximum (is_above), or raised to the minimum, before any is
+    sampled. num: about how many lengths of each kind."""
     for name, config in configs.items():
-        share = _share_above(config, joint, int(name == "output"))
+        bound = config.most if is_above else config.min_tokens
+        share = _share_beyond(config, joint, int(name == "output"), bound, is_above)
         if share * num >= 0.5:
-            yield f"{100 * share:.2g}% of lengths are cut at {config.most:,} tokens: trace.{name}.max_tokens"
+            done, key = ("cut at", "max_tokens") if is_above else ("raised to", "min_tokens")
+            yield f"{100 * share:.2g}% of lengths are {done} {bound:,} tokens: trace.{name}.{key}"
 
 
-def expected_raises(configs: Mapping[str, LengthConfig], num: int, joint: JointLengths | None) -> Iterator[str]:
-    """Yields notes on the lengths that will be raised to the minimum; arguments as for expected_cuts."""
-    for name, config in configs.items():
-        share = _share_below(config, joint, int(name == "output"))
-        if share * num >= 0.5:
-            yield f"{100 * share:.2g}% of lengths are raised to {config.min_tokens:,} tokens: trace.{name}.min_tokens"
-
-
-def _share_below(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
-    """Returns the expected share of lengths below the minimum; 0 for a minimum of one token (except empirical)."""
+def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, bound: int, is_above: bool) -> float:
+    """Returns the expected share of lengths above a maximum, or below a minimum; no sample rounds to less than one."""
     if config.kind == "empirical" and joint is not None:
-        return joint.share_below(side, config.min_tokens)
-    bound = config.min_tokens - 0.5
-    if config.min_tokens > 1 and config.kind == "lognormal" and config.sigma:
-        return math.erfc(math.log(config.value / bound) / (config.sigma * math.sqrt(2))) / 2
-    return float(config.min_tokens > 1 and config.kind in ("constant", "lognormal") and config.value < bound)
-
-
-def _share_above(config: LengthConfig, joint: JointLengths | None, side: int) -> float:
-    """Returns the expected share of lengths above the maximum."""
-    if config.kind == "empirical" and joint is not None:
-        return joint.share_above(side, config.most)
-    bound = config.most + 0.5
+        return joint.share_beyond(side, bound, is_above)
+    if config.kind not in ("constant", "lognormal") or (bound == 1 and not is_above):
+        return 0.0
+    excess = config.value / (bound + 0.5) if is_above else (bound - 0.5) / config.value
     if config.kind == "lognormal" and config.sigma:
-        return math.erfc(math.log(bound / config.value) / (config.sigma * math.sqrt(2))) / 2
-    return float(config.kind in ("constant", "lognormal") and config.value >= bound)
+        return math.erfc(-math.log(excess) / (config.sigma * math.sqrt(2))) / 2
+    return float(excess >= 1)
 
 
 def lengths(config: LengthConfig, num: int, rng: np.random.Generator) -> list[int]:
@@ -186,12 +175,10 @@ class JointLengths:
 
         return endless(sample)
 
-    def share_above(self, side: int, most: int) -> float:
-        """Returns the share of the rows with a length above `most`."""
-        return float((self._pairs[:, side] > most).mean())
-
-    def share_below(self, side: int, least: int) -> float:
-        return float((self._pairs[:, side] < least).mean())
+    def share_beyond(self, side: int, bound: int, is_above: bool) -> float:
+        """Returns the share of the rows with a length above, or below, `bound`."""
+        lengths = self._pairs[:, side]
+        return float(((lengths > bound) if is_above else (lengths < bound)).mean())
 
 
 def length_stream(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_fields
+from testbed.traces.readers.open_text import open_bytes
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
 
@@ -43,11 +44,6 @@ def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, An
     return fields
 
 
-def row_from_json(fields: dict[str, Any]) -> TraceRequest:
-    """Returns the row that row_to_json wrote, equal in every field. Raises TraceError on a bad value."""
-    return row_from_fields(fields, str(fields.get("place", "")))
-
-
 def part_to_json(part: Part) -> dict[str, Any]:
     if isinstance(part, Span):
         return {"span": [f"{part.key:016x}", part.start, part.length]}
@@ -62,7 +58,7 @@ def write_jsonl(trace: TraceSource, path: str | Path) -> None:
 
 
 def write_csv(trace: TraceSource, path: str | Path) -> None:
-    """Like write_jsonl, for read_csv_trace: all columns, lists as JSON, absent values as empty cells."""
+    """Like write_jsonl, as a CSV: all columns, lists as JSON, absent values as empty cells."""
     with _text_file(Path(path)) as out:
         writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
         writer.writeheader()
@@ -86,17 +82,8 @@ def _fields(row: TraceRequest) -> dict[str, Any]:
 def _text_file(file: Path) -> Iterator[TextIO]:
     """Opens a text file for writing, compressed for .gz and .zst; removes it if writing fails."""
     try:
-        if file.suffix == ".zst":
-            import zstandard  # heavy, and seldom needed
-
-            with zstandard.open(file, "wt", encoding="utf-8") as packed:
-                yield cast(TextIO, packed)
-        elif file.suffix == ".gz":
-            with gzip.open(file, "wt", encoding="utf-8") as packed:
-                yield packed
-        else:
-            with file.open("w", encoding="utf-8") as out:
-                yield out
+        with io.TextIOWrapper(open_bytes(file, "wb"), encoding="utf-8") as out:
+            yield out
     except BaseException:
         file.unlink(missing_ok=True)
         raise

@@ -7,11 +7,12 @@ A streamed source must be in order of arrival. One that is not (a file out of or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import final
 
 from testbed.errors import ConfigError, TraceError
-from testbed.traces.arrange import arrange, too_late
+from testbed.traces.arrange import after, arrange, too_late
 from testbed.traces.batches import Batches
 from testbed.traces.classes import ClassFields
 from testbed.traces.fingerprint import Fingerprint
@@ -26,6 +27,7 @@ class OutOfOrderError(TraceError):
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class StreamedTrace:
     """A TraceSource that calls `make` for its rows each time that it is iterated.
 
@@ -33,42 +35,22 @@ class StreamedTrace:
     all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
     Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows and at an
     arrival beyond MAX_NS.
+
+    For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
+    returns the notes instead of `notes`, with the numbers that are known after all rows were made.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Iterator[TraceRequest]],
-        notes: tuple[str, ...] = (),
-        num_requests: int | None = None,
-        *,
-        closed_tail: bool = False,
-    ) -> None:
-        self._name = name
-        self._make = make
-        self._notes = notes
-        self._num_requests = num_requests
-        self._closed_tail = closed_tail
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
-
-    @property
-    def num_requests(self) -> int | None:
-        return self._num_requests
-
-    @property
-    def closed_tail(self) -> bool:
-        return self._closed_tail
+    name: str
+    make: Callable[[], Iterator[TraceRequest]]
+    notes: tuple[str, ...] = ()
+    num_requests: int | None = None
+    closed_tail: bool = field(default=False, kw_only=True)
+    unordered: Callable[[], Iterator[TraceRequest]] | None = field(default=None, kw_only=True)
+    counted: Callable[[], Sequence[str]] | None = field(default=None, kw_only=True)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         latest_ns = -1
-        for row in self._make():
+        for row in self.make():
             if not latest_ns <= row.arrival_ns <= MAX_NS:
                 if row.arrival_ns > MAX_NS:
                     raise too_late(row)
@@ -79,26 +61,14 @@ class StreamedTrace:
             latest_ns = row.arrival_ns
             yield row
         if latest_ns < 0:
-            raise TraceError(f"trace {self._name!r} has no requests; expected at least one{after(self._notes)}")
+            raise TraceError(f"trace {self.name!r} has no requests; expected at least one{after(self.notes)}")
 
     def derived(
-        self,
-        make: Callable[[], Iterator[TraceRequest]],
-        note: str | None,
-        num_requests: int | None = None,
-        *,
-        closed_tail: bool | None = None,
+        self, make: Callable[[], Iterator[TraceRequest]], note: str | None, num_requests: int | None = None
     ) -> StreamedTrace:
         """Returns another stream made from this one. note: how it was made."""
-        notes = self._notes if note is None else (*self._notes, note)
-        tail = self._closed_tail if closed_tail is None else closed_tail
-        return StreamedTrace(self._name, make, notes, num_requests, closed_tail=tail)
-
-
-def after(notes: Sequence[str]) -> str:
-    """Returns what was done to a trace, for the message that no rows are left: the last note, then those before."""
-    *before, last = notes or ("",)
-    return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
+        notes = self.notes if note is None else (*self.notes, note)
+        return StreamedTrace(self.name, make, notes, num_requests, closed_tail=self.closed_tail)
 
 
 class CountedTrace:
@@ -156,15 +126,18 @@ class CountedTrace:
 
 
 def whole(source: TraceSource) -> Trace:
-    """Returns the source as a Trace in memory, with all rows checked. Raises ConfigError if it has too many rows."""
+    """Returns the source as a Trace in memory, with all rows checked and sorted. Raises ConfigError if it has too many
+    rows."""
     if isinstance(source, Trace):
         return source
     has_too_many = (source.num_requests or 0) > MAX_HELD_ROWS  # known before any row is made
-    rows = [] if has_too_many else list(islice(source, MAX_HELD_ROWS + 1))
+    made = (source.unordered or source.make)() if isinstance(source, StreamedTrace) else iter(source)
+    rows = [] if has_too_many else list(islice(made, MAX_HELD_ROWS + 1))
     if has_too_many or len(rows) > MAX_HELD_ROWS:
         num = f"{source.num_requests:,}" if has_too_many else f"more than {MAX_HELD_ROWS:,}"
         raise ConfigError(
             f"trace {source.name!r} has {num} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
             "lower their number, or set trace.stream=true and leave out what needs the whole trace"
         )
-    return arrange(source.name, rows, source.notes)
+    counted = source.counted if isinstance(source, StreamedTrace) else None
+    return arrange(source.name, rows, source.notes if counted is None else counted())

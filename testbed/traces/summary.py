@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import Struct
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from testbed.traces.batches import Batches
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.parts import cut_part, join_parts
-from testbed.traces.schema import Part, Span, TokenIds, TraceRequest
+from testbed.traces.schema import Part, Span, TraceRequest
 
 WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # in which arrivals are counted, for their dispersion
 _ID_CHUNK = 16  # explicit token ids are kept in pieces of this many
@@ -155,18 +156,15 @@ def _extended(prefix: int, piece: _Piece) -> int:
     return xxhash.xxh64_intdigest(_pack(prefix, 0, 0, 0) + piece)
 
 
-def _pieces(parts: Iterable[Part]) -> list[_Piece]:
+def _pieces(parts: tuple[Part, ...]) -> list[_Piece]:
     """Returns joined spans, and runs of explicit ids in pieces that do not depend on how the parts were cut."""
     pieces: list[_Piece] = []
-    ids: array[int] = array("i")
-    for part in (*join_parts(tuple(parts)), None):
-        if isinstance(part, TokenIds):
-            ids.extend(part.ids)
-            continue
-        pieces.extend(ids[start : start + _ID_CHUNK].tobytes() for start in range(0, len(ids), _ID_CHUNK))
-        ids = array("i")
-        if part is not None:
+    for part in join_parts(parts):
+        if isinstance(part, Span):
             pieces.append(part)
+        else:
+            chunks = range(0, len(part.ids), _ID_CHUNK)
+            pieces += [part.ids[start : start + _ID_CHUNK].tobytes() for start in chunks]
     return pieces
 
 
@@ -174,8 +172,8 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
     """Returns the statistics of the rows. Iterates over them once."""
     digest, share, batches = Fingerprint(), PrefixShare(), Batches()
     arrivals_ns, prompts, outputs, hits = array("q"), array("q"), array("q"), array("q")
-    turns_of: dict[str, int] = {}
-    tenants: dict[str, int] = {}
+    turns_of: Counter[str] = Counter()
+    tenants: Counter[str] = Counter()
     num_free = num_cancelled = 0
     for row in rows:
         digest.update(row)
@@ -188,12 +186,9 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
         num_free += row.output is None
         num_cancelled += row.cancel_after_ns is not None
         if row.session_id is not None:
-            turns_of[row.session_id] = turns_of.get(row.session_id, 0) + 1
+            turns_of[row.session_id] += 1
         if row.tenant is not None:
-            tenants[row.tenant] = tenants.get(row.tenant, 0) + 1
-    turns: dict[int, int] = {}
-    for num in turns_of.values():
-        turns[num] = turns.get(num, 0) + 1
+            tenants[row.tenant] += 1
     return TraceSummary(
         num_requests=len(prompts),
         fingerprint=digest.hexdigest(),
@@ -202,7 +197,7 @@ def summarise(rows: Iterable[TraceRequest]) -> TraceSummary:
         outputs=np.array(outputs, dtype=np.int64),
         hits=np.array(hits, dtype=np.int64),
         num_free_outputs=num_free,
-        turns=dict(sorted(turns.items())),
+        turns=dict(sorted(Counter(turns_of.values()).items())),
         tenants=tenants,
         num_cancelled=num_cancelled,
         batches=batches,

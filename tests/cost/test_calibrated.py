@@ -300,7 +300,7 @@ def test_a_bad_fit_is_named_by_file_field_and_value(tmp_path, where, value, mess
 
 def test_no_fit_and_no_json_are_refused(tmp_path):
     (tmp_path / "x.json").write_text("[5]")
-    with pytest.raises(ProfileError, match=r"x.json is no calibrated cost: it is \[5\]; expected an object"):
+    with pytest.raises(ProfileError, match=r"x.json is not a JSON object, but \[5\]; `testbed calibrate fit"):
         load_calibration(tmp_path / "x.json")
     (tmp_path / "x.json").unlink()
     with pytest.raises(ProfileError, match=r"cost.path: no file at .*x.json; `testbed calibrate fit"):

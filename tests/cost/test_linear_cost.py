@@ -146,7 +146,7 @@ def test_a_fit_goes_with_the_window_of_its_steps_only(tmp_path):
         (None, "no file at .*; `make demo` writes one"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON: nested too deeply"),
-        ("[]", r"is no linear cost: it is \[\]; expected an object"),
+        ("[]", r"is not a JSON object, but \[\]"),
         ({"format": "x"}, "its 'format' is 'x'; expected 'testbed linear cost 2': fit it again"),
         ({"sliding_window": "8"}, "'sliding_window' is '8'; it must be a number of tokens or null"),
         ({"sliding_window": True}, "'sliding_window' is True"),

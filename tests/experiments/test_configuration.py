@@ -342,7 +342,7 @@ def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None
     assert drawn(path) == drawn(f"{path}/config.json") == (0.3, 1.0, 7, 0.0, 1.0)
     for text, said in (
         ("[]", f"{file} is not a JSON object"),
-        ("{", f"{file} cannot be read"),
+        ("{", f"{file} is not JSON: "),
         ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a finite number"),
         ('{"top_k": 20.5}', f"{file}: 'top_k' is 20.5; it must be a whole number"),
         ('{"temperature": true}', f"{file}: 'temperature' is True; it must be a finite number"),

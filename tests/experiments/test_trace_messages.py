@@ -32,7 +32,7 @@ def message(*overrides: str) -> str:
         ("{name: scale_rate, factor: 1e-300}", "(scale_rate): factor is 1e-300; it must be large enough"),
         ("{name: limit, num_requests: 0}", "(limit): num_requests is 0; it must be at least 1"),
         ("{name: window, start_s: 2, end_s: 1}", "(window): end_s is 1; it must be above start_s (2)"),
-        ("{name: shift, offset_s: -100}", "(shift): offset_s is -100.0; it must be at least -"),
+        ("{name: shift, offset_s: -100}", "(shift): offset_s is -100; it must be at least -"),
         ("{name: arrivals, rate: -1}", "(arrivals): rate is -1; it must be above 0"),
         ("{name: repeat, times: 1000000000}", "(repeat): times is 1000000000; it must be at most "),
         ("{name: merge, path: nosuch.csv}", "(merge): nosuch.csv: does not exist"),

@@ -242,7 +242,7 @@ def test_no_model_at_the_path_says_what_is_wanted(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_names_the_file(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", tokenizer=tokenizer_with_chat())
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"generation_config\.json is not JSON"):
         LLM(folder, **ROOMY)
     write(folder, "generation_config.json", temperature=-1)
     with pytest.raises(RequestError, match="temperature is -1"):

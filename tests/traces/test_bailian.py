@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.readers import open_trace, read_bailian
+from testbed.traces.readers import open_trace, read_trace
 from testbed.traces.stream import OutOfOrderError
 from testbed.traces.synthesis import materialize
 from tests.traces.test_readers import mooncake, write
@@ -20,7 +20,7 @@ def test_bailian_chats_become_sessions(tmp_path):
         return fields | {"output_length": 2, "type": "text", "turn": 1, "hash_ids": ids}
 
     rows = (chat(10, -1, 100.25, 20, [1, 2]), chat(11, 10, 101.5, 40, [1, 3, 4]), chat(12, -1, 102, 35, [1, 3]))
-    trace = read_bailian(write(tmp_path, "q.jsonl", mooncake(*rows)))
+    trace = read_trace("bailian", write(tmp_path, "q.jsonl", mooncake(*rows)))
     assert [(row.session_id, row.turn, row.arrival_ns) for row in trace] == [
         ("bailian-10", 0, 0),
         ("bailian-10", 1, 1_250_000_000),
@@ -68,7 +68,7 @@ def test_bailian_chats_of_one_instant_and_in_a_circle(tmp_path):
         return fields | {"output_length": 2, "hash_ids": [number, 9]}
 
     file = write(tmp_path, "q.jsonl", mooncake(line(2, 1), line(1, -1)))
-    assert [(row.request_id, row.session_id, row.turn) for row in read_bailian(file)] == [
+    assert [(row.request_id, row.session_id, row.turn) for row in read_trace("bailian", file)] == [
         ("bailian-1", "bailian-1", 0),
         ("bailian-2", "bailian-1", 1),
     ]
@@ -76,12 +76,12 @@ def test_bailian_chats_of_one_instant_and_in_a_circle(tmp_path):
         open_trace("bailian", file, stream=True)
     write(tmp_path, "q.jsonl", mooncake(line(1, 2), line(2, 1)))
     with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 2; expected a chat that does not"):
-        read_bailian(file)
+        read_trace("bailian", file)
 
 
 def test_a_bailian_chat_that_continues_itself_is_refused(tmp_path):
     row = {"chat_id": 1, "parent_chat_id": 1, "timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
     with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'chat_id' is -1; expected a whole number from 0"):
-        read_bailian(write(tmp_path, "q.jsonl", mooncake(row | {"chat_id": -1, "parent_chat_id": -1})))
+        read_trace("bailian", write(tmp_path, "q.jsonl", mooncake(row | {"chat_id": -1, "parent_chat_id": -1})))
     with pytest.raises(TraceError, match=r"q\.jsonl:1: field 'parent_chat_id' is 1; expected another chat, or -1"):
-        read_bailian(write(tmp_path, "q.jsonl", mooncake(row)))
+        read_trace("bailian", write(tmp_path, "q.jsonl", mooncake(row)))

@@ -6,13 +6,13 @@ import os
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-import zstandard
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.readers import read_agentic, read_lengths, read_servegen
+from testbed.traces.readers import read_trace
 from testbed.traces.readers.agentic import stream_agentic
 from testbed.traces.readers.servegen import stream_servegen
 from testbed.traces.schema import Span
@@ -29,7 +29,7 @@ def archive(path: Path, files: dict[str, str]) -> Path:
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
     raw = buffer.getvalue()
-    path.write_bytes(zstandard.compress(raw) if path.name.endswith("zst") else raw)
+    path.write_bytes(pa.compress(raw, codec="zstd", asbytes=True) if path.name.endswith("zst") else raw)
     return path
 
 
@@ -48,7 +48,7 @@ def clients(windows: str = WINDOWS, data: str | None = None) -> dict[str, str]:
 
 
 def test_clients_send_what_their_windows_say(tmp_path):
-    trace = read_servegen(archive(tmp_path / "s.tar.gz", clients()), seed=1)
+    trace = read_trace("servegen", archive(tmp_path / "s.tar.gz", clients()), seed=1)
     assert len(trace) == 2 * (300 + 150)
     assert trace.notes == ("drawn from 2 clients with seed 1",)
     assert {row.tenant for row in trace} == {"client-0", "client-7"}
@@ -67,12 +67,12 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
     (tmp_path / "folder").mkdir()
     for name, text in clients().items():
         (tmp_path / "folder" / Path(name).name).write_text(text)
-    prints = {fingerprint(read_servegen(path, seed=3)) for path in (
+    prints = {fingerprint(read_trace("servegen", path, seed=3)) for path in (
         first, archive(tmp_path / "s.tar", clients()), archive(tmp_path / "s.tar.zst", clients()), tmp_path / "folder",
     )}  # fmt: skip
     assert len(prints) == 1
-    assert fingerprint(read_servegen(first, seed=4)) not in prints
-    assert tuple(stream_servegen(first, 100, 3)) == read_servegen(first, seed=3).rows[:100]
+    assert fingerprint(read_trace("servegen", first, seed=4)) not in prints
+    assert tuple(stream_servegen(first, 100, 3)) == read_trace("servegen", first, seed=3).rows[:100]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,10 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
     ],
 )
 def test_bad_servegen_archives_are_refused(tmp_path, files, message):
-    assert len(read_servegen(archive(tmp_path / "s.tar.gz", clients(data=dataset("{1e300: 0.0, 10: 1.0}"))))) == 900
+    good = archive(tmp_path / "s.tar.gz", clients(data=dataset("{1e300: 0.0, 10: 1.0}")))
+    assert len(read_trace("servegen", good)) == 900
     with pytest.raises(TraceError, match=message):
-        read_servegen(archive(tmp_path / "s.tar.gz", files))
+        read_trace("servegen", archive(tmp_path / "s.tar.gz", files))
 
 
 @pytest.mark.parametrize("name", ["s.tar.gz", "s.tar.zst", "s.tar"])
@@ -117,12 +118,12 @@ def test_damaged_archives_are_refused(tmp_path, name):
     whole = archive(tmp_path / name, clients()).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 3])
     with pytest.raises(TraceError, match=r"damaged|no client|has no lengths"):
-        read_servegen(tmp_path / name)
+        read_trace("servegen", tmp_path / name)
     (tmp_path / name).write_bytes(b"no archive at all, but long enough to be read as one " * 20)
     with pytest.raises(TraceError, match="damaged"):
-        read_servegen(tmp_path / name)
+        read_trace("servegen", tmp_path / name)
     with pytest.raises(TraceError, match=r"absent\.tar: does not exist"):
-        read_servegen(tmp_path / "absent.tar")
+        read_trace("servegen", tmp_path / "absent.tar")
 
 
 # --- lengths ---
@@ -131,14 +132,14 @@ def test_damaged_archives_are_refused(tmp_path, name):
 def test_lengths_take_the_arrivals_that_are_asked_for(tmp_path):
     file = tmp_path / "l.csv"
     file.write_text("num_prefill_tokens,num_decode_tokens,pd_ratio\n74,918,0.08\n290,905,0.3\n5,6,1\n")
-    trace = read_lengths(file, arrivals=ArrivalConfig("deterministic", 2.0))
+    trace = read_trace("lengths", file, arrivals=ArrivalConfig("deterministic", 2.0))
     assert [(r.arrival_ns, r.num_prompt_tokens, r.num_output_tokens) for r in trace] == [
         (0, 74, 918), (S // 2, 290, 905), (S, 5, 6)
     ]  # fmt: skip
     assert trace.notes == ("arrivals are not the file's: deterministic, 2 per second, seed 0",)
-    assert fingerprint(read_lengths(file, seed=1)) != fingerprint(read_lengths(file, seed=2))
+    assert fingerprint(read_trace("lengths", file, seed=1)) != fingerprint(read_trace("lengths", file, seed=2))
     with pytest.raises(ConfigError, match="seed is -1"):
-        read_lengths(file, seed=-1)
+        read_trace("lengths", file, seed=-1)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_lengths_take_the_arrivals_that_are_asked_for(tmp_path):
 def test_bad_length_files_are_refused(tmp_path, text, message):
     (tmp_path / "l.csv").write_text(text)
     with pytest.raises(TraceError, match=message):
-        read_lengths(tmp_path / "l.csv")
+        read_trace("lengths", tmp_path / "l.csv")
 
 
 # --- agentic ---
@@ -172,7 +173,7 @@ def session(name: str = "a", requests=None, **more) -> dict[str, str]:
 
 def test_agentic_sessions_are_chains_with_sub_agents_of_their_own(tmp_path):
     file = archive(tmp_path / "a.tar.gz", session() | session("b"))
-    trace = read_agentic(file, arrivals=ArrivalConfig("deterministic", 0.01))
+    trace = read_trace("agentic", file, arrivals=ArrivalConfig("deterministic", 0.01))
     rows = {row.request_id: row for row in trace}
     assert list(rows) == ["a-t0", "a-t1", "a/sub-t0", "a/sub-t1", "b-t0", "b-t1", "b/sub-t0", "b/sub-t1"]
     assert [(row.session_id, row.turn, row.arrival_ns, row.think_ns) for row in list(trace)[:5]] == [
@@ -185,13 +186,13 @@ def test_agentic_sessions_are_chains_with_sub_agents_of_their_own(tmp_path):
     assert tokens["a-t0"][128:] != tokens["a-t1"][128:130]  # what has no id is nobody else's
     assert tokens["a-t0"][:64] == tokens["a/sub-t0"]
     assert tokens["a-t0"][:64] != tokens["b-t0"][:64], "ids are local"
-    shared = read_agentic(
-        archive(tmp_path / "g.tar", session(hash_id_scope="global") | session("b", hash_id_scope="global"))
+    shared = read_trace(
+        "agentic", archive(tmp_path / "g.tar", session(hash_id_scope="global") | session("b", hash_id_scope="global"))
     )
     first, second = (next(row for row in shared if row.request_id == f"{name}-t0") for name in "ab")
     assert first.prompt[0] == second.prompt[0]
     assert rows["a/sub-t1"].place.endswith("a.tar.gz:traces/a.json:request 2:request 2")
-    assert len(read_agentic(file, limit=1)) == 4
+    assert len(read_trace("agentic", file, limit=1)) == 4
 
 
 @pytest.mark.parametrize("closed_loop", [True, False])
@@ -201,7 +202,7 @@ def test_agentic_sessions_that_overlap_are_the_same_session_by_session(tmp_path,
     file = archive(tmp_path / "a.tar.gz", files)
     for config in (ArrivalConfig("deterministic", 0.2), ArrivalConfig("all_at_once"), ArrivalConfig("poisson", 0.3)):
         for limit in (None, 3):
-            whole = read_agentic(file, limit, config, closed_loop=closed_loop)
+            whole = read_trace("agentic", file, limit, arrivals=config, closed_loop=closed_loop)
             stream = stream_agentic(file, limit, config, closed_loop=closed_loop)
             assert tuple(stream) == whole.rows == tuple(stream)
             assert [row.arrival_ns for row in whole] == sorted(row.arrival_ns for row in whole)
@@ -211,12 +212,12 @@ def test_an_agentic_session_that_comes_twice_is_refused(tmp_path):
     twice = {"traces/x.json": next(iter(session("a").values()))}
     file = archive(tmp_path / "a.tar", session("a") | twice)
     with pytest.raises(TraceError, match=r"x\.json:request 1: field 'id' is 'a'; expected a session or sub-agent not"):
-        read_agentic(file)
+        read_trace("agentic", file)
 
 
 def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):
     file = archive(tmp_path / "a.tar.gz", session())
-    trace = read_agentic(file, arrivals=ArrivalConfig("all_at_once"), closed_loop=False)
+    trace = read_trace("agentic", file, arrivals=ArrivalConfig("all_at_once"), closed_loop=False)
     assert [(row.request_id, row.arrival_ns // S, row.think_ns) for row in trace] == [
         ("a-t0", 0, None), ("a/sub-t0", 5, None), ("a/sub-t1", 8, None), ("a-t1", 10, None)
     ]  # fmt: skip
@@ -224,7 +225,7 @@ def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):
 
 def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
     entries = [asked(0, 64, [1], api_time=None), asked(9, 64, [1], think_time=50), asked(20, 64, [1], think_time=None)]
-    trace = read_agentic(archive(tmp_path / "a.tar", session(requests=entries)))
+    trace = read_trace("agentic", archive(tmp_path / "a.tar", session(requests=entries)))
     assert [row.think_ns for row in trace] == [None, 9 * S, int(9.5 * S)]
     assert trace.notes[1].startswith("1 think times did not count from the request before")
 
@@ -255,7 +256,7 @@ def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
 )
 def test_bad_agentic_sessions_are_refused(tmp_path, files, message):
     with pytest.raises(TraceError, match=message):
-        read_agentic(archive(tmp_path / "a.tar.gz", files))
+        read_trace("agentic", archive(tmp_path / "a.tar.gz", files))
 
 
 # --- the published files, where the user has them ---
@@ -269,19 +270,19 @@ def published(name: str) -> Path:
 
 
 def test_the_servegen_archive_is_read():
-    trace = read_servegen(published("servegen_reason_deepseek-r1.tar.gz"), limit=5000)
+    trace = read_trace("servegen", published("servegen_reason_deepseek-r1.tar.gz"), limit=5000)
     assert len(trace) == 5000
     assert trace.notes == ("drawn from 73 clients with seed 0",)
 
 
 def test_the_lengths_file_is_read_whole():
-    trace = read_lengths(published("lengths_sharegpt8k_llama2tok.csv"))
+    trace = read_trace("lengths", published("lengths_sharegpt8k_llama2tok.csv"))
     assert len(trace) == 30_731
     assert (trace.rows[0].num_prompt_tokens, trace.rows[0].num_output_tokens) == (74, 918)
 
 
 def test_the_agentic_archive_is_read_whole():
-    trace = read_agentic(published("agentic_claude_code_verbatim_sample.tar.gz"))
+    trace = read_trace("agentic", published("agentic_claude_code_verbatim_sample.tar.gz"))
     sessions = {row.session_id for row in trace}
     assert (len(trace), len(sessions), sum("/" in name for name in sessions)) == (377, 24, 6)
     assert isinstance(trace.rows[0].prompt[0], Span)

@@ -10,9 +10,10 @@ from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.frozen import freeze_trace, frozen_info
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
-from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_trace
+from testbed.traces.readers import open_trace, read_trace
+from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import Trace
-from testbed.traces.serialize import row_from_json, row_to_json, write_csv, write_jsonl
+from testbed.traces.serialize import row_to_json, write_csv, write_jsonl
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.transforms import scale_rate
 
@@ -125,7 +126,7 @@ def test_a_freeze_that_fails_leaves_no_file(tmp_path):
 def test_jsonl_is_written_and_read_back(tmp_path, name):
     trace = generate(CHAT, 3)
     write_jsonl(stream_generated(CHAT, 3), tmp_path / name)
-    assert fingerprint(read_jsonl(tmp_path / name)) == fingerprint(trace)
+    assert fingerprint(read_trace("jsonl", tmp_path / name)) == fingerprint(trace)
 
 
 @given(st.integers(0, 5), st.booleans())
@@ -143,5 +144,5 @@ def test_csv_and_exact_parts_lose_nothing(seed, exact):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "t.csv.gz"
         write_csv(trace, file)
-        assert fingerprint(read_csv_trace(file)) == fingerprint(trace)
-    assert [row_from_json(row_to_json(row, exact_parts=exact)) for row in rows] == rows
+        assert fingerprint(read_trace("csv", file)) == fingerprint(trace)
+    assert [row_from_fields(row_to_json(row, exact_parts=exact), row.place) for row in rows] == rows

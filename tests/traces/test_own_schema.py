@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate
-from testbed.traces.readers import open_trace, read_csv_trace, read_jsonl, read_own, read_parquet
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
+from testbed.traces.readers import open_trace, read_trace
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_fields
 from testbed.traces.schema import Span, TokenIds, TraceRequest
-from testbed.traces.serialize import row_from_json, row_to_json, write_jsonl
+from testbed.traces.serialize import row_to_json, write_jsonl
 from testbed.traces.synthesis import materialize
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
@@ -68,7 +68,7 @@ def test_every_field_is_read(tmp_path):
     }
     later = request("b", session_id="s", turn=1, think_time=2)
     del later["arrival_time"]
-    trace = read_jsonl(jsonl(tmp_path, row, later))
+    trace = read_trace("jsonl", jsonl(tmp_path, row, later))
     first, second = trace.rows
     assert first == TraceRequest(
         "a", 1_500_000_000, (TokenIds(array("i", [3, 1, 2])),), TokenIds(array("i", [9])), -2, "t", "s", 0,
@@ -79,12 +79,12 @@ def test_every_field_is_read(tmp_path):
 
 
 def test_times_are_kept_and_rounded_to_the_nanosecond(tmp_path):
-    trace = read_jsonl(jsonl(tmp_path, request("a", 7), request("b", 7.1234567891)))
+    trace = read_trace("jsonl", jsonl(tmp_path, request("a", 7), request("b", 7.1234567891)))
     assert [row.arrival_ns for row in trace] == [7_000_000_000, 7_123_456_789]
 
 
 def test_counts_give_each_request_a_content_of_its_own(tmp_path):
-    trace = read_jsonl(jsonl(tmp_path, request("a"), request("b")))
+    trace = read_trace("jsonl", jsonl(tmp_path, request("a"), request("b")))
     a, b = trace.rows
     assert prompt_of(a) != prompt_of(b)
     assert output_of(a) != prompt_of(a)[:4]
@@ -97,7 +97,7 @@ def test_a_turn_begins_with_the_turn_before_it_if_it_is_long_enough(tmp_path):
         request("t2", 2, 24, 5, session_id="s", turn=2),  # shorter than 20 + 5: the history was cut
         request("t3", 3, 29, 5, session_id="s", turn=3),
     ]
-    t0, t1, t2, t3 = read_jsonl(jsonl(tmp_path, *rows)).rows
+    t0, t1, t2, t3 = read_trace("jsonl", jsonl(tmp_path, *rows)).rows
     assert prompt_of(t1)[:14] == prompt_of(t0) + output_of(t0)
     assert prompt_of(t2)[:5] != prompt_of(t1)[:5]
     assert prompt_of(t3) == prompt_of(t2) + output_of(t2)
@@ -110,7 +110,7 @@ def test_turns_may_stand_in_any_order_in_the_file(tmp_path):
         request("other", 0.5),
         request("t0", 1, 10, 4, session_id="s", turn=0),
     ]
-    trace = read_jsonl(jsonl(tmp_path, *rows))
+    trace = read_trace("jsonl", jsonl(tmp_path, *rows))
     assert [row.request_id for row in trace] == ["other", "t0", "t1"]
     assert prompt_of(trace.rows[2])[:14] == prompt_of(trace.rows[1]) + output_of(trace.rows[1])
 
@@ -118,7 +118,7 @@ def test_turns_may_stand_in_any_order_in_the_file(tmp_path):
 def test_an_unknown_output_shares_the_prompt_only(tmp_path):
     first = request("t0", 0, 10, session_id="s", turn=0)
     del first["output_tokens"]
-    t0, t1 = read_jsonl(jsonl(tmp_path, first, request("t1", 1, 20, 5, session_id="s", turn=1))).rows
+    t0, t1 = read_trace("jsonl", jsonl(tmp_path, first, request("t1", 1, 20, 5, session_id="s", turn=1))).rows
     assert t0.output is None
     assert prompt_of(t1)[:10] == prompt_of(t0)
 
@@ -126,7 +126,7 @@ def test_an_unknown_output_shares_the_prompt_only(tmp_path):
 def test_ids_and_unknown_fields(tmp_path):
     row = request("x", colour="red")
     del row["request_id"]
-    trace = read_jsonl(jsonl(tmp_path, row, row))
+    trace = read_trace("jsonl", jsonl(tmp_path, row, row))
     assert [row.request_id for row in trace] == ["0", "1"]
     assert trace.notes == ("ignored fields: colour",)
     for stream in (False, True):
@@ -137,12 +137,12 @@ def test_ids_and_unknown_fields(tmp_path):
     with pytest.raises(
         TraceError, match=r":1: field 'request_id' is absent, and the row's number, 0, .*:2; expected an"
     ):
-        read_jsonl(jsonl(tmp_path, row, request("0")))
+        read_trace("jsonl", jsonl(tmp_path, row, request("0")))
 
 
 @pytest.mark.parametrize("name", ["x_request_id", "new_prompt_tokens", "think_ms", "deadline_ms", "arrival_time_ms"])
 def test_a_longer_name_or_one_of_another_unit_is_a_column_of_one_s_own(tmp_path, name):
-    (row,) = read_jsonl(jsonl(tmp_path, {**request("a"), name: 7})).rows
+    (row,) = read_trace("jsonl", jsonl(tmp_path, {**request("a"), name: 7})).rows
     assert row.think_ns is None
     assert row.deadline_ns is None
 
@@ -167,12 +167,12 @@ def test_a_misspelt_field_is_an_error_with_its_line_and_the_right_name(tmp_path,
 
 
 def test_a_field_beside_the_one_that_it_resembles_is_only_noted(tmp_path):
-    trace = read_jsonl(jsonl(tmp_path, request("a", num_prompt_tokens=10, total_tokens=14)))
+    trace = read_trace("jsonl", jsonl(tmp_path, request("a", num_prompt_tokens=10, total_tokens=14)))
     assert trace.notes == ("ignored fields: num_prompt_tokens, total_tokens",)
 
 
 def test_sampling_in_a_row_is_noted_with_the_key_that_sets_it(tmp_path):
-    (note,) = read_jsonl(jsonl(tmp_path, request("a", temperature=0.5))).notes
+    (note,) = read_trace("jsonl", jsonl(tmp_path, request("a", temperature=0.5))).notes
     assert note == "ignored fields: temperature; sampling is set for the whole run, as sampling.temperature"
 
 
@@ -191,16 +191,16 @@ def test_csv_parquet_and_jsonl_are_the_same_trace(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(lines))
     columns = {name: [row.get(name) for row in rows] for name in names}
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-    expected = fingerprint(read_jsonl(jsonl(tmp_path, *rows)))
-    assert fingerprint(read_csv_trace(tmp_path / "t.csv")) == expected
-    assert fingerprint(read_parquet(tmp_path / "t.parquet")) == expected
+    expected = fingerprint(read_trace("jsonl", jsonl(tmp_path, *rows)))
+    assert fingerprint(read_trace("csv", tmp_path / "t.csv")) == expected
+    assert fingerprint(read_trace("parquet", tmp_path / "t.parquet")) == expected
     for name in ("t.jsonl", "t.csv", "t.parquet"):
-        assert fingerprint(read_own(tmp_path / name)) == expected
+        assert fingerprint(read_trace("auto", tmp_path / name)) == expected
 
 
 def test_token_ids_in_a_csv_cell(tmp_path):
     (tmp_path / "t.csv").write_text('arrival_time,prompt_token_ids,output_token_ids\n0,1 2 3,"[4, 5]"\n')
-    (row,) = read_csv_trace(tmp_path / "t.csv").rows
+    (row,) = read_trace("csv", tmp_path / "t.csv").rows
     assert (prompt_of(row).tolist(), output_of(row).tolist()) == ([1, 2, 3], [4, 5])
 
 
@@ -208,24 +208,24 @@ def test_pandas_writes_missing_numbers_as_nan(tmp_path):
     table = pa.table({"arrival_time": [0.0, 1.0], "prompt_tokens": [3, 3], "turn": [0.0, float("nan")],
                       "session_id": ["s", None]})  # fmt: skip
     pq.write_table(table, tmp_path / "t.parquet")
-    assert [row.turn for row in read_parquet(tmp_path / "t.parquet")] == [0, None]
+    assert [row.turn for row in read_trace("parquet", tmp_path / "t.parquet")] == [0, None]
 
 
 def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
     (tmp_path / "t.txt").write_text("x")
     (tmp_path / "t.parquet").write_text("x")
     with pytest.raises(TraceError, match=r"t\.txt: unknown extension '\.txt'; expected \.jsonl, \.csv or \.parquet"):
-        read_own(tmp_path / "t.txt")
+        read_trace("auto", tmp_path / "t.txt")
     with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file"):
-        read_own(tmp_path / "t.parquet")
+        read_trace("auto", tmp_path / "t.parquet")
     with pytest.raises(TraceError, match="does not exist"):
-        read_own(tmp_path / "t.jsonl")
+        read_trace("auto", tmp_path / "t.jsonl")
 
 
 def test_a_doubled_column_is_refused(tmp_path):
     (tmp_path / "t.csv").write_text("arrival_time,prompt_tokens,prompt_tokens\n0,1,2\n")
     with pytest.raises(TraceError, match=r"t\.csv:1: column 'prompt_tokens' occurs twice"):
-        read_own(tmp_path / "t.csv")
+        read_trace("auto", tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_doubled_column_is_refused(tmp_path):
 def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(TraceError, match=message):
-        read_own(tmp_path / "t.csv")
+        read_trace("csv", tmp_path / "t.csv")
 
 
 # --- bad rows ---
@@ -302,7 +302,7 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=range(len(BAD_ROWS)))
 def test_bad_rows_are_refused_with_their_place(tmp_path, row, message):
     with pytest.raises(TraceError, match=message) as caught:
-        read_jsonl(jsonl(tmp_path, row))
+        read_trace("jsonl", jsonl(tmp_path, row))
     assert f"{tmp_path}/t.jsonl:1: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -328,7 +328,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path, row, message):
 )
 def test_rows_that_contradict_each_other_are_refused(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
-        read_jsonl(jsonl(tmp_path, *rows))
+        read_trace("jsonl", jsonl(tmp_path, *rows))
 
 
 # --- exact round trips ---
@@ -360,14 +360,14 @@ def trace_rows(draw):
 
 @given(trace_rows())
 def test_a_row_survives_json(row):
-    assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
+    assert row_from_fields(json.loads(json.dumps(row_to_json(row))), row.place) == row
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_a_written_trace_reads_back_exactly(tmp_path, name):
     trace = generate(SyntheticConfig(num_requests=30, max_turns=4, num_system_prompts=2, num_tenants=2), seed=3)
     write_jsonl(trace, tmp_path / name)
-    again = read_own(tmp_path / name)
+    again = read_trace("auto", tmp_path / name)
     assert fingerprint(again) == fingerprint(trace)
     assert [row._replace(place="") for row in again] == list(trace.rows)
     assert again.notes == ()

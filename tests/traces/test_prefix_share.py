@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import SyntheticConfig, generate
-from testbed.traces.readers import read_mooncake
+from testbed.traces.readers import read_trace
 from testbed.traces.readers.agentic import SEMANTICS as AGENTIC
 from testbed.traces.readers.bailian import SEMANTICS as BAILIAN
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
@@ -174,7 +174,7 @@ def test_the_mooncake_file_hits_in_tokens_what_its_ids_share():
 
     with gzip.open(file, "rt") as lines:
         given_rows = [json.loads(line) for line in lines]
-    trace = read_mooncake(file)
+    trace = read_trace("mooncake", file)
     shared = hits_of_ids([("", row["hash_ids"], row["input_length"]) for row in given_rows], MOONCAKE)
     total = sum(row["input_length"] for row in given_rows)
     assert sum(shared) / total == pytest.approx(0.374, abs=0.002)

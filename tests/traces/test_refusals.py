@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-import zstandard
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces import transforms
@@ -38,7 +39,7 @@ def streamed(trace: Trace) -> StreamedTrace:
 @pytest.mark.parametrize("stream", [False, True])
 def test_rows_centuries_apart_are_refused_with_their_place(tmp_path: Path, stream: bool) -> None:
     file = write(tmp_path, "a.csv", HEADER, "1700-11-16 18:15:46.68,3,4", "2023-11-16 18:15:46.68,3,4")
-    with pytest.raises(TraceError, match=r"a\.csv:3: field 'TIMESTAMP' is '2023-11-16 .*'; expected .* at most 4,6"):
+    with pytest.raises(TraceError, match=r"a\.csv:3: the request arrives at 1\.019e\+10 s; expected at most 4,6"):
         whole(open_trace("azure", file, stream=stream))
 
 
@@ -86,7 +87,7 @@ def test_results_that_no_memory_holds_are_refused_at_once() -> None:
 def test_the_line_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
     rows = [f"2023-11-16 18:{i // 60 % 60:02}:{i % 60:02}.5,3,4" for i in range(1999)]
     raw = "\n".join([HEADER, *rows]).encode() + b"\n2023-11-16 19:00:00.5,3,\xff\n"
-    pack = {"a": bytes, "a.gz": gzip.compress, "a.zst": zstandard.compress}[name]
+    pack = {"a": bytes, "a.gz": gzip.compress, "a.zst": partial(pa.compress, codec="zstd", asbytes=True)}[name]
     (tmp_path / name).write_bytes(pack(raw))
     with pytest.raises(TraceError, match=f"{name}:2001: not UTF-8 text"):
         read_trace("azure", tmp_path / name)

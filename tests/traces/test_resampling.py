@@ -14,7 +14,7 @@ from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate
-from testbed.traces.readers.mooncake import read_mooncake
+from testbed.traces.readers import read_trace
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.transforms import pipeline
 from testbed.traces.transforms.resampling import bootstrap, jitter
@@ -136,7 +136,7 @@ def test_half_of_the_published_conversations_hit_as_much_as_all() -> None:
     file = Path(os.environ.get("TESTBED_TRACES", "")) / "mooncake_fast25_conversation.jsonl.gz"
     if "TESTBED_TRACES" not in os.environ or not file.is_file():
         pytest.skip("set TESTBED_TRACES to a folder with mooncake_fast25_conversation.jsonl.gz")
-    trace = read_mooncake(file)
+    trace = read_trace("mooncake", file)
     whole, half = hit_rate(trace), hit_rate(thin(trace, 0.5, 0))
     assert half == pytest.approx(whole, rel=0.1)
     assert hit_rate(arrange("every other request", trace.rows[::2])) < 0.8 * whole

@@ -38,7 +38,7 @@ def test_rate_and_stretch_scale_arrivals():
 
 
 def test_shift_window_and_limit():
-    assert instants(transforms.shift(plain(1, 2), -S)) == [0, 1]
+    assert instants(transforms.shift(plain(1, 2), -1.0)) == [0, 1]
     assert instants(transforms.window(plain(0, 1, 2, 3), 1, 3)) == [0, 1]
     assert len(transforms.limit(plain(0, 1, 2), 2)) == 2
     assert transforms.limit(plain(0, 1), 5).notes == ()
@@ -107,18 +107,12 @@ def test_repeats_have_contents_of_their_own_unless_asked(chat):
 
 def test_merged_traces_keep_apart_what_has_the_same_name():
     one, two = plain(0, 2), plain(1, 2)
-    merged = transforms.merge({"a": one, "b": two})
+    merged = whole(transforms.merge({"a": one, "b": two}))
     assert [row.request_id for row in merged] == ["a/r0", "b/r0", "a/r1", "b/r1"]
     assert [row.tenant for row in merged] == ["a", "b", "a", "b"]
     assert merged.rows[0].prompt != merged.rows[1].prompt
-    shared = transforms.merge({"a": one, "b": two}, share_content=True)
+    shared = whole(transforms.merge({"a": one, "b": two}, share_content=True))
     assert shared.rows[0].prompt == shared.rows[1].prompt
-
-
-def test_new_arrivals_leave_closed_turns_alone(chat):
-    num_open = sum(row.think_ns is None for row in chat)
-    fresh = transforms.with_arrivals(chat, [i * S for i in range(num_open)])
-    assert [r.arrival_ns for r in fresh if r.think_ns is None] == [i * S for i in range(num_open)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +125,7 @@ def test_new_arrivals_leave_closed_turns_alone(chat):
         (lambda t: transforms.window(t, 1e300), r"start_s is 1e\+300; it must be 0 to"),
         (lambda t: transforms.window(t, 0, float("inf")), "end_s is inf"),
         (lambda t: transforms.stretch_to(t, -1), "duration_s is -1"),
-        (lambda t: transforms.shift(t, -2 * S), r"offset_s is -2\.0; it must be at least -1\.0 s"),
+        (lambda t: transforms.shift(t, -2.0), r"offset_s is -2\.0; it must be at least -1\.0 s"),
         (lambda t: transforms.window(t, -1), "start_s is -1"),
         (lambda t: transforms.window(t, 1, 1), r"end_s is 1; it must be above start_s \(1\)"),
         (lambda t: transforms.limit(t, 0), "num_requests is 0"),
@@ -141,7 +135,6 @@ def test_new_arrivals_leave_closed_turns_alone(chat):
         (lambda t: transforms.repeat(t, 0), "times is 0"),
         (lambda t: transforms.repeat(t, 1, -1), "gap_s is -1"),
         (lambda t: transforms.merge({}), "traces is 0; it must be at least 1 trace"),
-        (lambda t: transforms.with_arrivals(t, [1]), "arrivals is 1; it must be at least 2 instants"),
     ],
 )
 def test_impossible_parameters_are_refused(change, message):

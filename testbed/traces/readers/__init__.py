@@ -1,5 +1,5 @@
-"""Readers of trace files, one module for each format. `read_x(path, limit=None, ...) -> Trace`; bad rows raise
-TraceError. STREAMS reads the same formats row by row, if the file is in order of arrival.
+"""Readers of trace files, one module for each format. Each returns a StreamedTrace; bad rows raise TraceError when they
+are read. `read_trace` returns the whole trace, `open_trace` what suits its size.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,53 +8,22 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.foreign_text import nearest
-from testbed.traces.readers.agentic import read_agentic, stream_agentic
-from testbed.traces.readers.azure import read_azure, stream_azure
-from testbed.traces.readers.bailian import read_bailian, stream_bailian
-from testbed.traces.readers.burstgpt import read_burstgpt, stream_burstgpt
+from testbed.traces.readers.agentic import stream_agentic
+from testbed.traces.readers.azure import stream_azure
+from testbed.traces.readers.bailian import stream_bailian
+from testbed.traces.readers.burstgpt import stream_burstgpt
 from testbed.traces.readers.fields import json_object
-from testbed.traces.readers.lengths_csv import read_lengths, stream_lengths
-from testbed.traces.readers.mooncake import read_mooncake, stream_mooncake
+from testbed.traces.readers.lengths_csv import stream_lengths
+from testbed.traces.readers.mooncake import stream_mooncake
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_lines
-from testbed.traces.readers.own import (
-    own_format,
-    read_csv_trace,
-    read_jsonl,
-    read_own,
-    read_parquet,
-    stream_csv_trace,
-    stream_jsonl,
-)
+from testbed.traces.readers.own import own_format, stream_csv, stream_jsonl, stream_parquet
 from testbed.traces.readers.own_rows import foreign_format
-from testbed.traces.readers.servegen import read_servegen, stream_servegen
-from testbed.traces.readers.sharegpt import read_sharegpt, stream_sharegpt
+from testbed.traces.readers.servegen import stream_servegen
+from testbed.traces.readers.sharegpt import stream_sharegpt
 from testbed.traces.schema import Trace, TraceSource
-from testbed.traces.stream import OutOfOrderError, StreamedTrace
+from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
 
-READERS: dict[str, Callable[..., Trace]] = {
-    "azure": read_azure,
-    "burstgpt": read_burstgpt,
-    "mooncake": read_mooncake,
-    "bailian": read_bailian,
-    "sharegpt": read_sharegpt,
-    "servegen": read_servegen,
-    "lengths": read_lengths,
-    "agentic": read_agentic,
-    "jsonl": read_jsonl,
-    "csv": read_csv_trace,
-    "parquet": read_parquet,
-}
-
-
-def _stream_parquet(path: str | Path, limit: int | None = None) -> TraceSource:
-    """Reads a frozen trace row by row, any other Parquet file whole: its ids and sessions have to be checked."""
-    from testbed.traces.frozen import frozen_info, stream_frozen  # it knows these readers
-
-    info = frozen_info(path)
-    return read_parquet(path, limit) if info is None else stream_frozen(path, info, limit)
-
-
-STREAMS: dict[str, Callable[..., TraceSource]] = {
+READERS: dict[str, Callable[..., TraceSource]] = {
     "azure": stream_azure,
     "burstgpt": stream_burstgpt,
     "mooncake": stream_mooncake,
@@ -64,8 +33,8 @@ STREAMS: dict[str, Callable[..., TraceSource]] = {
     "lengths": stream_lengths,
     "agentic": stream_agentic,
     "jsonl": stream_jsonl,
-    "csv": stream_csv_trace,
-    "parquet": _stream_parquet,
+    "csv": stream_csv,
+    "parquet": stream_parquet,
 }
 _MADE_IN_ORDER = ("servegen", "sharegpt", "agentic")  # the reader brings rows into order: no file is out of order
 MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger file is read row by row if possible
@@ -77,10 +46,7 @@ def read_trace(format_name: str, path: str | Path, limit: int | None = None, **o
 
     Raises TraceError if the format is unknown.
     """
-    reader = _reader(format_name, limit)
-    if format_name == "auto" and (name := recognise(path)) is not None:
-        reader = READERS[name]
-    return reader(path, limit, **options)
+    return whole(open_trace(format_name, path, limit, stream=False, **options))
 
 
 def recognise(path: str | Path) -> str | None:
@@ -104,13 +70,16 @@ def open_trace(
     for its order and number of rows. If it is out of order, OutOfOrderError is raised with stream=True; otherwise the
     file is read whole and sorted.
     """
-    _reader(format_name, limit)
+    if limit is not None and limit < 1:
+        raise TraceError(f"trace.limit is {limit}; it must be at least 1, or absent")
     if format_name == "auto":
         format_name = recognise(path) or own_format(path)
-    reader = READERS[format_name]
+    elif format_name not in READERS:
+        near = nearest(format_name, list(READERS))
+        raise TraceError(f"unknown trace format {format_name!r}; {near}choose one of {', '.join(READERS)}, auto")
+    source = READERS[format_name](path, limit, **options)
     if stream is False or (stream is None and not _is_large(format_name, path, limit)):
-        return reader(path, limit, **options)
-    source = STREAMS[format_name](path, limit, **options)
+        return whole(source)
     is_known = format_name in _MADE_IN_ORDER or source.num_requests is not None
     if is_known or not isinstance(source, StreamedTrace):
         return source
@@ -119,18 +88,8 @@ def open_trace(
     except OutOfOrderError as error:
         if stream:
             raise OutOfOrderError(f"{error}; set trace.stream=false: the file is then read whole and sorted") from None
-        return reader(path, limit, **options)
+        return whole(source)
     return source.derived(lambda: iter(source), None, num_requests)
-
-
-def _reader(format_name: str, limit: int | None) -> Callable[..., Trace]:
-    if limit is not None and limit < 1:
-        raise TraceError(f"trace.limit is {limit}; it must be at least 1, or absent")
-    reader = read_own if format_name == "auto" else READERS.get(format_name)
-    if reader is None:
-        near = nearest(format_name, list(READERS))
-        raise TraceError(f"unknown trace format {format_name!r}; {near}choose one of {', '.join(READERS)}, auto")
-    return reader
 
 
 def _is_large(format_name: str, path: str | Path, limit: int | None) -> bool:
@@ -141,24 +100,3 @@ def _is_large(format_name: str, path: str | Path, limit: int | None) -> bool:
     if Path(path).is_dir() and format_name == "agentic":
         return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) > MAX_WHOLE_BYTES
     return existing_file(path).stat().st_size > MAX_WHOLE_BYTES
-
-
-__all__ = [
-    "READERS",
-    "STREAMS",
-    "open_trace",
-    "read_agentic",
-    "read_azure",
-    "read_bailian",
-    "read_burstgpt",
-    "read_csv_trace",
-    "read_jsonl",
-    "read_lengths",
-    "read_mooncake",
-    "read_own",
-    "read_parquet",
-    "read_servegen",
-    "read_sharegpt",
-    "read_trace",
-    "recognise",
-]

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange, check_turn
+from testbed.traces.arrange import check_turn
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import json_object, name_text, present, refuse, seconds, token_count, whole_number
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_archive import archive_files
-from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import content_key
 
@@ -40,35 +40,11 @@ class _Session:
 
     name: str
     start_ns: int
+    requests: Any
+    place: str
     blocks: HashBlocks
     closed_loop: bool
     num_bad_thinks: int = 0
-
-
-def read_agentic(
-    path: str | Path,
-    limit: int | None = None,
-    arrivals: ArrivalConfig | None = None,
-    seed: int = 0,
-    closed_loop: bool = True,
-) -> Trace:
-    """Reads an archive (.tar, .tar.gz, .tar.zst) or a folder, at most its first `limit` session files.
-
-    arrivals: of the sessions (default: Poisson, one in ten seconds), sampled with `seed`. closed_loop: a request comes
-    think_time after the one before it finished; otherwise as long after the session's start as recorded. If the request
-    before has no api_time, a recorded think_time may count from an older request. One that is longer than the time
-    since the request before arrived is replaced by that time. Raises TraceError, with archive, file and request, on
-    malformed entries.
-    """
-    sessions = _Sessions(path, limit, arrivals or SESSION_STARTS, seed, closed_loop)
-    rows = list(sessions)
-    notes = [sessions.note, *sessions.idle_notes]
-    if sessions.num_bad_thinks and closed_loop:
-        notes.append(
-            f"{sessions.num_bad_thinks} think times did not count from the request before; the time since it arrived "
-            "was taken"
-        )
-    return arrange("agentic", rows, notes)
 
 
 def stream_agentic(
@@ -78,62 +54,81 @@ def stream_agentic(
     seed: int = 0,
     closed_loop: bool = True,
 ) -> StreamedTrace:
-    """Like read_agentic, row by row. Memory grows with overlapping sessions, and a little with the number of all."""
+    """Reads an archive (.tar, .tar.gz, .tar.zst) or a folder, at most its first `limit` session files.
+
+    arrivals: of the sessions (default: Poisson, one in ten seconds), sampled with `seed`. closed_loop: a request comes
+    think_time after the one before it finished; otherwise as long after the session's start as recorded. If the request
+    before has no api_time, a recorded think_time may count from an older request. One that is longer than the time
+    since the request before arrived is replaced by that time. Memory grows with overlapping sessions, and a little with
+    the number of all. Raises TraceError, with archive, file and request, on malformed entries.
+    """
     config = arrivals or SESSION_STARTS
-    sessions = _Sessions(path, limit, config, seed, closed_loop)
-    notes = [sessions.note, *sessions.idle_notes]
-    if closed_loop:
-        notes.append("think times that do not count from the request before are replaced by the time since it arrived")
-    return StreamedTrace("agentic", lambda: iter(_Sessions(path, limit, config, seed, closed_loop)), tuple(notes))
+    streams(seed)  # rejects a bad seed before any row is read
+    num_bad_thinks = 0
+
+    def sessions() -> Iterator[_Session]:
+        nonlocal num_bad_thinks
+        num_bad_thinks = 0
+        starts = instants(config, streams(seed))
+        for name, text in islice(archive_files(path, (".json",)), limit):
+            session = _session(text, f"{path}:{name}", next(starts), closed_loop)
+            yield session
+            num_bad_thinks += session.num_bad_thinks
+
+    def rows() -> Iterator[TraceRequest]:
+        is_empty = True
+        for row in _in_order(sessions()):
+            is_empty = False
+            yield row
+        if is_empty:
+            raise TraceError(f"{path}: no requests; expected one JSON file a session, with requests")
+
+    told = (
+        f"sessions start by {config.says()}, seed {seed}: not the file's",
+        *idle_notes(config, default=SESSION_STARTS),
+    )
+    replaced = "think times that do not count from the request before are replaced by the time since it arrived"
+    found = "think times did not count from the request before; the time since it arrived was taken"
+    return StreamedTrace(
+        "agentic",
+        rows,
+        (*told, replaced) if closed_loop else told,
+        counted=lambda: (*told, f"{num_bad_thinks} {found}") if num_bad_thinks else told,
+    )
 
 
-class _Sessions:
-    """The rows of all sessions in order of arrival, to be iterated once."""
-
-    def __init__(
-        self, path: str | Path, limit: int | None, arrivals: ArrivalConfig, seed: int, closed_loop: bool
-    ) -> None:
-        self.num_bad_thinks = 0
-        self.note = f"sessions start by {arrivals.says()}, seed {seed}: not the file's"
-        self.idle_notes = idle_notes(arrivals, default=SESSION_STARTS)
-        self._path, self._limit, self._closed_loop = path, limit, closed_loop
-        self._starts = instants(arrivals, streams(seed))
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        open_rows: list[tuple[int, int, int, TraceRequest]] = []  # heap by arrival, recorded arrival, row number
-        names: set[str] = set()
-        num_rows = 0
-        for name, text in islice(archive_files(self._path, (".json",)), self._limit):
-            place = f"{self._path}:{name}"
-            fields = json_object(text, place)
-            session = _session(fields, place, next(self._starts), self._closed_loop)
-            while open_rows and open_rows[0][0] < session.start_ns:
-                yield heappop(open_rows)[-1]
-            newest: dict[str, TraceRequest] = {}  # session or sub-agent -> its newest turn
-            for row in _rows(session, session.name, session.start_ns, present(fields, "requests", place), place):
-                assert row.session_id is not None
-                before = newest.get(row.session_id)
-                if before is None and row.session_id in names:
-                    raise refuse(row.place, "id", row.session_id, "a session or sub-agent not used before")
-                names.add(row.session_id)
-                turn = newest[row.session_id] = check_turn(row, before)
-                heappush(open_rows, (turn.arrival_ns, row.arrival_ns, num_rows, turn))
-                num_rows += 1
-            self.num_bad_thinks += session.num_bad_thinks
-        if not num_rows:
-            raise TraceError(f"{self._path}: no requests; expected one JSON file a session, with requests")
-        while open_rows:
+def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:
+    """Yields the rows of all sessions in order of arrival. sessions: in order of their starts."""
+    open_rows: list[tuple[int, int, int, TraceRequest]] = []  # heap by arrival, recorded arrival, row number
+    names: set[str] = set()
+    num_rows = 0
+    for session in sessions:
+        while open_rows and open_rows[0][0] < session.start_ns:
             yield heappop(open_rows)[-1]
+        newest: dict[str, TraceRequest] = {}  # session or sub-agent -> its newest turn
+        for row in _rows(session, session.name, session.start_ns, session.requests, session.place):
+            assert row.session_id is not None
+            before = newest.get(row.session_id)
+            if before is None and row.session_id in names:
+                raise refuse(row.place, "id", row.session_id, "a session or sub-agent not used before")
+            names.add(row.session_id)
+            turn = newest[row.session_id] = check_turn(row, before)
+            heappush(open_rows, (turn.arrival_ns, row.arrival_ns, num_rows, turn))
+            num_rows += 1
+    while open_rows:
+        yield heappop(open_rows)[-1]
 
 
-def _session(fields: dict[str, Any], place: str, start_ns: int, closed_loop: bool) -> _Session:
+def _session(text: str, place: str, start_ns: int, closed_loop: bool) -> _Session:
+    fields = json_object(text, place)
     name = name_text(present(fields, "id", place), place, "id")
     size = whole_number(fields.get("block_size", SEMANTICS.block_tokens), place, "block_size", 1, 2**20, "1 to 2**20")
     scope = fields.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
         raise refuse(place, "hash_id_scope", scope, "local or global")
     semantics = BlockSemantics(size, SEMANTICS.rounding, "session" if scope == "local" else "global")
-    return _Session(name, start_ns, HashBlocks("agentic", semantics), closed_loop)
+    requests = present(fields, "requests", place)
+    return _Session(name, start_ns, requests, place, HashBlocks("agentic", semantics), closed_loop)
 
 
 def _rows(session: _Session, session_id: str, start_ns: int, entries: Any, place: str) -> Iterator[TraceRequest]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from testbed.traces.readers.fields import json_object, present, refuse, seconds, token_count, whole_number
-from testbed.traces.readers.from_zero import read_from_zero, stream_from_zero
+from testbed.traces.readers.from_zero import stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
-from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
@@ -32,23 +32,22 @@ class _Chat(NamedTuple):
     parent: int
 
 
-def read_bailian(path: str | Path, limit: int | None = None) -> Trace:
+def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a Bailian file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
     A chat's tenant is its `type`. A chat that continues another one in the file is a turn of the same session; turns
     count from the first chat that the file has. Of several continuations of a chat, the first in time is in its
-    session, and the others begin sessions. The order of rows in the file makes no difference, except at one instant.
-    Raises TraceError, with file and line, on a malformed row.
+    session, and the others begin sessions. Read whole, the order of rows in the file makes no difference, except at one
+    instant. Memory grows with the number of chats, as each may be continued. Raises TraceError, with file and line, on
+    a malformed row.
     """
-    return read_from_zero("bailian", path, iter(_linked(list(_chats(path, limit)))))
-
-
-def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """Like read_bailian, row by row; iterating raises OutOfOrderError if the file is out of order.
-
-    Memory grows with the number of chats, as each may be continued.
-    """
-    return stream_from_zero("bailian", path, lambda: _streamed(path, limit))
+    nothing = f"{path}: no requests; expected one JSON object on each line"
+    return stream_from_zero(
+        "bailian",
+        lambda: _streamed(path, limit),
+        lambda: nothing,
+        unordered=lambda: iter(_linked(list(_chats(path, limit)))),
+    )
 
 
 def _streamed(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:

@@ -1,39 +1,41 @@
-"""JSONL traces whose clock begins at any instant: they are read such that the first request arrives at 0."""
+"""Files whose clock begins at any instant: they are read such that the first request arrives at 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
-from testbed.traces.schema import Trace, TraceRequest
+from testbed.traces.schema import TraceRequest
 from testbed.traces.stream import StreamedTrace
-from testbed.traces.transforms.timing import shift
+
+Rows = Callable[[], Iterator[TraceRequest]]
 
 
-def read_from_zero(name: str, path: str | Path, rows: Iterator[TraceRequest]) -> Trace:
-    """Returns the whole trace. rows: in the file's order, on the file's clock. Raises TraceError if there are none."""
-    found = list(rows)
-    if not found:
-        raise _no_rows(path)
-    trace = arrange(name, found)
-    return shift(trace, -trace.rows[0].arrival_ns, note=False)
+def stream_from_zero(
+    name: str,
+    rows: Rows,
+    nothing: Callable[[], str],
+    notes: tuple[str, ...] = (),
+    *,
+    unordered: Rows | None = None,
+    counted: Callable[[], Sequence[str]] | None = None,
+) -> StreamedTrace:
+    """Returns the rows of a file as a stream. rows: in the file's order, on the file's clock. nothing: returns the
+    message that there are none. The others: see StreamedTrace."""
 
-
-def stream_from_zero(name: str, path: str | Path, rows: Callable[[], Iterator[TraceRequest]]) -> StreamedTrace:
-    """Like read_from_zero, row by row; iterating raises OutOfOrderError if the file is out of order."""
-
-    def make() -> Iterator[TraceRequest]:
+    def in_order() -> Iterator[TraceRequest]:
         start_ns: int | None = None
         for row in rows():
             start_ns = row.arrival_ns if start_ns is None else start_ns
             yield row._replace(arrival_ns=row.arrival_ns - start_ns)
         if start_ns is None:
-            raise _no_rows(path)
+            raise TraceError(nothing())
 
-    return StreamedTrace(name, make)
+    def in_any_order() -> Iterator[TraceRequest]:
+        found = list((unordered or rows)())
+        if not found:
+            raise TraceError(nothing())
+        start_ns = min(row.arrival_ns for row in found)
+        return (row._replace(arrival_ns=row.arrival_ns - start_ns) for row in found)
 
-
-def _no_rows(path: str | Path) -> TraceError:
-    return TraceError(f"{path}: no requests; expected one JSON object on each line")
+    return StreamedTrace(name, in_order, notes, unordered=in_any_order, counted=counted)

@@ -15,24 +15,18 @@ from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import token_count
 from testbed.traces.readers.open_text import read_csv
-from testbed.traces.schema import Span, Trace, TraceRequest
-from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.schema import Span, TraceRequest
+from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
 _key_of = numbered_keys("lengths")
 
 
-def read_lengths(
-    path: str | Path, limit: int | None = None, arrivals: ArrivalConfig | None = None, seed: int = 0
-) -> Trace:
-    """Reads a file of lengths (plain, .gz, .zst), at most its first `limit` rows, whole; see stream_lengths."""
-    return whole(stream_lengths(path, limit, arrivals, seed))
-
-
 def stream_lengths(
     path: str | Path, limit: int | None = None, arrivals: ArrivalConfig | None = None, seed: int = 0
 ) -> StreamedTrace:
-    """Returns the rows of a file in its order. arrivals: their process (default: Poisson, 4 per second), with `seed`.
+    """Reads a file of lengths (plain, .gz, .zst), at most its first `limit` rows. arrivals: their process (default:
+    Poisson, 4 per second), with `seed`.
 
     Raises TraceError, with file and line, on a malformed row or a missing column, ConfigError for a negative seed.
     """

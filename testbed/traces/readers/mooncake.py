@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 
 from testbed.traces.readers.fields import json_object, present, token_count, whole_number
-from testbed.traces.readers.from_zero import read_from_zero, stream_from_zero
+from testbed.traces.readers.from_zero import stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
 from testbed.traces.readers.open_text import read_lines
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
-from testbed.traces.stream import StreamedTrace
+from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import numbered_keys
 from testbed.traces.transforms.timing import spread
 
@@ -27,25 +27,16 @@ _MAX_MS = MAX_NS // _NS_PER_MS
 _STAMPS = f"whole milliseconds from 0 to {_MAX_MS:,}"
 
 
-def read_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> Trace:
+def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> StreamedTrace | Trace:
     """Reads a Mooncake file (plain, .gz, .zst), at most its first `limit` rows; the first request arrives at 0.
 
     spread_batches: the published timestamps come in batches, about 3 s apart; this spreads each batch evenly up to the
-    next one, and adds a note. Raises TraceError, with file and line, on a malformed row.
+    next one, and adds a note. The trace is then held whole: the new arrival of a row depends on the rows after it.
+    Raises TraceError, with file and line, on a malformed row.
     """
-    trace = read_from_zero("mooncake", path, _rows(path, limit))
-    return spread(trace) if spread_batches else trace
-
-
-def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: bool = False) -> StreamedTrace | Trace:
-    """Like read_mooncake, row by row; iterating raises OutOfOrderError if the file is out of order.
-
-    With spread_batches the trace is read whole: the new arrival of a row depends on the rows after it.
-    """
-    if spread_batches:
-        return read_mooncake(path, limit, spread_batches)
-
-    return stream_from_zero("mooncake", path, lambda: _rows(path, limit))
+    nothing = f"{path}: no requests; expected one JSON object on each line"
+    source = stream_from_zero("mooncake", lambda: _rows(path, limit), lambda: nothing)
+    return spread(whole(source)) if spread_batches else source
 
 
 def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:

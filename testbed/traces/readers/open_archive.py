@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from testbed.errors import TraceError
-from testbed.traces.readers.open_text import ZstdFile, existing_file
+from testbed.traces.readers.open_text import UNREADABLE, existing_file, open_bytes, unreadable
 
 _MAX_MEMBER_BYTES = 1 << 30
 
@@ -30,7 +26,7 @@ def archive_files(path: str | Path, suffixes: tuple[str, ...]) -> Iterator[tuple
                 yield file.relative_to(root).as_posix(), _text(path, file.name, file.read_bytes())
         return
     try:
-        with _opened(existing_file(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        with open_bytes(existing_file(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 if not member.isfile() or not member.name.endswith(suffixes):
                     continue
@@ -39,23 +35,10 @@ def archive_files(path: str | Path, suffixes: tuple[str, ...]) -> Iterator[tuple
                 content = archive.extractfile(member)
                 assert content is not None, "a file has content"
                 yield member.name, _text(path, member.name, content.read())
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except tarfile.TarError as error:
         raise TraceError(f"{path}: damaged, or no archive: {error}; expected a .tar, .tar.gz or .tar.zst") from None
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "zstandard":
-            raise
-        raise TraceError(f"{path}: damaged compressed file: {error}") from None
-
-
-def _opened(file: Path) -> BinaryIO:
-    suffix = file.suffix.lower()
-    if suffix in (".gz", ".tgz"):
-        return cast(BinaryIO, gzip.open(file, "rb"))
-    if suffix == ".zst":
-        return io.BufferedReader(ZstdFile(file))
-    return file.open("rb")
+    except UNREADABLE as error:
+        raise unreadable(path, error) from None
 
 
 def _text(path: str | Path, name: str, raw: bytes) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO
+from typing import BinaryIO, Literal, TextIO, cast
 
 from testbed.errors import TraceError
 
-COMPRESSIONS = (".gz", ".zst")
+UNREADABLE = (OSError, EOFError, zlib.error)  # what a file raises that cannot be read
 _LINES_TOLD = 2000
 _watcher: ContextVar[Callable[[int], object] | None] = ContextVar("watcher", default=None)
 
@@ -48,7 +48,7 @@ def existing_file(path: str | Path, wanted: str = "a trace file") -> Path:
 def format_suffix(path: str | Path) -> str:
     """Returns the extension of the format, without that of a compression: '.jsonl' of 'a.jsonl.gz'."""
     file = Path(path)
-    return Path(file.stem).suffix.lower() if file.suffix.lower() in COMPRESSIONS else file.suffix.lower()
+    return Path(file.stem).suffix.lower() if file.suffix.lower() in (".gz", ".zst") else file.suffix.lower()
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
@@ -91,14 +91,15 @@ def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None
     except UnicodeDecodeError as error:
         bad = _undecodable_line(file) or numbers[0] + 1
         raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DamagedError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "zstandard":
-            raise
-        raise DamagedError(f"{path}:{numbers[0] + 1}: damaged compressed file: {error}") from None
+    except UNREADABLE as error:
+        raise unreadable(path, error, f":{numbers[0] + 1}") from None
+
+
+def unreadable(path: str | Path, error: Exception, place: str = "") -> TraceError:
+    """Returns the error for a file that raised one of UNREADABLE. place: of what is damaged, if its compression is."""
+    if isinstance(error, OSError) and error.errno is not None:  # the system's, not the decompressor's
+        return TraceError(f"{path}: cannot be read: {error.strerror}")
+    return DamagedError(f"{path}{place}: damaged compressed file: {error}")
 
 
 def _undecodable_line(file: Path) -> int | None:
@@ -110,50 +111,19 @@ def _undecodable_line(file: Path) -> int | None:
 
 def open_text(file: Path, errors: str = "strict") -> TextIO:
     """Opens a file as text, decompressed by its extension. errors: for bytes that are not UTF-8, as in `open`."""
+    return io.TextIOWrapper(open_bytes(file), encoding="utf-8-sig", errors=errors)
+
+
+def open_bytes(file: Path, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
+    """Opens a file, compressed by its extension. Reading a damaged or truncated one raises one of UNREADABLE."""
     suffix = file.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors)
+    if suffix in (".gz", ".tgz"):
+        return cast(BinaryIO, gzip.open(file, mode))
     if suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(ZstdFile(file)), encoding="utf-8-sig", errors=errors)
-    return file.open("rt", encoding="utf-8-sig", errors=errors)
+        import pyarrow as pa  # heavy, and seldom needed
 
-
-class ZstdFile(io.RawIOBase):
-    """Decompresses a .zst file, frame after frame. A file that ends within a frame raises EOFError, as gzip does."""
-
-    def __init__(self, file: Path) -> None:
-        import zstandard  # heavy, and seldom needed
-
-        self._packed = file.open("rb")
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame: Any = None
-        self._rest = b""
-        self._unpacked = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            packed = self._rest or self._packed.read(1 << 17)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the file ends within a frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._new_frame()
-            self._unpacked = self._frame.decompress(packed)
-            self._rest = b""
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size] = self._unpacked[:size]
-        self._unpacked = self._unpacked[size:]
-        return size
-
-    def close(self) -> None:
-        self._packed.close()
-        super().close()
+        return cast(BinaryIO, (pa.input_stream if mode == "rb" else pa.output_stream)(str(file), compression="zstd"))
+    return file.open(mode)
 
 
 def read_csv(

@@ -11,81 +11,48 @@ before is not known (the model decides), only its prompt is shared.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange, check_row, check_turn, sessions_of, used_twice
+from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
 from testbed.traces.readers import fields as check
+from testbed.traces.readers.open_parquet import Record, parquet_records
 from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_csv, read_lines
 from testbed.traces.readers.own_rows import Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
-from testbed.traces.stream import OutOfOrderError, StreamedTrace
-
-Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
-
-
-def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`. Raises TraceError on a bad row."""
-    return _assemble("jsonl", path, _jsonl_records(path, limit))
+from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
 
 
 def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """Like read_jsonl, row by row: see _streamed."""
+    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`; see _streamed."""
     return _streamed("jsonl", path, lambda: _jsonl_records(path, limit))
 
 
-def read_csv_trace(path: str | Path, limit: int | None = None) -> Trace:
+def stream_csv(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
-    return _assemble("csv", path, _csv_records(path, limit))
-
-
-def stream_csv_trace(path: str | Path, limit: int | None = None) -> StreamedTrace:
-    """Like read_csv_trace, row by row: see _streamed."""
     return _streamed("csv", path, lambda: _csv_records(path, limit))
 
 
-def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
-    for number, line in islice(read_lines(path), limit):
-        place = f"{path}:{number}"
-        yield place, check.json_object(line, place)
-
-
-def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
-    names = csv_header(path)
-    for place, cells in islice(read_csv(path, (), names), limit):
-        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
-
-
-def read_parquet(path: str | Path, limit: int | None = None) -> Trace:
+def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
 
     A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. If it
     has lost its metadata, it is read like any other file, with a note.
     """
-    from testbed.traces.frozen import (
-        frozen_info,
-        has_lost_metadata,
-        read_frozen,
-    )  # frozen traces are read by this module
+    from testbed.traces.frozen import LOST, frozen_info, has_lost_metadata, stream_frozen  # it reads with this module
 
     info = frozen_info(path)
     if info is not None:
-        return read_frozen(path, info, limit)
-    trace = _assemble("parquet", path, islice(_parquet_records(path), limit))
-    if has_lost_metadata(path):
-        note = "the file was a frozen trace; its metadata is gone, so it was not checked against its fingerprint"
-        trace = replace(trace, notes=(*trace.notes, note))
-    return trace
+        return stream_frozen(path, info, limit)
+    lost = (LOST,) if has_lost_metadata(path) else ()
+    return _streamed("parquet", path, lambda: islice(parquet_records(path), limit), lost)
 
 
-def read_own(path: str | Path, limit: int | None = None) -> Trace:
-    """Reads .jsonl, .csv (also .gz and .zst) or .parquet, by extension. Raises TraceError on another extension."""
-    return {"jsonl": read_jsonl, "csv": read_csv_trace, "parquet": read_parquet}[own_format(path)](path, limit)
+def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
+    """Returns the whole trace of stream_jsonl: the file that a run has written."""
+    return whole(stream_jsonl(path, limit))
 
 
 def own_format(path: str | Path) -> str:
@@ -100,34 +67,63 @@ def own_format(path: str | Path) -> str:
     return name
 
 
-def _parquet_records(path: str | Path) -> Iterator[Record]:
-    import pyarrow as pa  # heavy, and seldom needed
-    import pyarrow.parquet as pq
-
-    existing_file(path)
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=4096):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield (
-                        f"{path}:{number}",
-                        {name: value for name, value in record.items() if not _is_null(name, value)},
-                    )
-    except pa.ArrowException as error:
-        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+    for number, line in islice(read_lines(path), limit):
+        place = f"{path}:{number}"
+        yield place, check.json_object(line, place)
 
 
-def _is_null(name: str, value: object) -> bool:
-    """Whether a Parquet value is absent. pandas writes a missing number as NaN; as an arrival_time, NaN is an error."""
-    return value is None or (isinstance(value, float) and math.isnan(value) and name != "arrival_time")
+def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+    names = csv_header(path)
+    for place, cells in islice(read_csv(path, (), names), limit):
+        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
 
 
-def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
-    """Reads all rows, then makes the contents of those with counts, session by session in turn order."""
+def _streamed(
+    name: str, path: str | Path, records: Callable[[], Iterator[Record]], notes: tuple[str, ...] = ()
+) -> StreamedTrace:
+    """Returns the rows of a file as a stream. Memory grows with the ids, which must differ, and with the sessions.
+
+    Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order; TraceError on a bad row.
+    """
+    names: dict[str, None] = {}  # of the fields in all records of a file that is read whole
+    _, first = next(records(), ("", {}))
+    return StreamedTrace(
+        name,
+        lambda: _in_order(path, records()),
+        (*ignored_fields(first), *notes),
+        unordered=lambda: _in_any_order(path, records(), names),
+        counted=lambda: (*ignored_fields(names), *notes),
+    )
+
+
+def _in_order(path: str | Path, records: Iterator[Record]) -> Iterator[TraceRequest]:
+    ids: set[str] = set()
+    newest: dict[str, TraceRequest] = {}  # session -> its newest turn
+    for place, fields in records:
+        draft = read_draft(fields, place, str(len(ids)))
+        previous = newest.get(draft.row.session_id or "")
+        row = fill(draft, previous)
+        check_row(row)
+        if row.request_id in ids:
+            raise used_twice(row, is_number=not draft.has_id)
+        ids.add(row.request_id)
+        if row.session_id is not None:
+            if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
+                raise OutOfOrderError(
+                    f"{place}: turn {row.turn} of session {row.session_id!r} follows "
+                    f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
+                )
+            row = newest[row.session_id] = check_turn(row, previous)
+        yield row
+    if not ids:
+        raise _no_rows(path)
+
+
+def _in_any_order(path: str | Path, records: Iterator[Record], names: dict[str, None]) -> Iterator[TraceRequest]:
+    """Reads all rows, then makes the contents of those with counts, session by session in turn order. Adds the names of
+    their fields to `names`."""
     drafts: list[Draft] = []
-    names: dict[str, None] = {}
     for place, fields in records:
         drafts.append(read_draft(fields, place, str(len(drafts))))
         names.update(dict.fromkeys(fields))
@@ -135,15 +131,12 @@ def _assemble(name: str, path: str | Path, records: Iterable[Record]) -> Trace:
         raise _no_rows(path)
     _check_numbers(drafts)
     rows = [draft.row for draft in drafts]
-    filled: list[TraceRequest] = list(rows)
+    filled = [row if row.session_id is not None else fill(draft, None) for row, draft in zip(rows, drafts, strict=True)]
     for positions in sessions_of(rows).values():
         previous: TraceRequest | None = None
         for position in positions:
             previous = filled[position] = fill(drafts[position], previous)
-    for position, row in enumerate(rows):
-        if row.session_id is None:
-            filled[position] = fill(drafts[position], None)
-    return arrange(name, filled, ignored_fields(names))
+    return iter(filled)
 
 
 def _check_numbers(drafts: list[Draft]) -> None:
@@ -153,38 +146,6 @@ def _check_numbers(drafts: list[Draft]) -> None:
         for draft in drafts:
             if not draft.has_id and draft.row.request_id in given:
                 raise used_twice(draft.row, given[draft.row.request_id], is_number=True)
-
-
-def _streamed(name: str, path: str | Path, records: Callable[[], Iterator[Record]]) -> StreamedTrace:
-    """Returns the rows of a file as a stream. Memory grows with the ids, which must differ, and with the sessions.
-
-    Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order.
-    """
-
-    def make() -> Iterator[TraceRequest]:
-        ids: set[str] = set()
-        newest: dict[str, TraceRequest] = {}  # session -> its newest turn
-        for place, fields in records():
-            draft = read_draft(fields, place, str(len(ids)))
-            previous = newest.get(draft.row.session_id or "")
-            row = fill(draft, previous)
-            check_row(row)
-            if row.request_id in ids:
-                raise used_twice(row, is_number=not draft.has_id)
-            ids.add(row.request_id)
-            if row.session_id is not None:
-                if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
-                    raise OutOfOrderError(
-                        f"{place}: turn {row.turn} of session {row.session_id!r} follows "
-                        f"{'nothing' if previous is None else f'turn {previous.turn}'}; expected turns in order"
-                    )
-                row = newest[row.session_id] = check_turn(row, previous)
-            yield row
-        if not ids:
-            raise _no_rows(path)
-
-    first = next(records(), None)
-    return StreamedTrace(name, make, () if first is None else ignored_fields(first[1]))
 
 
 def _no_rows(path: str | Path) -> TraceError:

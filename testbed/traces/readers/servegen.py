@@ -26,8 +26,8 @@ from testbed.errors import TraceError
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import MAX_SECONDS, decimal, is_plain, json_object, refuse, whole_number
 from testbed.traces.readers.open_archive import archive_files
-from testbed.traces.schema import MAX_NUM_TOKENS, Span, Trace, TraceRequest
-from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace, whole
+from testbed.traces.schema import MAX_NUM_TOKENS, Span, TraceRequest
+from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
 _TRACE, _DATASET = "-trace.csv", "-dataset.json"
@@ -54,11 +54,6 @@ class _Client:
     windows: dict[int, _Window]  # by start
     lengths: dict[int, dict[str, str]]  # start of a window -> field -> text of {length: probability}
     place: str  # of the lengths
-
-
-def read_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> Trace:
-    """Returns the first `limit` requests sampled from an archive or folder, whole; see stream_servegen."""
-    return whole(stream_servegen(path, limit, seed))
 
 
 def stream_servegen(path: str | Path, limit: int | None = None, seed: int = 0) -> StreamedTrace:

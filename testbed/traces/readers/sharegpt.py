@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.arrange import arrange
 from testbed.traces.readers.fields import present, refuse, refuse_half_characters
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import existing_file
-from testbed.traces.schema import Part, TokenIds, Trace, TraceRequest
+from testbed.traces.schema import Part, TokenIds, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.wording import count
 
@@ -23,9 +22,9 @@ Tokenizer = Callable[[str], Sequence[int]]
 _HUMAN, _MODEL = ("human", "user"), ("gpt", "chatgpt", "bard", "assistant", "bing")
 
 
-def read_sharegpt(
+def stream_sharegpt(
     path: str | Path, limit: int | None = None, tokenizer: Tokenizer | None = None, max_turns: int | None = None
-) -> Trace:
+) -> StreamedTrace:
     """Reads the conversations of a file (plain, .gz, .zst), at most `limit` of them and `max_turns` of each.
 
     A turn's prompt is the conversation before it plus the new question; its output is the recorded answer. All first
@@ -33,62 +32,36 @@ def read_sharegpt(
     for other arrivals. Conversations without a question and its answer are left out and counted in the notes. Raises
     TraceError without a tokenizer, or if the file has another format.
     """
-    rows = _Rows(path, limit, _given(path, tokenizer), max_turns)
-    found = list(rows)
-    if not found:
-        raise rows.nothing()
-    skipped = rows.num_skipped
-    notes = [f"{count(skipped, 'conversation')} without a question and its answer left out"] if skipped else []
-    return arrange("sharegpt", found, notes)
-
-
-def stream_sharegpt(
-    path: str | Path, limit: int | None = None, tokenizer: Tokenizer | None = None, max_turns: int | None = None
-) -> StreamedTrace:
-    """Like read_sharegpt, conversation by conversation."""
-    known = _given(path, tokenizer)
-
-    def make() -> Iterator[TraceRequest]:
-        rows = _Rows(path, limit, known, max_turns)
-        yield from rows
-        if rows.num_read == rows.num_skipped:
-            raise rows.nothing()
-
-    return StreamedTrace("sharegpt", make, ("conversations without a question and its answer are left out",))
-
-
-def _given(path: str | Path, tokenizer: Tokenizer | None) -> Tokenizer:
     existing_file(path)
     if tokenizer is None:
         raise TraceError(
             f"{path}: ShareGPT holds text, and token counts are not guessed; "
             "set trace.tokenizer to a local folder with a tokenizer"
         )
-    return tokenizer
+    num_skipped = 0
 
-
-class _Rows:
-    """The rows of a file, to be iterated once. Counts the conversations that were read, and those left out."""
-
-    def __init__(self, path: str | Path, limit: int | None, tokenizer: Tokenizer, max_turns: int | None) -> None:
-        self.num_read = self.num_skipped = 0
-        self._path, self._limit, self._tokenizer, self._max_turns = path, limit, tokenizer, max_turns
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for position, chat in enumerate(json_items(self._path, "conversations")):
-            if self.num_read - self.num_skipped == self._limit:
+    def rows() -> Iterator[TraceRequest]:
+        nonlocal num_skipped
+        num_read = num_skipped = 0
+        for position, chat in enumerate(json_items(path, "conversations")):
+            if num_read - num_skipped == limit:
                 break
-            place = f"{self._path}:conversation {position + 1}"
+            place = f"{path}:conversation {position + 1}"
             refuse_half_characters(chat, place)
-            turns = _turns(chat, place)[: self._max_turns]
-            self.num_read += 1
-            self.num_skipped += not turns
-            yield from _rows(position, turns, self._tokenizer, place)
+            turns = _turns(chat, place)[:max_turns]
+            num_read += 1
+            num_skipped += not turns
+            yield from _rows(position, turns, tokenizer, place)
+        if num_read == num_skipped:
+            raise TraceError(f"{path}: no requests; {num_read} conversations, none with a question and its answer")
 
-    def nothing(self) -> TraceError:
-        return TraceError(
-            f"{self._path}: no requests; {self.num_read} conversations, none with a question and its answer"
+    def counted() -> list[str]:
+        return (
+            [f"{count(num_skipped, 'conversation')} without a question and its answer left out"] if num_skipped else []
         )
+
+    notes = ("conversations without a question and its answer are left out",)
+    return StreamedTrace("sharegpt", rows, notes, counted=counted)
 
 
 def _turns(chat: Any, place: str) -> list[tuple[str, str]]:

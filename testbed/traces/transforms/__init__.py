@@ -1,12 +1,12 @@
 """Transformations of traces: pure functions from a trace to another, whose notes state what was changed.
 
 A whole Trace gives a Trace. A StreamedTrace gives a StreamedTrace, whose rows are changed during iteration. `spread`,
-`with_arrivals`, `restart`, `jitter`, `bootstrap` and `merge` need whole traces. Parameters out of range raise
+`restart`, `jitter` and `bootstrap` need whole traces; `merge` returns a stream. Parameters out of range raise
 ConfigError. A result without requests raises TraceError (for a stream: during iteration). `pipeline` applies a list of
 transformations by name.
 """
 
-from testbed.traces.transforms.combination import merge, merge_streams, repeat
+from testbed.traces.transforms.combination import merge, repeat
 from testbed.traces.transforms.labels import label
 from testbed.traces.transforms.pipeline import TRANSFORMS, apply_all, check_steps
 from testbed.traces.transforms.resampling import bootstrap, jitter
@@ -21,7 +21,6 @@ from testbed.traces.transforms.timing import (
     spread,
     stretch_to,
     time_warp,
-    with_arrivals,
 )
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "label",
     "limit",
     "merge",
-    "merge_streams",
     "repeat",
     "restart",
     "sample_sessions",
@@ -50,5 +48,4 @@ __all__ = [
     "thin",
     "time_warp",
     "window",
-    "with_arrivals",
 ]

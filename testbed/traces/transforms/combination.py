@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from heapq import merge as merge_sorted
 
 from testbed.checks import require
-from testbed.traces.arrange import arrange
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import MAX_HELD_ROWS, MAX_STREAMED_ROWS, StreamedTrace
 from testbed.traces.transforms.common import MAX_S, S, derived, marked, renamed
@@ -48,23 +47,11 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
     return derived(trace, rows, f"{_REPEATED} {times} times, {gap_s:g} s apart, {how}", num_requests=num)
 
 
-def merge(traces: Mapping[str, Trace], share_content: bool = False) -> Trace:
+def merge(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:
     """Returns several traces as one. The label of each is put before its ids, sessions and tenants (label/tenant).
 
     share_content: equal contents of two traces are equal tokens (two windows of one file); else they are different.
     """
-    return arrange("+".join(traces), _merged(traces, share_content), _notes(traces, share_content))
-
-
-def merge_streams(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:
-    """Like `merge`, row by row."""
-    counts = [trace.num_requests for trace in traces.values()]
-    num = None if None in counts else sum(count or 0 for count in counts)
-    notes = tuple(_notes(traces, share_content))
-    return StreamedTrace("+".join(traces), lambda: _merged(traces, share_content), notes, num)
-
-
-def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[TraceRequest]:
     require("traces", len(traces), len(traces) >= 1, "at least 1 trace")
 
     def labelled(label: str, trace: TraceSource) -> Iterator[TraceRequest]:
@@ -72,11 +59,12 @@ def _merged(traces: Mapping[str, TraceSource], share_content: bool) -> Iterator[
             own = marked(row, f"{label}/", "")._replace(tenant=label if row.tenant is None else f"{label}/{row.tenant}")
             yield own if share_content else renamed(own, "merged", label)
 
-    parts = [labelled(label, trace) for label, trace in traces.items()]
-    return merge_sorted(*parts, key=lambda row: row.arrival_ns)
+    def rows() -> Iterator[TraceRequest]:
+        parts = [labelled(label, trace) for label, trace in traces.items()]
+        return merge_sorted(*parts, key=lambda row: row.arrival_ns)
 
-
-def _notes(traces: Mapping[str, TraceSource], share_content: bool) -> list[str]:
+    counts = [trace.num_requests for trace in traces.values()]
+    num = None if None in counts else sum(count or 0 for count in counts)
     how = "equal contents are shared" if share_content else "contents are kept apart"
     told = [f"{label}: {note}" for label, trace in traces.items() for note in trace.notes]
-    return [*told, f"{' and '.join(traces)} merged, {how}"]
+    return StreamedTrace("+".join(traces), rows, (*told, f"{' and '.join(traces)} merged, {how}"), num)

@@ -6,11 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from testbed.errors import TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.parts import rename_part
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.stream import StreamedTrace, after
+from testbed.traces.stream import StreamedTrace
 
 S = TypeVar("S", Trace, StreamedTrace)
 Rows = Callable[[], Iterator[TraceRequest]]
@@ -33,12 +32,9 @@ def derived(
     """
     if isinstance(trace, StreamedTrace):
         return trace.derived(rows, note, num_requests)
-    try:
-        made = list(rows())
-        said = note if counted is None else counted()
-        return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
-    except TraceError as error:
-        raise TraceError(f"{error}{after((*trace.notes, note))}" if note else str(error)) from None
+    made = list(rows())
+    said = note if counted is None else counted()
+    return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
 
 
 def last_ns(trace: TraceSource) -> int:

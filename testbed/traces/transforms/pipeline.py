@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
@@ -26,7 +26,8 @@ class Transform:
     """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
 
     draws: what the seed decides: which "units" stay (set_rate only with by=thin), new "starts", … ways: parameter that
-    has no default, as the user has to choose -> its values -> what each keeps.
+    has no default, as the user has to choose -> its values -> what each keeps. settings: the class of the keys that
+    `apply` takes as keyword arguments.
     """
 
     apply: Callable[..., TraceSource]
@@ -34,34 +35,18 @@ class Transform:
     is_streamed: bool = True
     draws: str = ""
     ways: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    settings: type | None = None
 
     def parameters(self) -> dict[str, Parameter]:
         """Returns the parameters that a configuration may set, by name."""
+        settings = {} if self.settings is None else signature(self.settings, eval_str=True).parameters
         _, *own = signature(self.apply, eval_str=True).parameters.items()
-        return dict(own)
+        return {**settings, **{name: item for name, item in own if item.kind is not Parameter.VAR_KEYWORD}}
 
 
-def _shift(trace: Any, offset_s: float) -> Any:
-    return timing.shift(trace, timing.check_offset(offset_s))
-
-
-def _arrivals(
-    trace: Trace,
-    arrival: str = "poisson",
-    rate: float = 4.0,
-    cv: float = 1.0,
-    burst_factor: float = 5.0,
-    burst_s: float = 20.0,
-    calm_s: float = 80.0,
-    amplitude: float = 0.5,
-    period_s: float = 86_400.0,
-    peak_s: float = 43_200.0,
-    seed: int = 0,
-) -> Trace:
-    given = locals()
+def _arrivals(trace: Trace, seed: int = 0, **settings: Any) -> Trace:
     try:
-        config = ArrivalConfig(**{item.name: given[item.name] for item in fields(ArrivalConfig)})
-        return timing.restart(trace, config, seed)
+        return timing.restart(trace, ArrivalConfig(**settings), seed)
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix("trace.")) from None
 
@@ -85,10 +70,14 @@ TRANSFORMS: dict[str, Transform] = {
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
     "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
     "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
-    "shift": Transform(_shift, "moves all arrivals by `offset_s`"),
+    "shift": Transform(timing.shift, "moves all arrivals by `offset_s`"),
     "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
     "arrivals": Transform(
-        _arrivals, "new starts for all sessions: `arrival`, `rate`, …", is_streamed=False, draws="starts"
+        _arrivals,
+        "new starts for all sessions: `arrival`, `rate`, …",
+        is_streamed=False,
+        draws="starts",
+        settings=ArrivalConfig,
     ),
     "jitter": Transform(
         resampling.jitter, "moves each session's start by up to `within_s`", is_streamed=False, draws="jitter"
@@ -191,9 +180,8 @@ def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrac
         raise ConfigError(f"label is {label!r}, which is the name of the first trace; set another label")
     both = {trace.name: trace, label: other}
     share = values.get("share_content", False)
-    if isinstance(trace, Trace):
-        return combination.merge({name: whole(each) for name, each in both.items()}, share)
-    return combination.merge_streams(both, share)
+    merged = combination.merge(both, share)
+    return whole(merged) if isinstance(trace, Trace) else merged
 
 
 def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:

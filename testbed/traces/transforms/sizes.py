@@ -20,11 +20,12 @@ def clip_lengths(
     """Cuts prompts and outputs at their ends. max_total_tokens (a model's length): the output is cut to this minus one
     token, then the prompt to the rest.
     """
-    bounds: dict[str, int | None] = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
-    for name, value, least in (
-        *((name, value, 1) for name, value in bounds.items()),
-        ("max_total_tokens", max_total_tokens, 2),
-    ):
+    limits = {
+        "max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens,
+        "max_total_tokens": max_total_tokens,
+    }  # fmt: skip
+    for name, value in limits.items():
+        least = 2 if name == "max_total_tokens" else 1
         require(name, value, value is None or value >= least, f"at least {least}, or absent")
     num_clipped = 0
 
@@ -36,7 +37,6 @@ def clip_lengths(
             num_clipped += clipped is not row
             yield clipped
 
-    limits = {**bounds, "max_total_tokens": max_total_tokens}
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
 
     def counted() -> str:
@@ -82,7 +82,7 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
             made = row._replace(prompt=parts, output=answer)
             for name, factor, num in (
                 ("prompt", prompt, made.num_prompt_tokens),
-                ("output", output, _num_output(made)),
+                ("output", output, made.num_output_tokens or 0),
             ):
                 if num > MAX_NUM_TOKENS:
                     where = row.place or row.request_id
@@ -91,10 +91,6 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
 
     note = f"prompts x {prompt:g}, outputs x {output:g} in length"
     return derived(trace, rows, note, num_requests=trace.num_requests)
-
-
-def _num_output(row: TraceRequest) -> int:
-    return row.num_output_tokens or 0
 
 
 def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:
@@ -106,7 +102,5 @@ def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:
     return cut_part(part, round(part.num_tokens * factor))
 
 
-def _least(first: int | None, second: int | None) -> int | None:
-    if first is None or second is None:
-        return first if second is None else second
-    return min(first, second)
+def _least(*bounds: int | None) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)

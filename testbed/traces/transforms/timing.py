@@ -147,8 +147,11 @@ def stretch_to(trace: S, duration_s: float) -> S:
     return derived(trace, rows, note, num_requests=trace.num_requests)
 
 
-def shift(trace: S, offset_ns: int, note: bool = True) -> S:
-    """Moves all arrivals by `offset_ns`. Raises ConfigError if one would fall before 0."""
+def shift(trace: S, offset_s: float) -> S:
+    """Moves all arrivals by `offset_s`. Raises ConfigError if one would fall before 0."""
+    expected = f"a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}"
+    require("offset_s", offset_s, abs(offset_s) <= MAX_S, expected)
+    offset_ns = round(offset_s * 1e9)
     if offset_ns == 0:
         return trace
 
@@ -156,10 +159,10 @@ def shift(trace: S, offset_ns: int, note: bool = True) -> S:
         for number, row in enumerate(trace):
             if number == 0:
                 least = f"at least {-row.arrival_ns / 1e9} s, so that no arrival is below 0"
-                require("offset_s", offset_ns / 1e9, row.arrival_ns + offset_ns >= 0, least)
+                require("offset_s", offset_s, row.arrival_ns + offset_ns >= 0, least)
             yield row._replace(arrival_ns=row.arrival_ns + offset_ns)
 
-    return derived(trace, rows, f"shifted by {offset_ns / 1e9:g} s" if note else None, num_requests=trace.num_requests)
+    return derived(trace, rows, f"shifted by {offset_s:g} s", num_requests=trace.num_requests)
 
 
 def spread(trace: Trace) -> Trace:
@@ -184,16 +187,6 @@ def spread(trace: Trace) -> Trace:
     return derived(trace, lambda: iter(made), note)
 
 
-def with_arrivals(trace: Trace, arrivals_ns: Sequence[int]) -> Trace:
-    """Gives new arrivals, in order, to all rows except closed-loop turns; see arrivals.arrivals."""
-    timed = [i for i, row in enumerate(trace.rows) if row.think_ns is None]
-    require("arrivals", len(arrivals_ns), len(arrivals_ns) >= len(timed), f"at least {len(timed)} instants")
-    rows = list(trace.rows)
-    for i, arrival_ns in zip(timed, sorted(arrivals_ns[: len(timed)]), strict=True):
-        rows[i] = rows[i]._replace(arrival_ns=arrival_ns)
-    return derived(trace, lambda: iter(rows), "arrivals were replaced")
-
-
 def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
     """Gives new starts to sessions and requests outside sessions, in their order; later turns move with the start."""
     starts = instants(config, streams(seed))
@@ -206,10 +199,3 @@ def restart(trace: Trace, config: ArrivalConfig, seed: int = 0) -> Trace:
         rows.append(row._replace(arrival_ns=row.arrival_ns + offsets[key]))
     note = f"sessions start anew by {config.says()}, seed {seed}"
     return derived(trace, lambda: iter(rows), "; ".join((note, *idle_notes(config, ""))))
-
-
-def check_offset(offset_s: float) -> int:
-    """Returns seconds, positive or negative, as ns. Raises ConfigError if they are out of range."""
-    expected = f"a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}"
-    require("offset_s", offset_s, abs(offset_s) <= MAX_S, expected)
-    return round(offset_s * 1e9)

@@ -1,0 +1,36 @@
+"""Reads a Parquet file as records. Owns what is absent in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from testbed.errors import TraceError
+from testbed.traces.readers.open_text import existing_file
+
+Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
+
+
+def parquet_records(path: str | Path) -> Iterator[Record]:
+    """Yields the records of a file; their places are row numbers from 1."""
+    import pyarrow as pa  # heavy, and seldom needed
+    import pyarrow.parquet as pq
+
+    existing_file(path)
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=4096):
+                for record in batch.to_pylist():
+                    number += 1
+                    fields = {name: value for name, value in record.items() if not _is_null(name, value)}
+                    yield f"{path}:{number}", fields
+    except pa.ArrowException as error:
+        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _is_null(name: str, value: object) -> bool:
+    """Whether a Parquet value is absent. pandas writes a missing number as NaN; as an arrival_time, NaN is an error."""
+    return value is None or (isinstance(value, float) and math.isnan(value) and name != "arrival_time")

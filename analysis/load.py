@@ -7,7 +7,6 @@ mixes partial runs with complete ones: it lists them separately.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,7 +32,6 @@ from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, RUN_FILES, STEP_C
 if TYPE_CHECKING:
     import pandas as pd
 
-_POINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")  # the folder name of a sweep point
 _REPEAT = "run its command again with overwrite=true, or that of its sweep as it was"
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
@@ -262,7 +260,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     """Every run at or below `path`. Raises RunFolderError if none is complete.
 
     Runs are in path order. Within a folder, sweep points are ordered by their number in the sweep, and by command if
-    several commands have points of the same number. (Points without a number are ordered by their creation time.)
+    several commands have points of the same number.
     """
     root = require_path("the run folder", path)
     if not root.is_dir():
@@ -379,15 +377,11 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
-    places: dict[Path, int] = {}
-    for run in runs:
-        places.setdefault(run.path.parent, len(places))
+    places = list(dict.fromkeys(run.path.parent for run in runs))
 
-    def place(run: Run) -> tuple[int, bool, int, str]:
-        number = run.manifest.get("point")
-        is_point = number is not None or _POINT.fullmatch(run.path.name) is not None
-        said = run.manifest.get("command" if number is not None else "created")
-        return places[run.path.parent], is_point, number or 0, str(said) if is_point else ""
+    def place(run: Run) -> tuple[int, int, str]:
+        folder, number = places.index(run.path.parent), run.manifest.get("point")
+        return (folder, -1, "") if number is None else (folder, number, str(run.manifest.get("command")))
 
     return sorted(runs, key=place)
 

@@ -24,9 +24,9 @@ from analysis.measures.statistics import (
     differences,
     effect_size,
     holm,
+    largest_spread,
     mean_of_all,
     mean_t,
-    spread,
     verdict,
 )
 from analysis.measures.summary import summary_value
@@ -211,8 +211,7 @@ def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
 def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
     """The largest `spread` of measured repeats of an arm on one trace; None if there are no repeats."""
     groups = [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
-    values = [[value for run in runs if (value := metric.of(run.summary_under(slo))) is not None] for runs in groups]
-    return max((spread(group) for group in values if len(group) > 1), default=None)
+    return largest_spread([metric.of(run.summary_under(slo)) for run in runs] for runs in groups)
 
 
 def compare(

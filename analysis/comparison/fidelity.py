@@ -18,7 +18,7 @@ import pandas as pd
 from analysis.comparison.arms import decided_alike, grouped, num_repeats
 from analysis.load import Run, same_trace
 from analysis.measures.metrics import itl_pooled, request_metrics
-from analysis.measures.statistics import mean_of_all, spread, widened
+from analysis.measures.statistics import largest_spread, mean_of_all, widened
 from analysis.measures.summary import summary_value
 from analysis.measures.survival import distribution
 from analysis.reading.frames import numbers
@@ -133,14 +133,13 @@ def request_errors(matched: pd.DataFrame) -> pd.DataFrame:
 def real_noise(groups: Sequence[Sequence[Run]]) -> dict[str, float]:
     """Metric -> the largest `spread` of equal runs over the groups; no entry without repeats. groups: real runs of the
     same trace and policy, in any order."""
-    noise: dict[str, float] = {}
     for runs in groups:
         same_trace(runs)
-        for path in FIDELITY_METRICS:
-            values = [value for run in runs if (value := summary_value(run.summary, path)) is not None]
-            if len(values) > 1:
-                noise[path] = max(noise.get(path, 0.0), spread(values))
-    return noise
+    found = {
+        path: largest_spread([summary_value(run.summary, path) for run in runs] for runs in groups)
+        for path in FIDELITY_METRICS
+    }
+    return {path: noise for path, noise in found.items() if noise is not None}
 
 
 def noise_limits(groups: Sequence[Sequence[Run]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ If there is only one run, a circular-block bootstrap keeps the dependence within
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -69,6 +69,12 @@ def spread(values: Sequence[float]) -> float:
     """How far values are apart: largest / smallest - 1; infinite if the smallest is 0 and the largest is not."""
     low, high = min(values), max(values)
     return 0.0 if low == high else high / low - 1.0 if low > 0 else math.inf
+
+
+def largest_spread(groups: Iterable[Sequence[float | None]]) -> float | None:
+    """The largest `spread` of the known values of a group; None if no group has two."""
+    known = [[value for value in values if value is not None] for values in groups]
+    return max((spread(values) for values in known if len(values) > 1), default=None)
 
 
 ENOUGH = 4  # repeats, whose largest difference bounds what noise does

@@ -34,6 +34,7 @@ def arrivals(trace: TraceColumns) -> Figure:
         times = trace.arrivals_s
         duration = float(times[-1] - times[0]) if len(times) else 0.0
         upper.set_title("arrivals")
+        lower.set_title("gaps between arrivals")
         if duration > 0:
             edges = np.linspace(times[0], times[-1], int(min(200, max(10, len(times) // 20))) + 1)
             counts = np.histogram(times, edges)[0]
@@ -44,7 +45,6 @@ def arrivals(trace: TraceColumns) -> Figure:
         else:
             style.say_empty(upper, "all at once")
             style.say_empty(lower, "no gaps")
-        lower.set_title("gaps between arrivals")
         return figure
 
 
@@ -77,18 +77,14 @@ def lengths(trace: TraceColumns) -> Figure:
             if len(values):
                 shares = np.arange(1, len(values) + 1) / len(values)
                 left.plot(np.sort(values), shares, label=name, **style.series_style(index))
-        left.set_title("lengths")
-        left.set(xlabel="tokens", ylabel="share of requests", ylim=(0, 1.02))
-        left.set_xscale("log")
+        left.set(title="lengths", xlabel="tokens", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
         left.legend()
         right.set_title("lengths together")
         step = max(1, len(trace.prompts) // _MAX_POINTS)
         prompts, outputs = trace.prompts[known][::step], trace.outputs[known][::step]
         if len(prompts):
             right.plot(prompts, outputs, ".", color=style.BLUE, markersize=1.5, alpha=0.35, rasterized=True)
-            right.set(xlabel="prompt tokens", ylabel="output tokens")
-            right.set_xscale("log")
-            right.set_yscale("log")
+            right.set(xlabel="prompt tokens", ylabel="output tokens", xscale="log", yscale="log")
         else:
             style.say_empty(right, "no output lengths")
         return figure
@@ -104,9 +100,7 @@ def dispersion(windows_s: Sequence[float], values: Sequence[float | None]) -> Fi
             axes.plot(*zip(*known, strict=True), color=style.BLUE, marker="o")
             axes.axhline(1.0, color=style.GREY, linestyle="--", linewidth=0.8)
             axes.annotate("Poisson", (1, 1.0), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
-            axes.set(xlabel="window (s)", ylabel="variance / mean")
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            axes.set(xlabel="window (s)", ylabel="variance / mean", xscale="log", yscale="log")
         else:
             style.say_empty(axes, "too short")
         return figure

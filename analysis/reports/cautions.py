@@ -53,26 +53,25 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
     yield from _ignoring(arms)
     yield from _cut(arms)
     for arm in arms:
-        sent = sum(run.summary["num_requests"] for run in arm.runs)
         if num_aborted := sum(run.summary["finish_reasons"]["abort"] for run in arm.runs):
             yield (
-                f"{fmt.share(num_aborted / sent)} of the requests of {arm.name} were aborted: they have no E2E, and "
-                "their TTFT and TPOT are of what came before."
+                f"{fmt.share(num_aborted / _num_sent(arm))} of the requests of {arm.name} were aborted: they have no "
+                "E2E, and their TTFT and TPOT are of what came before."
             )
 
 
-def _ignoring(arms: Sequence[Arm]) -> list[str]:
+def _ignoring(arms: Sequence[Arm]) -> Iterator[str]:
     """Sentences on ignored requests, which have no latency: one for all arms with the same counts."""
-    counts = grouped(arms, lambda arm: (num_ignored(arm), sum(run.summary["num_requests"] for run in arm.runs)))
-    told = {count: fmt.listing([arm.name for arm in members]) for count, members in counts.items() if count[0]}
+    counts = grouped(arms, lambda arm: (num_ignored(arm), _num_sent(arm)))
     apart = ", and are not compared with those of arms that ignored fewer or more" if len(counts) > 1 else ""
-    each = {count: " each" if len(members) > 1 else "" for count, members in counts.items()}
-    return [
-        f"{names} ignored {fmt.number(num)} of {fmt.number(sent)} requests{each[num, sent]} "
-        f"(they can never fit, or nothing admits them): these have no latency, so "
-        f"{'latencies are of the others' if num < sent else 'there is none'}{apart}."
-        for (num, sent), names in told.items()
-    ]
+    for (num, sent), members in counts.items():
+        if num:
+            names, each = _named(members)
+            yield (
+                f"{names} ignored {fmt.number(num)} of {fmt.number(sent)} requests{each} (they can never fit, or "
+                "nothing admits them): these have no latency, so "
+                f"{'latencies are of the others' if num < sent else 'there is none'}{apart}."
+            )
 
 
 def _cut(arms: Sequence[Arm]) -> Iterator[str]:
@@ -80,17 +79,26 @@ def _cut(arms: Sequence[Arm]) -> Iterator[str]:
 
     def cut(arm: Arm) -> tuple[int, int, int]:
         runs = [run.manifest for run in arm.runs]  # older manifests lack these
-        numbers = [sum(run.get(f"num_cut_output{what}") or 0 for run in runs) for what in ("s", "_tokens")]
-        return numbers[0], sum(run.summary["num_requests"] for run in arm.runs), numbers[1]
+        num, tokens = (sum(run.get(f"num_cut_output{what}") or 0 for run in runs) for what in ("s", "_tokens"))
+        return num, _num_sent(arm), tokens
 
     for (num, sent, tokens), members in grouped(arms, cut).items():
         if num:
-            names, each = fmt.listing([arm.name for arm in members]), " each" if len(members) > 1 else ""
+            names, each = _named(members)
             yield (
                 f"{fmt.number(num)} of {fmt.number(sent)} outputs of {names}{each} "
                 f"were cut at scheduler.max_model_len, by {fmt.number(tokens)} tokens in all: less was served than the "
                 "trace asks for."
             )
+
+
+def _named(arms: Sequence[Arm]) -> tuple[str, str]:
+    """The arms' names, and what follows a number that each of them has."""
+    return fmt.listing([arm.name for arm in arms]), " each" if len(arms) > 1 else ""
+
+
+def _num_sent(arm: Arm) -> int:
+    return sum(run.summary["num_requests"] for run in arm.runs)
 
 
 def num_ignored(arm: Arm) -> int:

@@ -228,25 +228,22 @@ def compare(
     others = [arm for arm in arms if arm.name != baseline.name]
     first = alike(others)
     for metric in metrics:
-        rows = [_compared(arm, paired_replicates(baseline, arm), metric, slo) for arm in others]
         noise = engine_noise(arms, metric, slo)
-        rows = [
-            replace(row, noise=noise, is_of_prices=not same_prices(arm, baseline))
-            for arm, row in zip(others, rows, strict=True)
-        ]
+        rows = [replace(_compared(arm, baseline, metric, slo), noise=noise) for arm in others]
         found += judge(rows, margin, [first[row.arm] for row in rows])
     return found
 
 
-def _compared(arm: Arm, pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> Comparison:
-    value, known = mean_over_replicates(arm, metric, slo), paired_values(pairs, metric, slo)
-    if known is None:
-        return Comparison(arm.name, metric, value, None, "unknown")
+def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Comparison:
+    value, is_of_prices = mean_over_replicates(arm, metric, slo), not same_prices(arm, baseline)
+    row = Comparison(arm.name, metric, value, None, "unknown", is_of_prices=is_of_prices)
+    pairs = paired_replicates(baseline, arm)
+    if (known := paired_values(pairs, metric, slo)) is None:
+        return row
     diff, scale = differences(*known, are_shares=metric.is_share)
     within = _within_one_trace(*pairs[0], metric) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
-    estimate, base = within or mean_t(diff, scale), float(known[0].mean())
-    return Comparison(arm.name, metric, value, estimate, "unknown", effect=effect, base=base)
+    return replace(row, estimate=within or mean_t(diff, scale), effect=effect, base=float(known[0].mean()))
 
 
 def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable]) -> list[Comparison]:

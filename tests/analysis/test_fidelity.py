@@ -37,6 +37,14 @@ def run_of(folder, first_tokens, fingerprint="f", digest=None):
     return load_run(write_folder(folder, table(rows, REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest, {}))
 
 
+def policies(folder, times):
+    """A simulated and a real run of each policy, whose only request has its first token after these seconds."""
+    return {
+        name: (run_of(folder / f"s{name}", [sim * S]), run_of(folder / f"r{name}", [int(real * S)]))
+        for name, (sim, real) in times.items()
+    }
+
+
 def test_errors_are_signed_and_relative_to_the_real_run(tmp_path):
     sim, real = run_of(tmp_path / "sim", [1 * S, 3 * S]), run_of(tmp_path / "real", [2 * S, 3 * S])
     table_ = fidelity.error_table(sim, real).set_index("metric")
@@ -58,11 +66,7 @@ def test_only_the_same_requests_of_the_same_trace_are_matched(tmp_path):
 
 
 def test_ranking_agreement(tmp_path):
-    times = {"a": (1, 1), "b": (2, 3), "c": (3, 2)}
-    pairs = {
-        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
-        for name, (sim, real) in times.items()
-    }
+    pairs = policies(tmp_path, {"a": (1, 1), "b": (2, 3), "c": (3, 2)})
     row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"]).iloc[0]
     assert (row.sim_winner, row.real_winner, row.same_winner, row.regret) == ("a", "a", True, 0.0)
     assert row.kendall_tau == pytest.approx(1 / 3)
@@ -71,11 +75,7 @@ def test_ranking_agreement(tmp_path):
 
 
 def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
-    times = {"a": (1, 1), "b": (1, 3), "c": (3, 2)}
-    pairs = {
-        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
-        for name, (sim, real) in times.items()
-    }
+    pairs = policies(tmp_path, {"a": (1, 1), "b": (1, 3), "c": (3, 2)})
     for order in ("abc", "bac"):
         ranking = fidelity.ranking_agreement({name: pairs[name] for name in order}, ["ttft_s.mean"])
         row = ranking.iloc[0]
@@ -128,11 +128,9 @@ def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_
     first, again = run_of(tmp_path / "first", [4 * S]), run_of(tmp_path / "again", [5 * S])
     noise = fidelity.real_noise([(first, again)])
     assert noise["ttft_s.mean"] == pytest.approx(0.25)
-    times = {"a": (10, 4), "b": (8, 4.8), "c": (9, 6)}  # a and b: 20 %, b and c: 25 % apart on the real engine
-    pairs = {
-        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [int(real * S)]))
-        for name, (sim, real) in times.items()
-    }
+    pairs = policies(
+        tmp_path, {"a": (10, 4), "b": (8, 4.8), "c": (9, 6)}
+    )  # a and b: 20 %, b and c: 25 % apart on the real engine
     row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], noise).iloc[0]
     assert (row.num_told_apart, row.num_same_order) == (1, 0)
     assert (row.sim_winner, row.real_winner, row.regret) == ("b", "a", pytest.approx(0.2))
@@ -159,11 +157,7 @@ def test_the_engines_noise_is_the_same_whichever_repeat_is_the_first(tmp_path):
 
 
 def test_where_the_engine_tells_no_policy_apart_neither_tau_nor_the_best_is_shown(tmp_path):
-    times = {"a": (1, 4), "b": (2, 5)}
-    pairs = {
-        name: (run_of(tmp_path / f"s{name}", [sim * S]), run_of(tmp_path / f"r{name}", [real * S]))
-        for name, (sim, real) in times.items()
-    }
+    pairs = policies(tmp_path, {"a": (1, 4), "b": (2, 5)})
     shown = {}
     for noise in (0.1, 0.5):
         ranking = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], {"ttft_s.mean": noise})

@@ -61,10 +61,6 @@ class Effect:
     interaction: Interaction | None
 
     @property
-    def num_cells(self) -> int:
-        return len(self.pairs)
-
-    @property
     def is_alike(self) -> bool:
         """Whether the factor changed no decision in any cell."""
         return all(base == arm for base, arm in self.pairs)
@@ -231,8 +227,3 @@ class Compared(NamedTuple):
     rows: Sequence[Comparison]
     effects: Sequence[Effect]  # main effects, of a replicated full design
     classes: Mapping[str, Sequence[Comparison]] = MappingProxyType({})
-
-    @property
-    def with_factors(self) -> list[Comparison]:
-        """The comparisons of arms, and those of the factors' main effects."""
-        return [*self.rows, *(effect.comparison for effect in self.effects)]

@@ -11,6 +11,7 @@ from typing import Any
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
 from analysis.comparison.effects import Effect
+from analysis.naming import factor_name
 
 
 def change_text(comparison: Comparison) -> str:
@@ -82,6 +83,16 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
     of = " of the baseline's" if comparison.metric.is_share else ""  # to distinguish it from points
     words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%{of})", "unknown": unknown}
     return words.get(comparison.verdict, comparison.verdict)
+
+
+def step_text(effect: Effect) -> str:
+    """The change of the factor: "prefix caching on instead of off"."""
+    return f"{factor_name(effect.factor)} {fmt.plain(effect.level)} instead of {fmt.plain(effect.base_level)}"
+
+
+def told_at(load: str, sentence: str) -> str:
+    """The sentence with the load at which it holds ("": the only one)."""
+    return f"At {load}: {sentence[0].lower()}{sentence[1:]}" if load else sentence
 
 
 def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:

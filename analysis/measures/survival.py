@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.reading.frames import json_safe
 from analysis.reading.rows import FloatArray, IntArray, exact_sum
 
 QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
@@ -122,10 +121,8 @@ def described(
     result: dict[str, Any] = {"mean": None}
     if mean is not None:
         result["mean_at_least" if num_censored else "mean"] = mean
-    result.update(zip(QUANTILES, quantiles, strict=True))
-    result |= {"count": num_observed, "num_censored": num_censored}
-    safe: dict[str, Any] = json_safe(result)
-    return safe
+    counts = {"count": num_observed, "num_censored": num_censored}
+    return result | dict(zip(QUANTILES, quantiles, strict=True)) | counts
 
 
 # --- more values than fit in memory ---

@@ -228,17 +228,10 @@ class RequestColumns:
         if self._parent is not None:
             yield from self._parent._token_batches()
             return
-        if self._kept is not None:
-            yield from self._kept
-            return
-        are_few = int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS
-        kept: list[_Batch] = []
-        for batch in self._read_tokens():
-            if are_few:
-                kept.append((batch[0], batch[1].copy(), *batch[2:]))  # Arrow's own buffer may be twice as long
-            yield batch
-        if are_few:
-            self._kept = kept
+        if self._kept is None and int(self.whole("num_token_steps").sum()) <= KEPT_TOKENS:
+            # a copy, as Arrow's own buffer may be twice as long
+            self._kept = [(low, flat.copy(), offsets, known) for low, flat, offsets, known in self._read_tokens()]
+        yield from self._read_tokens() if self._kept is None else self._kept
 
     def _read_tokens(self) -> Iterator[_Batch]:
         low = 0

@@ -12,6 +12,7 @@ from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_po
 from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.triggered import never_triggered
+from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
@@ -36,9 +37,8 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
-        at_load = f"At {load}: " if load else ""
         found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin), *never_triggered(group)]
-        said += [at_load + (text[0].lower() + text[1:] if at_load else text) for text in found]
+        said += [told_at(load, text) for text in found]
     return said
 
 

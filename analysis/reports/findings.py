@@ -17,11 +17,11 @@ from analysis.comparison.wording import (
     difference_text,
     holm_text,
     interval_text,
+    step_text,
     verdict_text,
 )
 from analysis.load import Run
 from analysis.measures.checks import failures
-from analysis.naming import factor_name
 
 
 def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str]:
@@ -34,7 +34,7 @@ def effect_finding(effects: Sequence[Effect], margin: float) -> str:
     """A few sentences on the change of one factor: its effect by cells in metrics where cells disagree, its average
     effect in the other metrics, and the metrics in which the size depends on other factors."""
     first, turned = effects[0], [effect for effect in effects if effect.is_uneven]
-    name = f"{factor_name(first.factor)} {fmt.plain(first.level)} instead of {fmt.plain(first.base_level)}"
+    name = step_text(first)
     said = [f"{name}: {'; '.join([cells_text(effect, interval_text) for effect in turned])}."] if turned else []
     even = [effect for effect in effects if effect not in turned]
     if even:

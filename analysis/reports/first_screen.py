@@ -26,7 +26,7 @@ from analysis.comparison.arms import (
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import cells_text, change_text
+from analysis.comparison.wording import cells_text, change_text, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name
@@ -239,10 +239,11 @@ def _subjects(group: Compared) -> list[_Subject]:
         even = [effect for effect in effects if effect not in by_cell]
         sizes = [effect.comparison.metric.label for effect in even if effect.interaction is not None]
         hidden = f" (in {fmt.listing(sizes)} the effect depends on the other factors)" if sizes else ""
-        name = f"{factor_name(step.factor)} {fmt.plain(step.level)} instead of {fmt.plain(step.base_level)}"
         rows = [effect.comparison for effect in even]
         arms = preempting(group.arms, [step.factor])
-        found.append(_Subject(name, rows, group.arms, hidden, by_cell, "on average over the other factors, ", arms))
+        found.append(
+            _Subject(step_text(step), rows, group.arms, hidden, by_cell, "on average over the other factors, ", arms)
+        )
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
@@ -351,7 +352,8 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     unclaimed = [name for name in away if not rows[name].is_claim]
     noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
     untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
-    claims = [row for row in group.with_factors if row.metric is SLO_METRICS[0] and row.is_claim]
+    of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
+    claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
     said = []
     if noise and not untested and not claims:
         said.append("no difference beyond the noise")

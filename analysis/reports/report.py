@@ -42,6 +42,7 @@ from analysis.comparison.groups import (
     stated,
     stated_slo,
 )
+from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
@@ -188,7 +189,7 @@ def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: s
 def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
     """Adds tables, bars and findings for one load; the first arm is the baseline."""
     baseline = arms[0]
-    at_load = f" at {load}" if load else ""
+    where = f" at {load}" if load else ""
     parts = {"latency": LATENCY, "throughput": (*RATES, *(SLO_METRICS if slo else ()))}
     metrics = [metric for part in parts.values() for metric in part]
     rows = compare(arms, baseline, metrics, report.margin, slo)
@@ -203,23 +204,22 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     )
     made = [
         tables.effects_table(
-            f"Main effects on {what}{at_load}: one factor changed, averaged over the levels of the others",
+            f"Main effects on {what}{where}: one factor changed, averaged over the levels of the others",
             [effect for effect in effects if effect.comparison.metric in part], report.margin,
         )
         for what, part in parts.items() if effects
     ]  # fmt: skip
     for what, part in (parts | told).items():
-        caption = f"{what.capitalize()}{at_load}{' (means over replicates)' if what in told else ''}"
+        caption = f"{what.capitalize()}{where}{' (means over replicates)' if what in told else ''}"
         table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
         made.append(replace(table, note=tables.ASSUMED_FAIR) if what == "tenants" else table)
-    made += class_tables(arms, classes, at_load, report.margin, slo)
+    made += class_tables(arms, classes, where, report.margin, slo)
     method = findings.interval_method(rows, num) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
         group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
-        said = _said(rows, effects, arms, report.margin, num)
-        sections.findings += [f"At {load}: {text[0].lower()}{text[1:]}" if load else text for text in said]
+        sections.findings += [told_at(load, text) for text in _said(rows, effects, arms, report.margin, num)]
     sections.ablation.append(group)
 
 

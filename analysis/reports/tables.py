@@ -103,7 +103,7 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
         first = group[0]
         step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
         cells = [
-            Cell(factor_name(first.factor), (step, f"mean of {fmt.count(first.num_cells, 'pair')} of arms"), "head")
+            Cell(factor_name(first.factor), (step, f"mean of {fmt.count(len(first.pairs), 'pair')} of arms"), "head")
         ]
         found = {effect.comparison.metric.label: effect.comparison for effect in group}
         for label in metrics:

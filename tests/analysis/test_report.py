@@ -401,7 +401,7 @@ def test_an_arm_equal_to_the_baseline_is_called_identical(tmp_path):
 def test_main_effects_average_over_the_other_factor(sweep):
     arms = infer_arms(load_sweep(sweep / "ablation").runs)
     effects = main_effects(arms, arms[0], LATENCY[:1])
-    assert [(e.factor, e.num_cells) for e in effects] == [("scheduler.name", 2), ("cache.prefix_caching", 2)]
+    assert [(e.factor, len(e.pairs)) for e in effects] == [("scheduler.name", 2), ("cache.prefix_caching", 2)]
     caching = effects[1].comparison
     cells = [compare([arms[i], arms[i + 1]], arms[i], LATENCY[:1])[0].estimate.value for i in (0, 2)]
     assert caching.estimate.value == pytest.approx(sum(cells) / 2)

@@ -65,6 +65,11 @@ def share(value: float | None) -> str:
     return f"{f'>{SPACE}99.9' if text == '100' and value < 1.0 - 1e-9 else text}{SPACE}%"
 
 
+def percent(ratio: float) -> str:
+    """An error or a spread (1 is 100 %) in percent, with two digits."""
+    return f"{significant(100 * ratio, 2)} %"
+
+
 def points(difference: float) -> str:
     """A difference of two shares, in percentage points, always with a sign unless it is 0."""
     text = significant(100.0 * difference, 3 if abs(difference) >= 0.1 else 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_replicates
+from analysis.format import count
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.metrics import SLO
 from analysis.naming import DECIDES, SPEED, is_of_trace
@@ -57,10 +58,9 @@ def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> l
 def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:
     """A sentence that names the runs of another experiment and states how they differ."""
     folder = os.path.commonpath([run.path.resolve() for run in other])
-    num = "1 run" if len(other) == 1 else f"{len(other)} runs"
     where = relative(Path(folder), Path(start))
     return (
-        f"{num} at or below {where} {'is' if len(other) == 1 else 'are'} another experiment "
+        f"{count(len(other), 'run')} at or below {where} {'is' if len(other) == 1 else 'are'} another experiment "
         f"({differing(chosen, other)}) and left out; report on that folder separately."
     )
 

@@ -94,4 +94,4 @@ def num_preempted(arms: Sequence[Arm]) -> str:
     """The preemptions of all arms, as "3 preemptions in 220 requests"; "" if there are no arms."""
     runs = {run.path: run for arm in arms for run in replicates(arm).values()}.values()
     num, sent = sum(map(_preemptions, runs)), sum(run.summary["num_requests"] for run in runs)
-    return f"{fmt.number(num)} preemption{'' if num == 1 else 's'} in {fmt.number(sent)} requests" if arms else ""
+    return f"{fmt.count(num, 'preemption')} in {fmt.number(sent)} requests" if arms else ""

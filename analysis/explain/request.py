@@ -83,11 +83,10 @@ def _preempted(preempted: list[Preempted], life: int) -> str:
         return "It was never preempted."
     whose = list(dict.fromkeys(_whose(one) for one in preempted))
     named = whose if len(whose) < 5 else [*whose[:3], f"{len(whose) - 3} others"]
-    times = "once" if len(preempted) == 1 else f"{len(preempted)} times"
     away = sum((one.back_ns or one.at_ns) - one.at_ns for one in preempted)
     again = sum(one.recomputed_tokens for one in preempted)
     return (
-        f"It was preempted {times}, for {listing(named)}: "
+        f"It was preempted {times(len(preempted))}, for {listing(named)}: "
         f"{seconds(away / 1e9)} until it ran again ({share(away / life)} of its time), {again:,} tokens computed again."
     )
 
@@ -146,6 +145,10 @@ def _preemption(one: Preempted) -> str:
     if one.caught_up_ns is None:
         return text
     return text + f", and was where it had been after {seconds((one.caught_up_ns - one.at_ns) / 1e9)}"
+
+
+def times(num: int) -> str:
+    return "once" if num == 1 else f"{num:,} times"
 
 
 def _whose(one: Preempted) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.frames import Told
-from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns
+from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns, times
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
 
@@ -94,7 +94,7 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
         num_told = len(own) if len(own) <= 4 else 3
         told = [f"{who} ({n})" for who, n in own.head(num_told).items()]
         told += [f"{len(own) - num_told} others"] * (len(own) > num_told)
-        lines.append(f"- {name}, {_times(int(num))}, for {listing(told)}")
+        lines.append(f"- {name}, {times(int(num))}, for {listing(told)}")
     if again > _NAMED:
         lines.append(f"- and {again - _NAMED:,} more")
     chain = _longest_chain(preemptions)
@@ -141,8 +141,4 @@ def _one_line(row: Any) -> str:
     else:
         cause = CAUSES.get(str(row["cause"]), str(row["cause"]))
         text = f"waited {seconds(wait / 1e9)} ({share(wait / max(1, life))}), mostly for {cause}"
-    return text + (f"; preempted {_times(num)}" if num else "")
-
-
-def _times(num: int) -> str:
-    return "once" if num == 1 else f"{num:,} times"
+    return text + (f"; preempted {times(num)}" if num else "")

@@ -45,9 +45,8 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
 def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> Iterator[str]:
     """Sentences on the arms that lack a run, or requests of a run. start: the folder that paths are relative to."""
     for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
-        runs = "1 run" if len(entries) == 1 else f"{len(entries)} runs"
         first, reason = entries[0]
-        runs += f" of {name} failed" if name else " failed"
+        runs = fmt.count(len(entries), "run") + (f" of {name} failed" if name else " failed")
         are = "is" if len(entries) == 1 else "are"
         yield f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason})."
     yield from _ignoring(arms)
@@ -216,8 +215,11 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
 def _listed(per_arm: Mapping[str, str], arms: Sequence[Arm]) -> str:
     """The values as text, each with the arms that have it."""
     having = grouped(arms, lambda arm: per_arm[arm.name])
-    shown = [f"{value} in {_who_are(mine, arms)}" for value, mine in list(having.items())[:_MAX_KEYS]]
-    return "; ".join(shown) + ("; …" if len(having) > _MAX_KEYS else "")
+    return _shown([f"{value} in {_who_are(mine, arms)}" for value, mine in having.items()])
+
+
+def _shown(parts: Sequence[str]) -> str:
+    return "; ".join(parts[:_MAX_KEYS]) + ("; …" if len(parts) > _MAX_KEYS else "")
 
 
 def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
@@ -312,10 +314,10 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
     nums = {arm.name: len(replicates(arm)) for arm in arms}
     if len(set(nums.values())) > 1:
-        told = "; ".join(f"{num} of {name}" for name, num in list(nums.items())[:_MAX_KEYS])
+        told = _shown([f"{num} of {name}" for name, num in nums.items()])
         yield (
-            f"There are not as many replicates of every arm ({told}{'; …' if len(nums) > _MAX_KEYS else ''}). Means in "
-            f"tables are over all that an arm has, changes over those that it shares with {arms[0].name}."
+            f"There are not as many replicates of every arm ({told}). Means in tables are over all that an arm has, "
+            f"changes over those that it shares with {arms[0].name}."
         )
 
 

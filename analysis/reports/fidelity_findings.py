@@ -43,7 +43,7 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     if not num:
         return [UNMEASURED]
     noise = {metric.label: max(engine_noise(arms, metric) or 0.0 for arms in measured) for metric in (*LATENCY, *RATES)}
-    told = [f"{label} {fmt.significant(100 * most, 2)} %" for label, most in noise.items()]
+    told = [f"{label} {fmt.percent(most)}" for label, most in noise.items()]
     few = num_repeats(groups)
     also = f" {fmt.count(few, 'repeat')} can show less than there is: noise may be larger." if few < ENOUGH else ""
     return [
@@ -67,7 +67,7 @@ def too_noisy(noise: Mapping[str, float], *, is_scaled: bool) -> list[str]:
         return []
     return [
         "The machine was too noisy for a comparison with the real engine: two equal real runs differed by up to "
-        f"{fmt.significant(100 * largest, 2)} % in {metric_of(path).label}. Run it again when the machine is idle"
+        f"{fmt.percent(largest)} in {metric_of(path).label}. Run it again when the machine is idle"
         f"{'' if is_scaled else f'; {_PROBE}'}."
     ]
 
@@ -179,7 +179,7 @@ def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
 
 
 def _share(value: float | None) -> str:
-    return "somewhat" if value is None or math.isnan(value) else f"{fmt.significant(100 * value, 2)} %"
+    return "somewhat" if value is None or math.isnan(value) else fmt.percent(value)
 
 
 def fidelity_findings(
@@ -203,7 +203,7 @@ def fidelity_findings(
         if shown:
             said.append(f"{pair.label}: the simulator's signed error is {fmt.listing(shown)}.")
     if known:
-        told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * noise[path], 2)} %" for path in known])
+        told = fmt.listing([f"{metric_of(path).label} {fmt.percent(noise[path])}" for path in known])
         reach = "" if _largest(noise)[0] > _TOO_NOISY else ": a smaller error cannot be told from that"
         again = f"The real engine itself, run again on one trace under one policy ({fmt.count(num, 'repeat')}),"
         said.append(f"{again} differed by up to {told}{reach}.")

@@ -137,7 +137,7 @@ def _measured(arms: Sequence[Arm]) -> Trust:
     if not known:
         return Trust("fidelity", level, f"{said}; how far the engine differs from itself was not measured")
     level = "good" if max(known) <= _FAR else "fair"
-    return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.significant(100 * max(known), 2)} %")
+    return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.percent(max(known))}")
 
 
 _SOURCES: dict[str, tuple[Level, str]] = {
@@ -182,18 +182,14 @@ def _source_of(run: Run) -> tuple[Level, str]:
     if error is not None:
         median, p90 = error["median"], error["p90"]
         level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
-        said = f"fitted to measured steps; those left out of the fit are {_percent(median)} % off in the median, P90 "
-        said += f"{_percent(p90)} %"
+        said = f"fitted to measured steps; those left out of the fit are {fmt.percent(median)} off in the median, P90 "
+        said += fmt.percent(p90)
     if (saving := run.flat_config.get("cost.repeated_saving")) is not None:
         said += f"; that shared reads save {fmt.share(saving)} is given, not fitted"
     if share := _extrapolated(run):
         notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
         level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
     return level, said
-
-
-def _percent(share: float) -> str:
-    return fmt.significant(100 * share, 2)
 
 
 def _fidelity(
@@ -206,7 +202,7 @@ def _fidelity(
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
     found = worst_errors(errors.values())
     shown = [path for path in (*_ERRORS, "ttft_s.p99", "tpot_s.p99") if path in found]
-    told = fmt.listing([f"{metric_of(path).label} {fmt.significant(100 * found[path], 2)} %" for path in shown])
+    told = fmt.listing([f"{metric_of(path).label} {fmt.percent(found[path])}" for path in shown])
     most = max((found[path] for path in _ERRORS if path in found), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
     num_same, num_clear = num_picked(rankings)

@@ -5,22 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from analysis import format as fmt
 from analysis.measures.checks import failures
 from analysis.measures.summary import summary_value
 from analysis.naming import labels_of, levels_of, naming_keys
 
-if TYPE_CHECKING:
-    from analysis.load import Run
+
+class Described(Protocol):
+    """The attributes of a run that are described here."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def manifest(self) -> dict[str, Any]: ...
+    @property
+    def flat_config(self) -> dict[str, Any]: ...
+    @property
+    def fingerprint(self) -> str | None: ...
+    @property
+    def summary(self) -> dict[str, Any]: ...
+    @property
+    def is_complete(self) -> bool: ...
 
 
 _SHOWN = 5  # values of a swept key that are listed
 _RANGED = {"P99 TTFT": "ttft_s.p99", "P99 TPOT": "tpot_s.p99"}
 
 
-def run_lines(run: Run) -> list[str]:
+def run_lines(run: Described) -> list[str]:
     manifest, summary = run.manifest, run.summary
     trace, rates, kv = manifest.get("trace") or {}, summary["throughput"], summary["kv"]
     status = "complete" if run.is_complete else "PARTIAL"
@@ -54,7 +68,7 @@ def run_lines(run: Run) -> list[str]:
 
 
 def sweep_lines(
-    path: Path, runs: Sequence[Run], incomplete: Sequence[tuple[Path, str]], swept: Sequence[str]
+    path: Path, runs: Sequence[Described], incomplete: Sequence[tuple[Path, str]], swept: Sequence[str]
 ) -> list[str]:
     left_out = ""
     if incomplete:
@@ -71,7 +85,7 @@ def sweep_lines(
     ]
 
 
-def _swept(runs: Sequence[Run], swept: Sequence[str]) -> str:
+def _swept(runs: Sequence[Described], swept: Sequence[str]) -> str:
     said = []
     keys = naming_keys([run.flat_config for run in runs], swept)
     for key in keys:
@@ -84,7 +98,7 @@ def _swept(runs: Sequence[Run], swept: Sequence[str]) -> str:
     return "; ".join(said) or "nothing"
 
 
-def _range(runs: Sequence[Run], swept: Sequence[str], number: str) -> str:
+def _range(runs: Sequence[Described], swept: Sequence[str], number: str) -> str:
     """The smallest and the largest value with their runs; a run that did not reach the number counts as largest."""
     labels = labels_of([(run.flat_config, run.path) for run in runs], swept)
     values = {label: summary_value(run.summary, number) for label, run in zip(labels, runs, strict=True)}

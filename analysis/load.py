@@ -377,10 +377,10 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
-    places = list(dict.fromkeys(run.path.parent for run in runs))
+    places = {folder: number for number, folder in enumerate(dict.fromkeys(run.path.parent for run in runs))}
 
     def place(run: Run) -> tuple[int, int, str]:
-        folder, number = places.index(run.path.parent), run.manifest.get("point")
+        folder, number = places[run.path.parent], run.manifest.get("point")
         return (folder, -1, "") if number is None else (folder, number, str(run.manifest.get("command")))
 
     return sorted(runs, key=place)

@@ -110,7 +110,8 @@ def _chosen(choices: list[str]) -> DictConfig:
 
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
-    """Composes and caches. stamps: part of the cache key, as a user's own files may be edited between two calls."""
+    """Composes and caches. stamps: part of the cache key, as a user's own files may be edited between two calls. An
+    option that is stored again under its name in Hydra's ConfigStore is not noticed."""
     with hydra_app():
         return compose("config", overrides=list(choices))
 

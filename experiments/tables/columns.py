@@ -11,9 +11,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from testbed.errors import ProfileError
+from testbed.errors import ProfileError, TraceError
 from testbed.foreign_text import shown
 from testbed.specs.operator_tables import OPERATOR_COLUMNS
+from testbed.traces.readers.open_text import csv_header, read_csv
 
 LEAST_NS, MOST_NS = 100.0, 1e12  # no kernel is as short as 0.1 us, none as long as 1,000 s
 _UNIT_NS = {"ms": 1e6, "us": 1e3, "ns": 1.0}
@@ -117,14 +118,10 @@ def _plain(text: str, length: int = 40) -> str:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """All columns as texts. Raises ProfileError, which names the line if pandas does."""
+    """All columns that have a name, as texts; None for empty cells."""
     try:
-        table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, na_values=["", "nan", "NaN"])
-    except (ValueError, OSError) as error:  # ValueError: also bytes that are not UTF-8, rows that are longer
-        raise ProfileError(f"{path} cannot be read as CSV: {reason(error)}") from None
-    names = table.iloc[0].fillna("")  # not by pandas, which renames doubled ones and cuts a first row that is longer
-    if names.duplicated().any():
-        raise ProfileError(
-            f"{path} has the column {_plain(names[names.duplicated()].iloc[0])!r} twice; expected it once"
-        )
-    return table[1:].set_axis(names, axis="columns")
+        names = tuple(filter(None, csv_header(path)))
+        cells = [values for _, values in read_csv(path, (), names)]
+    except TraceError as error:
+        raise ProfileError(str(error)) from None
+    return pd.DataFrame(cells, columns=names, dtype=object).replace({"nan": None, "NaN": None})

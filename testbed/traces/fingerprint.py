@@ -6,7 +6,7 @@ import struct
 
 import xxhash
 
-from testbed.traces.parts import join_parts
+from testbed.traces.parts import whole_runs
 from testbed.traces.schema import Part, Span, TraceRequest, TraceSource
 
 _pack_text = struct.Struct("<cI").pack
@@ -88,7 +88,7 @@ def _number(number: int | None) -> bytes:
 
 def _content(parts: tuple[Part, ...]) -> bytes:
     """Encodes spans by key, start and length, and runs of explicit ids by their ids, however they are cut."""
-    return b"(%b)" % b"".join(map(_part, join_parts(parts)))
+    return b"(%b)" % b"".join(map(_part, whole_runs(parts)))
 
 
 def _part(part: Part) -> bytes:

@@ -9,22 +9,37 @@ from testbed.traces.synthesis import content_key
 
 
 def join_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Returns the same content with adjacent spans of one content joined, explicit ids joined, and empty parts left
-    out."""
+    """Returns the same content with adjacent spans of one content joined, and empty parts left out."""
     joined: list[Part] = []
     for part in parts:
         if part.num_tokens == 0:
             continue
         last = joined[-1] if joined else None
-        if isinstance(part, Span):
-            if isinstance(last, Span) and last.key == part.key and last.start + last.length == part.start:
-                joined[-1] = Span(last.key, last.start, last.length + part.length)
-                continue
-        elif isinstance(last, TokenIds):
-            joined[-1] = TokenIds(last.ids + part.ids)
-            continue
-        joined.append(part)
+        if (
+            isinstance(part, Span)
+            and isinstance(last, Span)
+            and last.key == part.key
+            and last.start + last.length == part.start
+        ):
+            joined[-1] = Span(last.key, last.start, last.length + part.length)
+        else:
+            joined.append(part)
     return tuple(joined)
+
+
+def whole_runs(parts: Sequence[Part]) -> list[Part]:
+    """Returns the same content as join_parts, with explicit ids joined too: the parts do not depend on how it was
+    cut."""
+    runs: list[Part] = []
+    for part in join_parts(parts):
+        last = runs[-1] if runs else None
+        if isinstance(part, Span):
+            runs.append(part)
+        elif isinstance(last, TokenIds):
+            last.ids.extend(part.ids)
+        else:
+            runs.append(TokenIds(part.ids[:]))  # a copy, as it may grow
+    return runs
 
 
 def cut_parts(parts: Sequence[Part], max_tokens: int) -> tuple[Part, ...]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from testbed.traces.batches import Batches
 from testbed.traces.fingerprint import Fingerprint
-from testbed.traces.parts import cut_part, join_parts
+from testbed.traces.parts import cut_part, whole_runs
 from testbed.traces.schema import Part, Span, TraceRequest
 
 WINDOWS_S = (1.0, 10.0, 60.0, 600.0)  # in which arrivals are counted, for their dispersion
@@ -159,7 +159,7 @@ def _extended(prefix: int, piece: _Piece) -> int:
 def _pieces(parts: tuple[Part, ...]) -> list[_Piece]:
     """Returns joined spans, and runs of explicit ids in pieces that do not depend on how the parts were cut."""
     pieces: list[_Piece] = []
-    for part in join_parts(parts):
+    for part in whole_runs(parts):
         if isinstance(part, Span):
             pieces.append(part)
         else:

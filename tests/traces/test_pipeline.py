@@ -224,6 +224,12 @@ def test_lengths_are_not_scaled_beyond_what_a_file_may_have():
         transforms.scale_lengths(arrange("x", long), 101)
 
 
+def test_a_step_that_makes_impossible_rows_is_named():
+    steps = [{"name": "limit", "num_requests": 2}, {"name": "repeat", "times": 3, "gap_s": 4e9}]
+    with pytest.raises(TraceError, match=r"^trace.transforms\[1\] \(repeat\): request 'r0#2': .* arrives at 8e\+09 s"):
+        transforms.apply_all(plain(1, 2), steps, no_file)
+
+
 def test_time_is_warped_along_the_curve():
     warped = transforms.time_warp(plain(0, 2, 4, 6, 8), [[4, 2], [6, 6]])
     assert [row.arrival_ns / S for row in warped] == [0, 1, 2, 6, 10]

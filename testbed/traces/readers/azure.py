@@ -19,7 +19,7 @@ from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
-_INSTANT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+_INSTANT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?[0-5]\d)?", re.ASCII)
 _YEAR_1 = datetime(1, 1, 1, tzinfo=UTC)
 _key_of = numbered_keys("azure")
 _EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00 (up to 23:59)"

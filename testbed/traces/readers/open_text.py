@@ -140,7 +140,7 @@ def read_csv(
         header = [name.strip() for name in next(reader, [])]
         if not header:
             raise TraceError(f"{path}: the file is empty; expected a header and rows")
-        _check_once([name for name in header if name], path)
+        _check_once(header, path)
         missing = [name for name in required if name not in header]
         if missing:
             raise TraceError(
@@ -168,7 +168,7 @@ def csv_header(path: str | Path) -> tuple[str, ...]:
 
 
 def _check_once(names: Sequence[str], path: str | Path) -> None:
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    twice = [name for i, name in enumerate(names) if name and name in names[:i]]
     if twice:
         raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once")
 

@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from testbed.checks import require_type
-from testbed.errors import ConfigError, TraceError
+from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.foreign_text import nearest, shown
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.schema import Span, Trace, TraceRequest, TraceSource
@@ -115,21 +115,25 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
             drawn = (transform.draws, values.get("seed", seed))
             values["seed"] = content_key("again", drawn[1], num_drawn[drawn]) if num_drawn[drawn] else drawn[1]
             num_drawn[drawn] += 1
+        given = trace
         try:
             if transform.apply is _merge:
                 trace = _merge_with(trace, values, open_trace, told)
             else:
-                trace = transform.apply(trace if transform.is_streamed else whole(trace), **values)
+                given = trace if transform.is_streamed else whole(trace)
+                trace = transform.apply(given, **values)
         except ConfigError as error:
             raise _told(error, told) from None
+        except TraceError as error:  # of a whole trace: what the step made; of a stream: what its source has
+            raise (_told(error, told) if isinstance(given, Trace) else error) from None
         if isinstance(trace, StreamedTrace):
             trace = _telling(trace, told)
     return trace
 
 
-def _told(error: ConfigError, told: str) -> ConfigError:
+def _told(error: TestbedError, told: str) -> TestbedError:
     """Returns the error with the step in front, unless its message begins with a setting of the trace."""
-    return error if str(error).startswith("trace.") else ConfigError(f"{told}{error}")
+    return error if str(error).startswith("trace.") else type(error)(f"{told}{error}")
 
 
 def _telling(trace: StreamedTrace, told: str) -> StreamedTrace:

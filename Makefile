@@ -19,6 +19,7 @@ INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(w
 JOBS ?= 2
 
 # Installed sources that are compiled when they are first imported, if ever: half of all, and pip would take a minute.
+# Among the others some are for another Python, which is no error.
 SELDOM := /tests?/|/transformers/models/
 
 # What is checked for style: a policy that you try beside it is yours.

@@ -172,6 +172,7 @@ def test_replicates_are_counted_at_each_load(tmp_path, seeds):
     assert f"There are only {seeds} replicates" in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
     for chunked in (False, True):
         for rate in (6.0, 10.0) if chunked else (10.0,):

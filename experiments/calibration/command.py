@@ -127,6 +127,7 @@ def _default_folder(overrides: list[str]) -> Path:
 
 
 def _extent(options: argparse.Namespace) -> Extent:
+    """The extent from the options. Raises ConfigError for invalid values."""
     given = {"repeats": options.repeats, "num_requests": options.requests, "max_s": options.max_seconds}
     known = {name: value for name, value in given.items() if value is not None}
     extent = replace(QUICK if options.quick else Extent(), **known)

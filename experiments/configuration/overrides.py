@@ -133,6 +133,7 @@ def _has(keys: Keys, item: Override) -> list[bool]:
 
 
 def _check(item: Override, keys: Keys) -> None:
+    """Checks one override. Raises ConfigError with a one-line message."""
     key = item.key_or_group
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{item.input_line}: an overlay's file says so; here give key=a,b with -m")
@@ -228,6 +229,7 @@ def quoted(text: str) -> str:
 
 @cache
 def defaults() -> dict[str, str]:
+    """Returns the default option of each group."""
     return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
 
 

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]) -> None:
+    """Raises TestbedError for mistakes in the command line itself."""
     if not inputs:
         raise ConfigError(
             "testbed fidelity wants at least one measured run: a file, or a run folder (docs/fidelity.md)"

@@ -87,6 +87,7 @@ class Fields:
         return cls(value, place, prefix)
 
     def get(self, field: str) -> Any:
+        """The value of a field; None if it is absent."""
         return self.values.get(field)
 
     def required(self, field: str, expected: str) -> Any:
@@ -95,6 +96,7 @@ class Fields:
         return self.values[field]
 
     def within(self, field: str) -> Fields:
+        """The object in a field."""
         name = self.prefix + field
         return self.of(self.required(field, "an object"), self.place, name, f"{name}.")
 

@@ -30,6 +30,7 @@ _SETTINGS = {  # settings that can keep the head of the queue from being admitte
 
 
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[Note, ...]:
+    """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
     from analysis.measures.notes import Note, doubts_of
     from analysis.measures.replicas import routing_notes
@@ -98,6 +99,7 @@ def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
 
 
 def reason_of(failure: BaseException) -> str:
+    """Returns the reason for a failure, as in manifest.json."""
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
 
 

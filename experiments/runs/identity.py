@@ -38,6 +38,7 @@ class Identity:
     version: str
 
     def describe(self) -> dict[str, Any]:
+        """Returns the identity as in manifest.json."""
         return asdict(self)
 
     @property

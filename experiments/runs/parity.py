@@ -50,6 +50,7 @@ class ParityReport:
 
 
 def print_divergence(report: ParityReport) -> None:
+    """Prints the first step that differs, field by field."""
     divergence = report.divergence
     assert divergence is not None
     print(f"{report.num_steps} steps agree; step {divergence.step} differs: {divergence.reason}")

@@ -239,6 +239,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> str:
+    """Describes the exception that ended a run in one line."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         what, fix = _NO_ROOM[error.errno]
         return f"{what} ({error.filename or 'while writing'}); {fix} and run again"

@@ -98,6 +98,7 @@ class TestbedScheduler(CoreInVllm):
 
 
 def _check(settings: Any) -> None:
+    """Raises ConfigError for unknown keys and values of the wrong type."""
     place = 'additional_config["testbed"]'
     if not isinstance(settings, dict):
         raise ConfigError(f"{place} is {settings!r}; it must have keys, as {{'scheduler': 'sarathi'}}")

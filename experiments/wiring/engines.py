@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
+    """Makes the configured router and binds it to the run."""
     router: Router = make_policy("backend.router", settings.router)
     bind_router(router, RouterContext(config.seed, num_engines(config)))
     return router

@@ -27,7 +27,7 @@ from analysis.reading.request_columns import STRINGS
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
-from testbed.records.schema import AT_CLIENT, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
+from testbed.records.schema import NEWER, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -389,7 +389,7 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
     with naming(file):
         names = set(pq.read_schema(file).names)
-    missing = [name for name in columns if name not in names and name not in AT_CLIENT]
+    missing = [name for name in columns if name not in names and name not in NEWER]
     if missing:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
 

@@ -85,6 +85,7 @@ SLO_METRICS = (
     Metric("SLO attainment", "slo.attainment", 1, fmt.share),
     Metric("goodput", "slo.goodput_per_s", 1, _PER_S),
 )
+DEADLINES = Metric("deadlines met", "deadlines.met", 1, fmt.share)
 INSIDE = (
     Metric("offered", "throughput.offered_per_s", 0, _PER_S),
     Metric("requests sent", "num_requests", 0, fmt.number),
@@ -102,7 +103,7 @@ INSIDE = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
-_NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, *INSIDE, *FLEET)}
+_NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, DEADLINES, *INSIDE, *FLEET)}
 FAIRNESS = (
     Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens")),
     Metric("Jain's index of normalised latency", "fairness.jain_normalised_latency", 0, fmt.number),
@@ -117,10 +118,12 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
     if len({classes["by"] for classes in known}) != 1:
         return {}
     metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E")]
-    share = replace(SLO_METRICS[0], path="attainment")
+    share, met = replace(SLO_METRICS[0], path="attainment"), replace(DEADLINES, path="deadlines_met")
+    with_deadlines = {name for classes in known for name in classes["deadlines_met"] or ()}
     return {
         f"{known[0]['by']} {name}": tuple(
-            replace(metric, path=f"{_OF_CLASS}{metric.path}.{name}") for metric in (*metrics, *([share] * with_slo))
+            replace(metric, path=f"{_OF_CLASS}{metric.path}.{name}")
+            for metric in (*metrics, *([share] * with_slo), *([met] * (name in with_deadlines)))
         )
         for name in names
     }

@@ -12,9 +12,9 @@ send tokens, token times are those at the client, except for ITL, which is measu
     normalised latency  E2E / n, n the steps that emitted tokens for the request (Orca and vLLM: E2E / output tokens)
 A request that was aborted, or unfinished at the end of the run, is censored at that instant and never dropped silently
 (see `survival`). An ignored request (it can never fit) has no latency, but is counted. TPOT of an unfinished request is
-that of its tokens so far (`num_partial` is the number of such requests). Attainment is over the requests *sent*. Rates
-are counts within the time base, which the summary states, per second of it: throughput counts completed requests, and
-goodput those of them that keep the SLO.
+that of its tokens so far (`num_partial` is the number of such requests). Attainment is over the requests *sent*, and
+the share of deadlines met over those of them that have a deadline. Rates are counts within the time base, which the
+summary states, per second of it: throughput counts completed requests, and goodput those of them that keep the SLO.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
     n = requests.numbers("num_token_steps")  # not tokens: sequences of a group may emit in one step
     if name in ("e2e_s", "normalised_latency_s"):
-        finish = requests.numbers("finish_ns")
-        end = np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish))
-        e2e = np.where(requests.is_completed, end - arrival, np.nan) / 1e9
+        e2e = (_completed_ns(requests) - arrival) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
     last = _at_client_ns(requests, "last_sent_ns", last_token_ns(requests))
     if name == "tpot_incl_first_s":
@@ -117,6 +115,12 @@ def _first_at_client_ns(requests: RequestColumns) -> FloatArray:
     return _at_client_ns(requests, "first_sent_ns", requests.numbers("first_token_ns"))
 
 
+def _completed_ns(requests: RequestColumns) -> FloatArray:
+    """When the request was complete at the client; NaN unless it ended by stop or length."""
+    finish = requests.numbers("finish_ns")
+    return np.where(requests.is_completed, np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish)), np.nan)
+
+
 def last_token_ns(requests: RequestColumns) -> FloatArray:
     """When the engine emitted the last token, ns; NaN for none. Without token times it is computed from TPOT."""
     if requests.tokens is not None:
@@ -138,6 +142,11 @@ def meets_slo(requests: Any, slo: SLO) -> BoolArray:
         value = latency(columns, name)
         met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
     return met
+
+
+def meets_deadline(requests: RequestColumns) -> BoolArray:
+    """Which requests were complete, at the client, by their deadline `[num_requests]`; none without one."""
+    return _completed_ns(requests) <= requests.numbers("deadline_ns")
 
 
 def jain_index(values: FloatArray) -> float | None:

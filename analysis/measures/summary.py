@@ -14,7 +14,7 @@ import numpy as np
 from analysis.measures.checks import run_checks
 from analysis.measures.classes import classes_of, is_of
 from analysis.measures.fairness import fairness
-from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
+from analysis.measures.metrics import SLO, last_token_ns, latency, meets_deadline, meets_slo
 from analysis.measures.occupancy import Occupancy, preemption_costs, run_end_ns
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.measures.statistics import wilson
@@ -24,7 +24,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 17
+SUMMARY_VERSION = 18
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -69,6 +69,7 @@ def summarise(
         **_latencies(kept, end_ns),
         "throughput": _throughput(everything, start_ns, end_ns),
         "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
+        "deadlines": _deadlines(kept),
         **_cache_and_preemptions(kept, computed, measured),
         "classes": _by_class(everything, kept, limits, start_ns, end_ns),
         "fairness": fairness(kept, end_ns),
@@ -225,6 +226,17 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, dura
     }
 
 
+def _deadlines(requests: Requests) -> dict[str, Any] | None:
+    """The share of deadlines that were met, with its Wilson interval; None if no request has one."""
+    if "deadline_ns" not in requests.rows.names:
+        return None  # an older run
+    num = requests.sum(lambda piece: piece.is_known("deadline_ns").sum())
+    if not num:
+        return None
+    num_met = requests.sum(lambda piece: meets_deadline(piece).sum())
+    return {"num": num, "num_met": num_met, "met": num_met / num, "met_ci95": list(wilson(num_met, num))}
+
+
 def _by_class(
     everything: Requests, kept: Requests, slo: SLO | None, start_ns: int, end_ns: int
 ) -> dict[str, Any] | None:
@@ -232,10 +244,12 @@ def _by_class(
     if (found := classes_of(kept)) is None:
         return None
     by, names = found
-    latencies, nums, kept_slo = {}, {}, {}
+    latencies, nums, kept_slo, met = {}, {}, {}, {}
     for name in names:
         mine = kept.where(is_of(by, name))
         latencies[name], nums[name] = _latencies(mine, end_ns), len(mine)
+        if (deadlines := _deadlines(mine)) is not None:
+            met[name] = deadlines["met"]
         if slo is not None:
             sent = everything.where(is_of(by, name))
             kept_slo[name] = _attainment(sent, len(mine), slo, start_ns, 0.0)["attainment"]
@@ -243,7 +257,7 @@ def _by_class(
         metric: {which: {name: latencies[name][metric][which] for name in names} for which in ("mean", "p99")}
         for metric in ("ttft_s", "tpot_s", "e2e_s")
     }
-    return {"by": by, "num_requests": nums, **told, "attainment": kept_slo or None}
+    return {"by": by, "num_requests": nums, **told, "attainment": kept_slo or None, "deadlines_met": met or None}
 
 
 def _cache_and_preemptions(

@@ -31,7 +31,17 @@ from analysis.comparison.arms import (
     replicates,
     unsaid_keys,
 )
-from analysis.comparison.compare import FAIRNESS, FLEET, INSIDE, LATENCY, RATES, SLO_METRICS, Comparison, compare
+from analysis.comparison.compare import (
+    DEADLINES,
+    FAIRNESS,
+    FLEET,
+    INSIDE,
+    LATENCY,
+    RATES,
+    SLO_METRICS,
+    Comparison,
+    compare,
+)
 from analysis.comparison.effects import Compared, Effect, by_factor, main_effects, one_factor_away
 from analysis.comparison.groups import (
     check_warm_up,
@@ -190,14 +200,15 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     """Adds tables, bars and findings for one load; the first arm is the baseline."""
     baseline = arms[0]
     where = f" at {load}" if load else ""
-    parts = {"latency": LATENCY, "throughput": (*RATES, *(SLO_METRICS if slo else ()))}
+    runs = [run for arm in arms for run in arm.runs]
+    kept = (*(SLO_METRICS if slo else ()), *([DEADLINES] * any(run.summary["deadlines"] for run in runs)))
+    parts = {"latency": LATENCY, "throughput": (*RATES, *kept)}
     metrics = [metric for part in parts.values() for metric in part]
     rows = compare(arms, baseline, metrics, report.margin, slo)
     effects = main_effects(arms, baseline, metrics, report.margin, slo)
     num = num_replicates(arms)
     classes = compared_classes(arms, report.margin, slo)
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else (), classes))
-    runs = [run for arm in arms for run in arm.runs]
     inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
     told = {"what happened inside": inside} | (
         {"tenants": FAIRNESS} if all(r.summary["fairness"] for r in runs) else {}

@@ -123,6 +123,8 @@ def print_summary(result: RunResult) -> None:
         kept, goodput = summary["slo"]["attainment"], summary["slo"]["goodput_per_s"]
         if kept is not None:
             print(f"SLO          kept by {kept:.2%} of requests, goodput {goodput:.4g} req/s")
+    if (deadlines := summary["deadlines"]) is not None:
+        print(f"deadlines    {deadlines['num_met']:,} of {deadlines['num']:,} met ({deadlines['met']:.2%})")
     replicas = summary["replicas"]
     if replicas is not None:
         uneven, done = replicas["imbalance"]["computed_tokens"], "computed"

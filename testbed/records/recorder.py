@@ -211,10 +211,10 @@ class OpenRequest:
         last_ns = int(self.last_sent_ns if is_sent else self.last_ns)
         had_gone = reason == FinishReason.ABORT.value and finish_ns is not None and first_ns > finish_ns
         return (
-            request.request_id, request.session_id, request.turn, request.tenant, request.priority, replica,
-            len(request.prompt_token_ids), self.num_tokens, num_steps, self.num_cached_tokens,
-            self.num_preemptions, self.num_recomputed_tokens, reason, message or None,
-            arrival_ns, self.queued_ns, self.first_scheduled_ns,
+            request.request_id, request.session_id, request.turn, request.tenant, request.priority,
+            request.deadline_ns, replica, len(request.prompt_token_ids), self.num_tokens, num_steps,
+            self.num_cached_tokens, self.num_preemptions, self.num_recomputed_tokens, reason,
+            message or None, arrival_ns, self.queued_ns, self.first_scheduled_ns,
             int(self.first_ns) if num_steps else None, finish_ns,
             memoryview(self.instants) if self.keeps_instants else None,
             first_ns if is_sent else None, last_ns if is_sent else None,

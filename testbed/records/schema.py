@@ -32,6 +32,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "turn": "int32",  # null outside sessions
     "tenant": "string",  # null: none was named
     "priority": "int32",  # from the trace; smaller is more urgent
+    "deadline_ns": "int64",  # from the trace; null: none
     "replica": "int32",  # the replica that served it; 0 if there is only one
     "num_prompt_tokens": "int32",  # cached ones included
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences
@@ -54,7 +55,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
 }
 
-AT_CLIENT = ("first_sent_ns", "last_sent_ns")  # older runs do not have these columns
+NEWER = ("first_sent_ns", "last_sent_ns", "deadline_ns")  # older runs do not have these columns
 
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # the replica of the step; 0 if there is only one. Rows of several are mixed, each in its order

@@ -21,7 +21,7 @@ def test_the_page_has_every_column_as_the_schema_has_it() -> None:
 
 
 def test_the_page_has_every_key_of_a_summary_and_no_other(tmp_path: Path) -> None:
-    trace = {"name": "synthetic", "rate": 50, "num_requests": 90, "num_tenants": 2}
+    trace = {"name": "synthetic", "rate": 50, "num_requests": 90, "num_tenants": 2, "deadline_s": 1.0}
     one = simulate(trace, slo={"ttft_s": 0.5}, folder=tmp_path / "one")
     fleet = simulate(trace, backend={"num_replicas": 2}, folder=tmp_path / "fleet")
     few = simulate({"name": "synthetic", "num_requests": 3}, folder=tmp_path / "few")

@@ -336,6 +336,24 @@ def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> Non
     assert "Inside the noise: mean TTFT" in said
 
 
+def test_the_deadlines_that_each_order_meets_are_compared_over_all_and_by_class(tmp_path: Path) -> None:
+    classes = [{"tenant": "chat", "deadline_s": 0.3}, {"tenant": "batch", "deadline_s": 5.0}, {"tenant": "later"}]
+    trace = LOAD | {"num_requests": 60, "transforms": [{"name": "label", "classes": classes}]}
+    for order in ("fcfs", "edf"):
+        ran(tmp_path / order, trace=trace, scheduler={"name": "vllm_v1", "queue_order": order, "max_num_seqs": 4})
+    text = report(tmp_path, baseline="queue order fcfs")
+    assert [line.count("deadlines met") for line in text.splitlines() if line.startswith("| arm |")].count(1) == 3, (
+        "of all requests and of two classes"
+    )
+    for run in load_sweep(tmp_path).runs:
+        rows = run.requests[run.requests["deadline_ns"].notna()]
+        late_ns = rows["deadline_ns"] - rows["arrival_ns"]
+        assert dict(zip(rows["tenant"], late_ns, strict=True)) == {"chat": 300_000_000, "batch": 5_000_000_000}
+        met = rows["e2e_s"] <= late_ns / 1e9
+        assert run.summary["deadlines"]["num_met"] == met.sum() > 0
+        assert run.summary["classes"]["deadlines_met"] == met.groupby(rows["tenant"]).mean().to_dict()
+
+
 def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path: Path) -> None:
     for order in ("fcfs", "edf"):
         ran(tmp_path / order, trace=LOAD | {"num_requests": 40}, scheduler={"name": "vllm_v1", "queue_order": order})

@@ -23,7 +23,8 @@ from analysis.measures.steadiness import Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
-LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "unfinished": "unfinished"}
+LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "lateness_s": "lateness",
+          "unfinished": "unfinished"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

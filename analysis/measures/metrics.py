@@ -8,6 +8,7 @@ send tokens, token times are those at the client, except for ITL, which is measu
     ITL                 each gap between two tokens of a request: pooled over requests (`itl_s`), or the largest of each
                         request (`itl_max_s`)
     E2E                 finish, or the last token if that comes later, - arrival
+    lateness            the same end - the request's deadline; negative before it
     queueing            first scheduled - arrival
     normalised latency  E2E / n, n the steps that emitted tokens for the request (Orca and vLLM: E2E / output tokens)
 A request that was aborted, or unfinished at the end of the run, is censored at that instant and never dropped silently
@@ -35,12 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Limits that a request must keep, in seconds; None is no limit. A request must keep all limits that are set."""
+    """Limits that a request must keep, in seconds; None is no limit. A request must keep all limits that are set.
+    lateness_s: how long after its deadline a request may be complete."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     itl_max_s: float | None = None
     e2e_s: float | None = None
+    lateness_s: float | None = None
 
     @property
     def limits(self) -> dict[str, float]:
@@ -55,7 +58,7 @@ class SLO:
 
 
 LATENCIES = (
-    "ttft_s", "tpot_s", "tpot_incl_first_s", "itl_max_s", "e2e_s", "queueing_s", "normalised_latency_s"
+    "ttft_s", "tpot_s", "tpot_incl_first_s", "itl_max_s", "e2e_s", "lateness_s", "queueing_s", "normalised_latency_s"
 )  # fmt: skip
 
 
@@ -63,8 +66,8 @@ def request_metrics(requests: Any) -> pd.DataFrame:
     """One row for each request, with every latency of this module's definitions in seconds; NaN if it has none.
 
     Columns: request_id, finish_reason ("unfinished" for null), ttft_s, tpot_s, tpot_incl_first_s, itl_max_s, e2e_s,
-    queueing_s, normalised_latency_s (s per emitting step). Tokens that a group emits in one step count as one. Only
-    completed requests (stop, length) have an E2E.
+    lateness_s, queueing_s, normalised_latency_s (s per emitting step). Tokens that a group emits in one step count as
+    one. Only completed requests (stop, length) have an E2E or a lateness.
     """
     import pandas as pd
 
@@ -86,9 +89,15 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     if name == "itl_max_s":
         tokens = requests.tokens
         return np.full(len(requests), np.nan) if tokens is None else tokens.largest_gap_ns / 1e9
+    finish = requests.numbers("finish_ns")
+    end = np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish))
+    completed = np.where(requests.is_completed, end, np.nan)
+    if name == "lateness_s":
+        has_deadlines = "deadline_ns" in requests.rows.names  # older runs do not have them
+        return (completed - requests.numbers("deadline_ns")) / 1e9 if has_deadlines else np.full(len(requests), np.nan)
     n = requests.numbers("num_token_steps")  # not tokens: sequences of a group may emit in one step
     if name in ("e2e_s", "normalised_latency_s"):
-        e2e = (_completed_ns(requests) - arrival) / 1e9
+        e2e = (completed - arrival) / 1e9
         return e2e if name == "e2e_s" else np.where(n >= 1, e2e / np.maximum(n, 1), np.nan)
     last = _at_client_ns(requests, "last_sent_ns", last_token_ns(requests))
     if name == "tpot_incl_first_s":
@@ -115,12 +124,6 @@ def _first_at_client_ns(requests: RequestColumns) -> FloatArray:
     return _at_client_ns(requests, "first_sent_ns", requests.numbers("first_token_ns"))
 
 
-def _completed_ns(requests: RequestColumns) -> FloatArray:
-    """When the request was complete at the client; NaN unless it ended by stop or length."""
-    finish = requests.numbers("finish_ns")
-    return np.where(requests.is_completed, np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish)), np.nan)
-
-
 def last_token_ns(requests: RequestColumns) -> FloatArray:
     """When the engine emitted the last token, ns; NaN for none. Without token times it is computed from TPOT."""
     if requests.tokens is not None:
@@ -134,19 +137,15 @@ def last_token_ns(requests: RequestColumns) -> FloatArray:
 def meets_slo(requests: Any, slo: SLO) -> BoolArray:
     """Which requests keep every limit `[num_requests]`. A request that is not completed does not.
 
-    A limit on TPOT or ITL does not bind a request of one token, which has neither.
+    A limit on TPOT or ITL does not bind a request of one token, which has neither; one on lateness binds only requests
+    that have a deadline.
     """
     columns = RequestColumns.of(requests)
     met = columns.is_completed
     for name, limit in slo.limits.items():
         value = latency(columns, name)
-        met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s") else False)
+        met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s", "lateness_s") else False)
     return met
-
-
-def meets_deadline(requests: RequestColumns) -> BoolArray:
-    """Which requests were complete, at the client, by their deadline `[num_requests]`; none without one."""
-    return _completed_ns(requests) <= requests.numbers("deadline_ns")
 
 
 def jain_index(values: FloatArray) -> float | None:

@@ -292,6 +292,7 @@ def _float(value: Any) -> float | None:
 
 
 def slo_text(slo: SLO) -> str:
-    names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency"}
+    names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency",
+             "lateness_s": "lateness"}  # fmt: skip
     parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in slo.limits.items()]
     return fmt.listing(parts)

@@ -17,6 +17,7 @@ from experiments.configuration.compose import compose_raw, with_swept
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
+from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
@@ -148,6 +149,8 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
             f"trace={config.trace.name} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
             "trace.num_requests=1000 (of a recorded trace trace.limit)"
         )
+    if slo.lateness_s is not None and not arrivals[0].has_deadlines:
+        raise ConfigError(NO_DEADLINES)
     _refuse_copies(seeds, arrivals, config.trace.name)
     slower = _arrivals(_at(raw, key, start / 2, seeds[0]), seen)
     if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
@@ -197,23 +200,25 @@ class _Arrivals:
     rate_per_s: float
     has_think_times: bool
     has_turns: bool
+    has_deadlines: bool
     fingerprint: str
 
 
 def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
     key = json.dumps([raw["trace"], raw["seed"], raw["model"]], sort_keys=True, default=str)
     if key not in seen:
-        digest, num, started, has_turns = Fingerprint(), 0, 0, False
+        digest, num, started, has_turns, has_deadlines = Fingerprint(), 0, 0, False, False
         first_ns = last_ns = 0
         for row in build_source(RunConfig.from_container(raw)):
             digest.update(row)
             num += 1
             has_turns = has_turns or bool(row.turn)
+            has_deadlines = has_deadlines or row.deadline_ns is not None
             if row.think_ns is None:
                 started += 1
                 first_ns, last_ns = row.arrival_ns if started == 1 else first_ns, row.arrival_ns
         rate = (started - 1) / (last_ns - first_ns) * 1e9 if last_ns > first_ns else 0.0
-        seen[key] = _Arrivals(num, rate, started < num, has_turns, digest.hexdigest())
+        seen[key] = _Arrivals(num, rate, started < num, has_turns, has_deadlines, digest.hexdigest())
     return seen[key]
 
 

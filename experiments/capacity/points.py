@@ -104,6 +104,9 @@ class SloWatch(Recorder):
                 self._fail(one, "itl_max_s")
             if slo.e2e_s is not None and e2e_s(one.arrival, now_ns) > slo.e2e_s:
                 self._fail(one, "e2e_s")
+            deadline = item.request.deadline_ns
+            if slo.lateness_s is not None and deadline is not None and (now_ns - deadline) / 1e9 > slo.lateness_s:
+                self._fail(one, "lateness_s")
         self._raise_if_lost()
 
     def _fail(self, one: _Open, limit: str) -> None:

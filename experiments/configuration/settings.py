@@ -119,6 +119,12 @@ class RecordConfig:
         require("record.status_s", every_s, is_known, "above 0 and at most 1e9, or null (no status lines)")
 
 
+NO_DEADLINES = (
+    "slo.lateness_s limits no request, as none has a deadline; give them some by trace.deadline_s or, for any trace, "
+    "by the transformation label (docs/traces.md)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SloConfig:
     """The `slo` group: limits in seconds, all of which a request must keep; null: no limit. They do not change a run:
@@ -128,11 +134,15 @@ class SloConfig:
     tpot_s: float | None = None
     e2e_s: float | None = None
     itl_max_s: float | None = None  # the longest gap between two tokens
+    lateness_s: float | None = None  # the end after the request's deadline, if it has one; 0: deadlines are met
     attainment: float = 0.99  # share of requests that must keep the limits, for `testbed capacity`
 
     def __post_init__(self) -> None:
         for name, limit in self.limits.items():
-            require(f"slo.{name}", limit, limit > 0, "above 0 s, or null (no limit)")
+            if name == "lateness_s":
+                require("slo.lateness_s", limit, limit >= 0, "at least 0 s (0: by the deadline), or null (no limit)")
+            else:
+                require(f"slo.{name}", limit, limit > 0, "above 0 s, or null (no limit)")
         require("slo.attainment", self.attainment, 0 < self.attainment < 1, "above 0 and below 1, as 0.99")
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
+from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
 from testbed.core.plan import BlockedBy
@@ -62,6 +63,8 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
             f"{num:,} of {manifest['num_sent']:,} outputs were cut, by {manifest['num_cut_output_tokens']:,} tokens in "
             f"all: prompt and output reach scheduler.max_model_len ({limit}). Raise it, or take shorter ones"
         )
+    if config.slo.lateness_s is not None and summary["deadlines"] is None:
+        notes.append(NO_DEADLINES)
     if summary["num_in_warmup"] and not summary["num_requests"]:
         left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
         notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")

@@ -192,6 +192,8 @@ def test_a_deadline_is_met_by_a_request_that_is_complete_at_its_client_by_then()
     found = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {})["deadlines"]
     assert (found["num"], found["num_met"], found["met"]) == (5, 1, 0.2)
     assert found["met_ci95"][0] < 0.2 < found["met_ci95"][1]
+    slo = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, {"lateness_s": 0.0})["slo"]
+    assert slo["num_met"] == 2, "one without a deadline is not late"
     for older in (requests(FINISHED), rows.drop_columns("deadline_ns")):
         assert summarise(older, table([step(1, 9)], STEP_COLUMNS), {})["deadlines"] is None
 

@@ -189,8 +189,8 @@ def test_an_early_stop_changes_no_verdict(limits: tuple[str, ...], more: tuple[s
     ],
 )
 def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tmp_path: Path) -> None:
-    limits = {"ttft_s": 0.15, "tpot_s": 0.012, "itl_max_s": 0.03, "e2e_s": 0.5}
-    raw = config_of((*BUSY, "trace.rate=30", *more), record__steps=False).raw
+    limits = {"ttft_s": 0.15, "tpot_s": 0.012, "itl_max_s": 0.03, "e2e_s": 0.5, "lateness_s": 0.1}
+    raw = config_of((*BUSY, "trace.rate=30", "trace.deadline_s=0.3", *more), record__steps=False).raw
     raw["slo"] |= limits
     watch = SloWatch(SLO(**limits), 10**9)
     execute(RunConfig.from_container(raw), tmp_path / "run", watch=watch)
@@ -283,6 +283,7 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
     ("more", "text"),
     [
         ((), "there is no SLO to keep; give the limits"),
+        (("slo.lateness_s=0",), "slo.lateness_s limits no request, as none has a deadline; give them some by trace."),
         (("slo.ttft=1",), "did you mean 'slo.ttft_s'?"),
         (("slo.ttft_s=1", "scheduler=vllm_v1,sarathy"), "did you mean 'sarathi'?"),
         (("slo.ttft_s=1", "scheduler=vllm_v1,vllm_v1"), "scheduler=vllm_v1 is given twice"),

@@ -59,10 +59,12 @@ def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *TINY, *SHORT, "report.warmup_s=1000", f"hydra.run.dir={tmp_path / 'run'}")
+    options = ("report.warmup_s=1000", "slo.lateness_s=1")
+    said = say(capsys, "run", *TINY, *SHORT, *options, f"hydra.run.dir={tmp_path / 'run'}")
     assert said.status == 0
     assert "report.warmup_s=1000 leaves out all" in said.out
     assert "requests, so there are no numbers: lower it" in said.out
+    assert "slo.lateness_s limits no request, as none has a deadline" in said.out
 
 
 def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of reports are drawn, and their files stay empty: most of a report's time is Matplotlib's rendering."""
+    """Figures of reports are drawn, but not again for phones, and their files stay empty: most of a report's time is
+    Matplotlib's."""
     from analysis.plots import style  # not at the top: it imports Matplotlib, which few tests need
+    from analysis.reports.parts import Sections
 
     def save(drawn: object, stem: str | os.PathLike[str]) -> tuple[Path, Path]:
         files = Path(f"{stem}.png"), Path(f"{stem}.svg")
@@ -51,7 +53,11 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
             file.touch()
         return files
 
+    plot = Sections.plot
     monkeypatch.setattr(style, "save", save)
+    monkeypatch.setattr(
+        Sections, "plot", lambda self, draw, *said: plot(self, lambda is_narrow=False: is_narrow or draw(), *said)
+    )
 
 
 _tests = count(1)

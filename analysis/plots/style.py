@@ -56,6 +56,8 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": 7.5,
     "xtick.major.width": 0.7,
     "ytick.major.width": 0.7,
+    "figure.autolayout": False,
+    "figure.constrained_layout.use": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "savefig.dpi": 200,
@@ -137,10 +139,14 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
     figure = drawn if isinstance(drawn, Figure) else figure_of(drawn)
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
-    layout = figure.get_layout_engine()
+    layout, dpi = figure.get_layout_engine(), figure.dpi
     with styled():
+        if layout is not None:
+            figure.dpi = STYLE["savefig.dpi"]
+            layout.execute(figure)
+            figure.dpi = dpi
+        figure.set_layout_engine(None)  # with one, Matplotlib lays out and draws in full before it draws each file
         figure.savefig(png, metadata={"Software": None})
-        figure.set_layout_engine("none")  # already laid out; doing it again takes a third of the time
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
         figure.set_layout_engine(layout)
     return png, svg

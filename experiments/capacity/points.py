@@ -13,8 +13,10 @@ from typing import Any
 from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.metrics import SLO
+from analysis.measures.occupancy import run_end_ns
 from analysis.measures.steadiness import Waiting
 from analysis.reading.files import read_json
+from analysis.reading.rows import FileRows
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
@@ -133,7 +135,7 @@ def run_point(
     sends_late = getattr(config.backend, "frontend_ns_per_token", 0)  # then tokens reach clients later
     watch = None if max_failed is None or sends_late else SloWatch(slo, max_failed)
     with TemporaryDirectory(dir=scratch) as folder:
-        result = execute(config, Path(folder), command="testbed capacity", watch=watch)
+        result = execute(config, Path(folder), command="testbed capacity", watch=watch, has_summary=False)
         if result.exit_status == INTERRUPTED:
             raise KeyboardInterrupt
         if watch is not None and watch.is_lost:
@@ -142,8 +144,10 @@ def run_point(
         elif result.status != "complete":
             raise TestbedError(result.manifest.get("failure") or result.message)  # the folder is deleted
         else:
-            requests, duration_s = load_run(result.folder).requests, result.summary["duration_s"]
-            load = count_load(requests, slo, duration_s, by_session=by_session)
+            run = load_run(result.folder)
+            end_ns = run_end_ns(run.requests, FileRows(run.path / "steps.parquet"))
+            duration_s = (end_ns - int(run.requests["arrival_ns"].min())) / 1e9
+            load = count_load(run.requests, slo, duration_s, by_session=by_session)
     notes = list(result.manifest.get("cost_notes") or [])
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)

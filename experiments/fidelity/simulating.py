@@ -72,10 +72,11 @@ def composed(settings: Sequence[str], overrides: Sequence[str]) -> RunConfig:
 
 
 def simulate(config: RunConfig, trace: Trace, folder: Path, command: str, measured: Run | None = None) -> Run:
-    """Simulates the trace, of `measured` if that is kept beside it; `folder` gets the run. Raises TestbedError with one
-    line if the run does not complete, and KeyboardInterrupt."""
+    """Simulates the trace, of `measured` if that is kept beside it; `folder` gets the run, otherwise without a summary.
+    Raises TestbedError with one line if the run does not complete, and KeyboardInterrupt."""
     origin = UNKNOWN if measured is None else Origin(measured_trace=measured.manifest["measured_trace"])
-    result = execute(replace(config, overwrite=True), folder, command=command, origin=origin, trace=trace)
+    config = replace(config, overwrite=True)
+    result = execute(config, folder, command=command, origin=origin, trace=trace, has_summary=measured is not None)
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt
     if result.status != "complete" or result.exit_status:

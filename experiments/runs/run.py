@@ -94,9 +94,11 @@ def execute(
     origin: Origin = UNKNOWN,
     trace: Trace | None = None,
     watch: Recorder | None = None,
+    has_summary: bool = True,
 ) -> RunResult:
     """Runs `config` and writes `folder`. trace: used instead of the configuration's own (from Python). watch: a
-    recorder that may end the run by raising a TestbedError; it is not called for vLLM's own scheduler.
+    recorder that may end the run by raising a TestbedError; it is not called for vLLM's own scheduler. has_summary:
+    False for a run of which the records alone are read; the folder then has none, nor notes, which are from it.
 
     Raises TestbedError for errors before the run starts. An interrupt or a failure during the run keeps the results so
     far and marks the folder partial.
@@ -116,7 +118,7 @@ def execute(
         schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command) | asdict(origin)
         with writing(folder), claimed(folder, config):
-            return _run(config, folder, given, prepared, schedulers, manifest, watch)
+            return _run(config, folder, given, prepared, schedulers, manifest, watch, has_summary=has_summary)
 
 
 def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
@@ -177,6 +179,8 @@ def _run(
     schedulers: list[Scheduler],
     manifest: dict[str, Any],
     watcher: Recorder | None,
+    *,
+    has_summary: bool,
 ) -> RunResult:
     """Runs the loops; closes the records and completes the folder even after a failure."""
     _log_trace(manifest["trace"])
@@ -217,7 +221,7 @@ def _run(
         **({} if prepared.replay is None else prepared.replay.describe()),
     }
     with undisturbed():
-        return _close(config, folder, manifest, records, failure)
+        return _close(config, folder, manifest, records, failure, has_summary=has_summary)
 
 
 def _drive(
@@ -281,6 +285,8 @@ def _close(
     manifest: dict[str, Any],
     records: engines.RunRecords,
     failure: BaseException | None,
+    *,
+    has_summary: bool,
 ) -> RunResult:
     """Writes manifest and summary, and for a complete run the `done` marker.
 
@@ -295,8 +301,9 @@ def _close(
         manifest["ignored"] = ignored_message(config, manifest["trace"]["num_requests"], records.ignored, is_given)
     try:
         write_json(folder / "manifest.json", manifest)
-        summary = Run(folder, config.raw, manifest).summarise()
-        write_json(folder / "summary.json", summary)
+        summary = Run(folder, config.raw, manifest).summarise() if has_summary else {}
+        if summary:
+            write_json(folder / "summary.json", summary)
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
@@ -307,10 +314,10 @@ def _close(
     elif records.ignored:
         message, exit_status = manifest["ignored"], 0 if config.allow_ignored else 1
     log = logging.getLogger("testbed")
-    for sentence in (*failures(summary["checks"]), *doubts_of(manifest)):
+    for sentence in (*(failures(summary["checks"]) if summary else ()), *doubts_of(manifest)):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
-    notes = notes_of(config, manifest, summary)
+    notes = notes_of(config, manifest, summary) if summary else ()
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

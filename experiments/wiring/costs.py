@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.device_file import read_device_file
@@ -142,11 +142,15 @@ def unread_settings(config: RunConfig) -> list[str]:
 
 def unlike_the_library(device: DeviceSpec, names: tuple[str, ...]) -> list[str]:
     """Returns those of the fields in which a device differs from the library's device of the same name."""
-    file = files("experiments.conf") / "device" / f"{device.name}.yaml"
-    if not file.is_file():
-        return []
-    known = read_device_file(str(file))
+    known = _library_device(device.name)
     return [name for name, value in known.items() if name in names and getattr(device, name) != value]
+
+
+@lru_cache(maxsize=64)
+def _library_device(name: str) -> dict[str, Any]:
+    """The fields of the library's device; none if it has no such device. Cached, as every run of a sweep asks."""
+    file = files("experiments.conf") / "device" / f"{name}.yaml"
+    return read_device_file(str(file)) if file.is_file() else {}
 
 
 def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: str) -> list[str]:

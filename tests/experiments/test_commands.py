@@ -268,6 +268,7 @@ def test_the_demo_of_a_machine_with_a_gpu_is_not_scaled_by_a_probe(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unrendered")
 def test_the_demo_makes_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ def test_every_moment_of_every_request_is_told_once(tmp_path: Path, seed: int) -
     assert waits["head_ns"].between(0, waits["ns"]).all()
     by_request: dict[str, Any] = {}
     for name, facts in requests.iterrows():
-        follower = Told(folder, str(name)).follower
+        follower = Told(told.run, str(name)).follower
         assert follower is not None
         life = follower.stretches()
         bounds = [facts["queued_ns"], *(one.end_ns for one in life)]

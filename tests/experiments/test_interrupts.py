@@ -19,7 +19,7 @@ from experiments.sweeps.points import Board, Outcome
 from experiments.sweeps.progress import Followed
 from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
 
-LONG = ("trace.num_requests=60000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
+LONG = ("trace.num_requests=20000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 BACKENDS = [
     pytest.param((), id="sim"),
     pytest.param(("backend.num_replicas=3", "backend.router=least_loaded"), id="fleet"),
@@ -71,8 +71,8 @@ def test_ctrl_c_keeps_partial_results(
     assert not run.is_complete
     assert len(run.steps) == manifest_of(folder)["num_steps"] > 10
     finished = run.requests["finish_reason"].notna()
-    assert 0 < finished.sum() < 60_000
-    assert f"after {finished.sum()} of 60000 requests" in lines[0]
+    assert 0 < finished.sum() < 20_000
+    assert f"after {finished.sum()} of 20000 requests" in lines[0]
     assert run.summary["status"] == "partial"
     if backend == REAL:
         said = say(capsys, "parity", str(folder))
@@ -111,11 +111,13 @@ def test_a_cluster_s_signal_a_closed_terminal_and_an_impatient_user_lose_nothing
 
 
 LOOPS = """
+import time
+
 class Loops:
     def choose(self, running):
         open("began", "w").close()
         while True:
-            pass
+            time.sleep(0.01)
 """
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from analysis.load import load_run, load_sweep
 from experiments.cli import main
+from experiments.configuration.compose import compose_config
+from experiments.conform import replay
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
@@ -132,7 +135,9 @@ def test_the_trace_of_a_log_that_ends_early_runs(tmp_path: Path, name: str, num_
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_wherever_a_log_ends_its_case_conforms(tmp_path: Path, name: str) -> None:
+def test_wherever_a_log_ends_its_case_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    composed = cache(lambda *overrides: compose_config([*overrides]))  # all cases have one configuration
+    monkeypatch.setattr(replay, "compose_config", lambda overrides: composed(*overrides))
     whole = lines_of(name)
     first = next(place for place, line in enumerate(whole) if line["kind"] == "commit")
     for num_lines in range(first + 1, len(whole) + 1):

@@ -28,7 +28,7 @@ REQUESTS = [
 SETTINGS = [
     "backend=real", "device=cpu", "model=tiny", "backend.pace=as_fast_as_possible", "cache.block_size=4",
     "cache.num_gpu_blocks=26", "cache.num_cpu_blocks=40", "scheduler.max_num_seqs=6",
-    "scheduler.max_num_batched_tokens=64", "scheduler.max_model_len=64",
+    "scheduler.max_num_batched_tokens=64", "scheduler.max_model_len=64", "model.num_hidden_layers=2",
 ]  # fmt: skip
 SAFE = {  # what a device needs of presets whose rules count blocks as computed that are not
     "vllm_v0": ["scheduler.kv_rules.hits_frozen=false"],

@@ -66,15 +66,20 @@ def on_no_gpu(patch: pytest.MonkeyPatch, target: int, launch: Callable[..., Any]
 
 
 def step(spec: AttentionSpec, rows: list[tuple[int, int]]) -> None:
-    """Launches a step of rows (cached positions, new tokens)."""
+    """Launches a step of rows (cached positions, new tokens); no kernel reads what its tensors hold."""
     from real.attention.triton_provider import TritonAttention
 
-    batch = Batch(spec, rows, seed=1)
-    TritonAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
+    batch = Batch(make_spec(1, 1, 1, spec.block_size, window=spec.sliding_window), rows, seed=1)
+    num_tokens, num_blocks = len(batch.query), batch.kv_cache.shape[1]
+    query = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype)
+    key, value = torch.empty(2, num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
+    cache = torch.empty(2, num_blocks, spec.block_size, *key.shape[1:], dtype=spec.cache_dtype)
+    TritonAttention(spec).prepare(batch.metadata)(query, key, value, cache)
 
 
 def compiled(target: int, wanted: str) -> Iterator[tuple[str, Usage]]:
-    """Every kernel in whose name the pattern is found. Raises what Triton raises where one does not compile."""
+    """Every kernel in whose name and target, as in "move swap sm_80", the pattern is found. Raises what Triton raises
+    where one does not compile."""
     of_name: dict[str, dict[str, Any]] = {}
     told: set[str] = set()
     found: list[tuple[str, Usage]] = []
@@ -87,7 +92,7 @@ def compiled(target: int, wanted: str) -> Iterator[tuple[str, Usage]]:
             name = " ".join([kind, *words])
             if of_name.setdefault(name, constants) != constants:  # those are of a step with longer rows
                 name = " ".join([kind, "short", *words])
-            if name not in told and re.search(wanted, name):
+            if name not in told and re.search(wanted, f"{name} sm_{target}"):
                 told.add(name)
                 found.append((name, usage(kernel.run(*args, grid=grid, warmup=True, **constants))))
 
@@ -204,7 +209,9 @@ def usage(kernel: Any) -> Usage:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile", description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="compute capabilities")
-    parser.add_argument("--filter", default="", help="only kernels in whose name this regular expression is found")
+    parser.add_argument(
+        "--filter", default="", help="only kernels in whose name and target this regular expression is found"
+    )
     parser.add_argument("--markdown", action="store_true", help="a table for a document")
     options = parser.parse_args(arguments)
     if is_interpreted():

@@ -1,4 +1,4 @@
-"""Runs the tests of tests/kernels/interpreted in processes of their own with TRITON_INTERPRET=1."""
+"""Runs the tests of tests/kernels/interpreted in a process of their own with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = {path.stem.removeprefix("test_"): str(path) for path in sorted(FOLDER.glob("test_*.py"))}
-LONG = ("attention_kernels", "engine_in_the_interpreter")  # the others are run by one process: each start takes seconds
-PROCESSES = {**{name: [FILES[name]] for name in LONG}, "others": [FILES[name] for name in FILES if name not in LONG]}
 
 
 def version(name: str) -> tuple[int, ...]:
@@ -23,14 +20,13 @@ def version(name: str) -> tuple[int, ...]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("files", PROCESSES.values(), ids=PROCESSES)
-def test_in_the_interpreter(files):
+def test_in_the_interpreter():
     if version("triton") < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of Triton before 3.7 breaks with numpy 2.4 and later")
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-rp", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-rp", "-p", "no:cacheprovider", str(FOLDER)]
     env = own | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    for file in files:
-        assert f"{Path(file).name}::" in done.stdout.partition("PASSED ")[2], f"nothing of {file} passed"
+    for file in FOLDER.glob("test_*.py"):
+        assert f"{file.name}::" in done.stdout.partition("PASSED ")[2], f"nothing of {file} passed"

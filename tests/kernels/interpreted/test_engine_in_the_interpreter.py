@@ -25,7 +25,7 @@ FP8_TOLERANCE = 0.02  # a last bit's difference may round a key or value of the 
 )
 def test_steps_of_every_kind(options, tolerance):
     rng = random.Random(5)
-    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 3}  # of the steps that warm an engine up
+    limits = {"max_num_batched_tokens": 3, "max_num_seqs": 3}  # of the steps that warm an engine up
     backends = [tiny_backend(SPEC, attention=name, **limits, **options) for name in ("triton", "torch")]
     assert [backend.attention_name for backend in backends] == ["triton", "torch"]
     tokens = [[rng.randrange(512) for _ in range(60)] for _ in range(3)]

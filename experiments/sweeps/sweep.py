@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -28,7 +28,7 @@ from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check, library_of, literal, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -36,6 +36,7 @@ from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run import FailedError
 from experiments.runs.run_folder import is_locked, named_folder, refuse_run
 from experiments.sweeps.points import (
+    JobConfigs,
     Known,
     Outcome,
     Point,
@@ -262,8 +263,6 @@ def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]],
 def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     """Runs the points through Hydra's launcher; returns their outcomes. Raises FailedError if the launcher fails."""
     num_jobs, limit = _jobs(sweep.master, len(todo), todo[0].raw["points_per_job"])
-    # the jobs' overrides are only for Hydra: the points are on the board
-    overrides = [f"hydra.sweep.dir={literal(str(sweep.root))}", "hydra.sweep.subdir=."]
     failure: Exception | None = None
     returns: Iterable[JobReturn] = ()
     with board_in(sweep.root) as board, Followed(board, len(todo)) as followed:
@@ -271,9 +270,11 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
         share = Share(str(board.folder), limit, os.getcwd())
         try:
             launcher = Plugins.instance().instantiate_launcher(
-                hydra_context=sweep.context, task_function=share, config=sweep.master
+                hydra_context=HydraContext(cast(Any, JobConfigs(str(sweep.root))), sweep.context.callbacks),
+                task_function=share,
+                config=sweep.master,
             )
-            returns = launcher.launch([overrides] * num_jobs, initial_job_idx=0)
+            returns = launcher.launch([[]] * num_jobs, initial_job_idx=0)
         except KeyboardInterrupt:
             followed.stop()
             raise _interrupted(todo, followed) from None

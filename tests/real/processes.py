@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from analysis.load import load_run
-from tests.experiments.kit import REAL, TINY, latest, manifest_of
+from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
 
 LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 
 
+def long_run(folder: Path, *options: str) -> list[str]:
+    return ["run", *latest(*TINY, *LONG, *REAL, *options, f"hydra.run.dir={folder}")]
+
+
 def stepping(folder: Path, files: Sequence[str], *options: str) -> subprocess.Popen[str]:
     """A long run in a session of its own, as a terminal starts it, once it steps: these files of its folder grow."""
-    given = latest(*TINY, *LONG, *REAL, *options, f"hydra.run.dir={folder}")
-    command = [sys.executable, "-m", "experiments", "run", *given]
+    command = [sys.executable, "-m", "experiments", *long_run(folder, *options)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )  # fmt: skip
-    deadline, grow = time.monotonic() + 60, [folder / name for name in files]
-    while not all(file.is_file() and file.stat().st_size > 5_000 for file in grow):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_steps(folder, files, process.poll)
     return process
 
 
-def check_end(process: subprocess.Popen[str], folder: Path, status: int, told: str, culprit: str) -> None:
+def wait_for_steps(folder: Path, files: Sequence[str], ended: Callable[[], object] = lambda: None) -> None:
+    deadline, grow = time.monotonic() + 60, [folder / name for name in files]
+    while not all(file.is_file() and file.stat().st_size > 5_000 for file in grow):
+        assert ended() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def losing_a_rank(
+    capsys: pytest.CaptureFixture[str], number: int, folder: Path, files: Sequence[str], *options: str
+) -> tuple[int, str, list[int]]:
+    """A long run in this process, whose last rank gets this signal once it steps: status, standard error, all ranks."""
+
+    def send() -> list[int]:
+        wait_for_steps(folder, files)
+        ranks = ranks_of(os.getpid())
+        os.kill(ranks[-1], number)
+        return ranks
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send)
+        said = say(capsys, *long_run(folder, *options))
+    return said.status, said.err, sent.result()
+
+
+def check_end(returned: int, error: str, folder: Path, status: int, told: str, culprit: str) -> None:
     """It ends with one line, which names the culprit unless it was interrupted, and keeps what was committed."""
-    error = process.communicate(timeout=30)[1]
-    assert process.returncode == status
+    assert returned == status
     (line,) = [line for line in error.splitlines() if line.strip()]
     assert line.startswith("error: ")
     assert told in line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ import pytest
 from experiments.commands.app import config_from
 from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
+from experiments.runs.run import RunResult, execute
 from real.parallel import replica
 from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
-from tests.parity.kit import CLOSED, real_config, real_run
-from tests.real.processes import assert_gone, check_end, ranks_of, stepping
+from tests.experiments.kit import REAL, SHORT, TINY, manifest_of, say, table_of
+from tests.parity.kit import CLOSED, real_config, real_run, replay_config
+from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
 
+SAMPLED = {"trace__forced": "nothing", "sampling__temperature": 0.8, "sampling__max_tokens": 16}
 TWO = {"backend__num_replicas": 2, "backend__num_threads": 1}
 KINDS = {  # plain vllm_v1: test_replicas_of_two_ranks_each
     "vllm_v1_async": {"scheduler__max_num_batched_tokens": 32},
@@ -29,27 +30,35 @@ KINDS = {  # plain vllm_v1: test_replicas_of_two_ranks_each
 }
 
 
-@pytest.mark.parametrize("preset", KINDS)
-def test_every_replica_replays_its_own_tape_decision_by_decision(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str
-) -> None:
+@pytest.fixture(scope="module", params=KINDS)
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunResult]:
+    """A run of two replicas that draw what they say; their processes take seconds to start."""
     config = real_config(
-        preset, **{"cache__num_gpu_blocks": 30, "backend__router": "least_loaded", **CLOSED, **TWO, **KINDS[preset]}
+        request.param,
+        **{"cache__num_gpu_blocks": 30, "backend__router": "least_loaded", **CLOSED, **TWO, **SAMPLED},
+        **KINDS[request.param],
     )
-    result = real_run(tmp_path, config)
+    result = real_run(tmp_path_factory.mktemp("fleet"), config)
+    assert not ranks_of(os.getpid()), "no engine outlives its run"
+    return config, result
+
+
+def test_every_replica_replays_its_own_tape_decision_by_decision(
+    fleet: tuple[RunConfig, RunResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, result = fleet
     assert (result.status, result.exit_status) == ("complete", 0), result.message
-    manifest, requests = manifest_of(tmp_path), table_of(tmp_path)
+    folder, manifest, requests = result.folder, manifest_of(result.folder), table_of(result.folder)
     assert (manifest["num_replicas"], manifest["router"]) == (2, "least_loaded")
     assert result.summary["checks"]
     assert all(check["holds"] is not False for check in result.summary["checks"].values()), result.summary["checks"]
     for number, one in enumerate(manifest["replicas"]):
-        report = check_parity(tmp_path, replica=number)
+        report = check_parity(folder, replica=number)
         assert report.divergence is None
         assert report.num_steps == one["num_steps"] > 5
         assert f"{report.digest:016x}" == one["digest"]
         assert requests.filter(pc.field("replica") == number).num_rows == one["num_sent"] > 0
-    assert not ranks_of(os.getpid()), "no engine outlives its run"
-    said = say(capsys, "explain", str(tmp_path))
+    said = say(capsys, "explain", str(folder))
     assert said.status == 0, said.err
     assert "the run's tape was replayed: the same decision digest" in said.out
 
@@ -68,18 +77,17 @@ def drawn_of(folder: Path) -> dict[str, list[int]]:
     return drawn
 
 
-def test_a_request_says_the_same_whichever_replica_serves_it(tmp_path: Path) -> None:
-    options = (*TINY, *SHORT, *REAL, "scheduler=vllm_v1", "trace.forced=nothing", "sampling.temperature=0.8",
-               "sampling.max_tokens=8", "trace.num_requests=10")  # fmt: skip
-    said = []
-    for num in (1, 2):
-        config = config_of(options, backend__num_replicas=num, backend__num_threads=1)
-        result = real_run(tmp_path / str(num), config)
-        assert result.status == "complete", result.message
-        said.append(drawn_of(tmp_path / str(num)))
-    assert said[0] == said[1]
-    assert len(said[0]) == 10
-    assert len({tuple(tokens) for tokens in said[0].values()}) > 5, "they do not all say the same"
+def test_a_request_says_the_same_whichever_replica_serves_it(
+    fleet: tuple[RunConfig, RunResult], tmp_path: Path
+) -> None:
+    config, result = fleet
+    backend = {**config.raw["backend"], "num_replicas": 1}
+    alone = real_run(tmp_path, RunConfig.from_container({**config.raw, "backend": backend}))
+    assert alone.status == "complete", alone.message
+    said = drawn_of(result.folder)
+    assert said == drawn_of(tmp_path)
+    assert len(said) == table_of(result.folder).num_rows >= 10
+    assert len({tuple(tokens) for tokens in said.values()}) > 5, "they do not all say the same"
 
 
 def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
@@ -91,44 +99,46 @@ def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
 
 # --- ends ---
 
-
-def kill_one(driver: int, engine: int) -> None:
-    os.kill(engine, signal.SIGKILL)
-
-
-def stop_one(driver: int, engine: int) -> None:
-    os.kill(engine, signal.SIGSTOP)
+TAPES = ["tape-0.jsonl", "tape-1.jsonl"]
+FLEET = ("backend.num_replicas=2", "backend.num_threads=1", "backend.rank_timeout_s=5", "record.decisions=true")
 
 
-def press_ctrl_c(driver: int, engine: int) -> None:
-    os.killpg(driver, signal.SIGINT)
-
-
-ENDS = {
-    "a replica is killed": (kill_one, 1, "was killed by SIGKILL"),
-    "a replica hangs": (stop_one, 1, "says nothing for 5 s; if it was only slow, raise backend.rank_timeout_s"),
-    "all are interrupted": (press_ctrl_c, 130, "error: interrupted after "),
-}
-
-
-@pytest.mark.parametrize(("end", "status", "told"), ENDS.values(), ids=ENDS)
-def test_a_fleet_that_is_ended_keeps_what_its_replicas_committed(
-    tmp_path: Path, end: Callable[[int, int], None], status: int, told: str
-) -> None:
-    folder = tmp_path / "run"
-    driver = stepping(
-        folder, ["tape-0.jsonl", "tape-1.jsonl"], "backend.num_replicas=2", "backend.num_threads=1",
-        "backend.rank_timeout_s=5", "record.decisions=true",
-    )  # fmt: skip
-    engines = ranks_of(driver.pid)
-    assert len(engines) == 2
-    end(driver.pid, engines[1])
-    check_end(driver, folder, status, told, "replica 1")
-    assert_gone(engines)
+def check_kept(folder: Path) -> None:
     for number, one in enumerate(manifest_of(folder)["replicas"]):
         report = check_parity(folder, replica=number)
         assert report.divergence is None
         assert (report.is_cut, report.num_steps) == (True, one["num_steps"])
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGSTOP, "says nothing for 5 s; if it was only slow, raise backend.rank_timeout_s"),
+    ],
+)
+def test_a_fleet_that_loses_a_replica_keeps_what_its_replicas_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, told: str
+) -> None:
+    """The other replica soon has served its part of 600 requests."""
+    folder = tmp_path / "run"
+    status, error, engines = losing_a_rank(capsys, number, folder, TAPES, *FLEET, "trace.num_requests=600")
+    assert len(engines) == 2
+    check_end(status, error, folder, 1, told, "replica 1")
+    assert_gone(engines)
+    check_kept(folder)
+
+
+def test_a_fleet_that_is_interrupted_keeps_what_its_replicas_committed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    driver = stepping(folder, TAPES, *FLEET)
+    engines = ranks_of(driver.pid)
+    assert len(engines) == 2
+    os.killpg(driver.pid, signal.SIGINT)
+    error = driver.communicate(timeout=30)[1]
+    check_end(driver.returncode, error, folder, 130, "error: interrupted after ", "replica 1")
+    assert_gone(engines)
+    check_kept(folder)
 
 
 # --- mistakes ---
@@ -155,32 +165,20 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_line(
     assert not ranks_of(os.getpid())
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    """Of two replicas; their processes take seconds to start."""
-    folder = tmp_path_factory.mktemp("fleet")
-    config = real_config("vllm_v1", **TWO, backend__router="power_of_two", trace__num_requests=4)
-    real_run(folder, config)
-    return config, folder
-
-
-def test_the_simulation_of_a_fleet_is_of_a_fleet(short_run: tuple[RunConfig, Path]) -> None:
-    _, folder = short_run
-    simulated = config_from(folder, ["backend=sim"]).backend
+def test_the_simulation_of_a_fleet_is_of_a_fleet(fleet: tuple[RunConfig, RunResult]) -> None:
+    _, result = fleet
+    simulated = config_from(result.folder, ["backend=sim"]).backend
     assert isinstance(simulated, SimConfig)
-    assert (simulated.num_replicas, simulated.router) == (2, "power_of_two")
-    alone = config_from(folder, ["backend=sim", "backend.num_replicas=1"]).backend
+    assert (simulated.num_replicas, simulated.router) == (2, "least_loaded")
+    alone = config_from(result.folder, ["backend=sim", "backend.num_replicas=1"]).backend
     assert isinstance(alone, SimConfig)
     assert alone.num_replicas == 1
 
 
-def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path, short_run: tuple[RunConfig, Path]) -> None:
-    config, folder = short_run
-    raw = {**config.raw, "backend": {"name": "sim"}, "cost": {"name": "recorded", "run": str(folder)}}
-    from experiments.runs.run import execute
-
+def test_a_tape_of_one_replica_is_no_price_list(tmp_path: Path, fleet: tuple[RunConfig, RunResult]) -> None:
+    config, result = fleet
     with pytest.raises(ConfigError, match="is a run of 2 replicas, and cost=recorded replays one engine"):
-        execute(RunConfig.from_container(raw), tmp_path / "again")
+        execute(replay_config(config, result.folder), tmp_path)
 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

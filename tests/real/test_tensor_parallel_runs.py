@@ -5,46 +5,41 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.real.processes import assert_gone, check_end, ranks_of, stepping
+from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
+
+FILES = ["decisions.jsonl"]
+TWO = ("device.tensor_parallel_size=2", "record.decisions=true")
 
 
 def stepping_ranks(folder: Path) -> tuple[subprocess.Popen[str], int]:
     """A run, and the process of its rank 1."""
-    process = stepping(folder, ["decisions.jsonl"], "device.tensor_parallel_size=2", "record.decisions=true")
+    process = stepping(folder, FILES, *TWO)
     (rank,) = ranks_of(process.pid)
     return process, rank
 
 
-def kill_the_rank(driver: int, rank: int) -> None:
-    os.kill(rank, signal.SIGKILL)
-
-
-def press_ctrl_c(driver: int, rank: int) -> None:
-    """A terminal sends it to all, and some clusters SIGTERM: the driver alone may say where the run ends."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        os.kill(rank, number)
-    os.killpg(driver, signal.SIGINT)
-
-
-ENDS = {
-    "a rank is killed": (kill_the_rank, 1, "was killed by SIGKILL"),
-    "all are interrupted": (press_ctrl_c, 130, "error: interrupted after "),
-}
-
-
-@pytest.mark.parametrize(("end", "status", "told"), ENDS.values(), ids=ENDS)
-def test_a_run_that_is_ended_keeps_its_committed_steps(
-    tmp_path: Path, end: Callable[[int, int], None], status: int, told: str
+def test_a_run_whose_rank_is_killed_keeps_its_committed_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
+    status, error, ranks = losing_a_rank(capsys, signal.SIGKILL, folder, FILES, *TWO)
+    check_end(status, error, folder, 1, "was killed by SIGKILL", "rank 1")
+    assert_gone(ranks)
+
+
+def test_a_run_that_is_interrupted_keeps_its_committed_steps(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all, and some clusters SIGTERM: the driver alone may say where the run ends."""
+    folder = tmp_path / "run"
     driver, rank = stepping_ranks(folder)
-    end(driver.pid, rank)
-    check_end(driver, folder, status, told, "rank 1")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(rank, number)
+    os.killpg(driver.pid, signal.SIGINT)
+    error = driver.communicate(timeout=30)[1]
+    check_end(driver.returncode, error, folder, 130, "error: interrupted after ", "rank 1")
     assert_gone([rank])
 
 

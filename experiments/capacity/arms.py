@@ -13,10 +13,10 @@ from typing import Any
 from analysis.load import align, differing_keys, flatten
 from analysis.measures.metrics import SLO
 from analysis.naming import labels_of
-from experiments.configuration.compose import check_values, compose_raw, with_swept
+from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values, with_swept
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint

@@ -21,14 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.configuration.compose import (
-    check_values,
-    compose_config,
-    compose_from,
-    hydra_app,
-    in_one_line,
-    with_swept,
-)
+from experiments.configuration.compose import check_values, compose_config, compose_from, hydra_app, in_one_line
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import OVERLAYS
@@ -44,6 +37,7 @@ from experiments.configuration.overrides import (
     readable,
     refuse_repeated,
     with_searched,
+    with_swept,
 )
 from experiments.configuration.saved import read_config, read_manifest
 from experiments.console import UsageError, from_here

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -56,20 +57,6 @@ def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
     return keys
 
 
-def with_swept(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
-    named = [item for item in overrides if item.startswith("experiment=")]
-    if not named or parsed(named[-1]).is_sweep_override():
-        return list(overrides)
-    given = {item.partition("=")[0] for item in overrides}
-    searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
-    overlay = [*searched, named[-1]]
-    with in_one_line(overlay, check(overlay)), hydra_app():
-        node = compose("config", overrides=overlay, return_hydra_config=True)
-        swept = {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
-    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
-
-
 @contextmanager
 def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[None]:
     """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message.
@@ -86,17 +73,17 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
         more = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
         raise ConfigError(said or _line(error) + more) from None
     except OverflowError:
-        raise too_large(max(overrides, key=len, default="")) from None
+        raise ConfigError(too_large(overrides, keys)) from None
 
 
 def _line(error: BaseException) -> str:
-    """Returns an error as one line that begins with the key. OmegaConf gives the key in separate lines at the end."""
-    text, comes_after, _ = str(error).partition("\n    full_key: ")
+    """Returns an error as one line that begins with the key, without OmegaConf's lines about it at the end."""
+    text, _, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
         text = said  # our own errors name the key already
-    elif comes_after:
-        text = f"{getattr(error, 'full_key', '')}: {text}"
+    elif key := getattr(error, "full_key", ""):
+        text = f"{key}: {text}"
     if text.rstrip().endswith("Recursive interpolation detected"):
         text += ": it asks for itself, maybe by way of others; give one of them a value"
     return " ".join(text.split()) or type(error).__name__
@@ -125,6 +112,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     with in_one_line(choices, keys):
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
+    for key, (place, text) in keys.places.items():
+        _refuse_number(node, key, text, place)
     return node
 
 
@@ -146,19 +135,24 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
 
 def _set(node: DictConfig, item: Override) -> None:
     key, value, is_added = item.key_or_group, item.value(), item.is_add() or item.is_force_add()
-    try:
-        before = OmegaConf.select(node, key, throw_on_missing=False)
-        if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
-            raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-        _lay(node, key, value, is_added=is_added)
-    except OmegaConfBaseException:
-        raise
-    except ValueError:  # of int(), for what is no number of a list's item
-        raise ConfigError(f"unknown key {key!r}; a list has no keys of its own") from None
+    parents = accumulate(key.split(".")[:-1], "{}.{}".format)
+    if whole := next((name for name in parents if OmegaConf.is_list(OmegaConf.select(node, name))), ""):
+        raise ConfigError(f"unknown key {key!r}; {whole} has no keys of its own")
+    before = OmegaConf.select(node, key, throw_on_missing=False)
+    if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
+        raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
+    _lay(node, key, value, is_added=is_added)
     if value == "" and before is None:
         raise ConfigError(f"{key} has no value; give one, or null for none")
-    if isinstance(value, int) and value not in (0, 1) and OmegaConf.select(node, key) is True:
-        raise ConfigError(f"{key} is '{value}'; it must be true or false")
+    given = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+    for name, one in given.items():
+        _refuse_number(node, name, str(one))
+
+
+def _refuse_number(node: DictConfig, key: str, given: str, place: str = "") -> None:
+    """Raises ConfigError for a number other than 0 and 1 in place of true or false: OmegaConf takes it as true."""
+    if given.lstrip("-").isdigit() and given not in ("0", "1") and OmegaConf.select(node, key) is True:
+        raise ConfigError(f"{place}{key} is {given!r}; it must be true or false")
 
 
 def _resolved(node: DictConfig) -> dict[str, Any]:

@@ -94,42 +94,55 @@ class Keys:
             if group == OVERLAYS and _PACKAGE.search(file.read_text(encoding="utf-8")) is None:
                 raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
 
-    def check_taken(self, item: Override) -> None:
-        """Raises ConfigError if the override's value interpolates a key that does not exist."""
-        for taken in _TAKEN.findall(str(item.input_line)):
+    def check_taken(self, key: str, text: str, place: str = "") -> None:
+        """Raises ConfigError if the text of a value interpolates a key that does not exist."""
+        for taken in _TAKEN.findall(text):
             group = taken.partition(".")[0]
             if group != "hydra" and None not in self.options.get(group, []) and not _is_among(taken, self.all):
                 raise ConfigError(
-                    f"{item.key_or_group} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name "
-                    f"one, as ${{seed}}, or write \\${{{taken}}} for the text itself"
+                    f"{place}{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
+                    f"${{seed}}, or write \\${{{taken}}} for the text itself"
                 )
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, str]]:
+        """("<file>, line <n>: ", value as written) of each dotted key in the chosen files of the user's own."""
+        places: dict[str, tuple[str, str]] = {}
+        for group, option, _ in self.own_files():
+            for file in (file for file, _ in self.library.files(group, option) if not file.is_relative_to(CONF)):
+                text = file.read_text(encoding="utf-8")
+                package = (_PACKAGE.findall(text) or ["_group_"])[0]
+                prefix = {"_global_": "", "_group_": f"{group}."}.get(package, f"{package}.")
+                lines = _lines(yaml.compose(text, Loader=yaml.SafeLoader), prefix)
+                places |= {key: (f"{file}, line {line}: ", value) for key, line, value in lines}
+        return places
 
     def mistake(self, error: OmegaConfBaseException, items: Sequence[Override]) -> str:
         """Returns what is wrong with a key or a value that OmegaConf refused, in one line; empty for other errors.
 
         items: the overrides that may be the cause; if none is, a file of the user's own is.
         """
-        key, shown = error.full_key or "", str(error.value)
-        for item in items:
-            if _is_among(item.key_or_group, [key]):
-                typed, text = item.key_or_group, str(item.input_line).partition("=")[2]
-                return self._mistake(error, key, max(typed, key, key=len), text if typed == key else shown)
-        places = self._places()
-        if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
-            groups = {name.rpartition(".")[0] for name in self.all}
-            key, shown = next(((name, text) for name, (_, text) in places.items() if text and name in groups), ("", ""))
-        said = self._mistake(error, key, key, shown)
-        return said and places.get(key.partition("[")[0], ("", ""))[0] + said
-
-    def _mistake(self, error: OmegaConfBaseException, key: str, typed: str, shown: str) -> str:
-        """Like `mistake`. key: of the error; typed: the same, or a key below it, which OmegaConf did not reach."""
+        key, shown, place = error.full_key or "", str(error.value), ""
+        typed = key  # the same, or a key below it, which OmegaConf did not reach
+        item = next((item for item in items if _is_among(item.key_or_group, [key])), None)
+        if item is not None:
+            typed = max(key, item.key_or_group, key=len)
+            shown = str(item.input_line).partition("=")[2] if item.key_or_group == key else shown
+        else:
+            if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
+                groups = {name.rpartition(".")[0] for name in self.all}
+                values = ((name, text) for name, (_, text) in self.places.items() if text and name in groups)
+                key, shown = typed, _ = next(values, ("", ""))
+            below = (place for name, (place, _) in self.places.items() if _is_below(name, key.partition("[")[0]))
+            place = next(below, "")
         if isinstance(error, ConfigAttributeError | ConfigKeyError):
-            return self._unknown(typed, key.rpartition(".")[0], error.parent_node)
+            return place + self._unknown(typed, key.rpartition(".")[0], error.parent_node)
         if isinstance(error, InterpolationResolutionError) or not isinstance(error, ValidationError | ConfigTypeError):
             return ""
         if typed != key:
             return f"unknown key {typed!r}; {key} has no keys of its own"
-        return _refused(error, key, shown)
+        said = _refused(error, key, shown)
+        return said and place + said
 
     def _unknown(self, key: str, place: str, there: Any) -> str:
         """Returns what is wrong with a key that does not exist: which option has it, or which keys exist. there: the
@@ -156,25 +169,14 @@ class Keys:
             return f"unknown key {key!r}; {hint}at the top there are: {', '.join((*GROUPS, *PLAIN))}"
         return f"unknown key {key!r}; {hint}{place} has: {', '.join(own)}"
 
-    def _places(self) -> dict[str, tuple[str, str]]:
-        """Returns ("<file>, line <n>: ", value as written) for each dotted key in files of the user's own."""
-        places: dict[str, tuple[str, str]] = {}
-        for group, option, _ in self.own_files():
-            for file in (file for file, _ in self.library.files(group, option) if not file.is_relative_to(CONF)):
-                text = file.read_text(encoding="utf-8")
-                prefix = "" if "_global_" in _PACKAGE.findall(text) else f"{group}."
-                lines = _lines(yaml.compose(text, Loader=yaml.SafeLoader), prefix)
-                places |= {key: (f"{file}, line {line}: ", value) for key, line, value in lines}
-        return places
-
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:
-    """Yields (dotted key, line, value as written) for every key of a file; a mapping or list has no such value."""
+    """Yields (dotted key, line, value as written) for every key of a file; the value of a mapping is empty."""
     for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
         if name.value == "<<":
             yield from _lines(inner, prefix)
             continue
-        text = inner.value if isinstance(inner, yaml.ScalarNode) else ""
+        text = inner.value if isinstance(inner, yaml.ScalarNode) else "[…]" * isinstance(inner, yaml.SequenceNode)
         yield f"{prefix}{name.value}", name.start_mark.line + 1, text
         yield from _lines(inner, f"{prefix}{name.value}.")
 
@@ -198,7 +200,11 @@ def _similarity(key: str, known: str) -> tuple[float, float]:
 
 def _is_among(key: str, names: list[str]) -> bool:
     """Whether `names` has the key, one of its parents, or one of its children."""
-    return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names)
+    return any(_is_below(name, key) or _is_below(key, name) for name in names)
+
+
+def _is_below(key: str, parent: str) -> bool:
+    return f"{key}.".startswith(f"{parent}.")
 
 
 def _refused(error: OmegaConfBaseException, key: str, shown: str) -> str:
@@ -221,7 +227,8 @@ def _refused(error: OmegaConfBaseException, key: str, shown: str) -> str:
     return f"{key} is {shown!r}; it must be {_KINDS[kind]}{digits}" if kind in _KINDS else ""
 
 
-def too_large(override: str) -> ConfigError:
-    """Returns the error for an integer that is too large for a float, where a number is expected."""
-    cut = override if len(override) <= 80 else override[:77] + "..."
-    return ConfigError(f"{cut}: it must be a number that fits a float")
+def too_large(overrides: Sequence[str], keys: Keys | None) -> str:
+    """Returns the error text for an integer that is too large for a float, where a number is expected."""
+    written = {} if keys is None else {f"{key}={text}": place for key, (place, text) in keys.places.items()}
+    longest = max([*overrides, *written], key=len, default="")
+    return f"{written.get(longest, '')}{longest[:77]}...: it must be a number that fits a float"

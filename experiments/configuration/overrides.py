@@ -16,6 +16,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS
 from experiments.configuration.keys import PLAIN, Keys
@@ -48,6 +49,8 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
             )
     keys = _keys(items, library_of(overrides), chosen or {})
     keys.check_overlays()
+    for key, (place, text) in keys.places.items():
+        keys.check_taken(key, text, place)
     for item in items:
         _check(item, keys)
     return keys
@@ -162,7 +165,7 @@ def _check(item: Override, keys: Keys) -> None:
                 f"folder, as my_conf/{key}/mine.yaml; choose it with --config-dir=my_conf {key}=mine "
                 "(docs/extending.md)"
             )
-    keys.check_taken(item)
+    keys.check_taken(key, str(item.input_line))
 
 
 def chooses(item: Override) -> bool:
@@ -172,11 +175,27 @@ def chooses(item: Override) -> bool:
 
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Whether an experiment among the overrides has hydra.mode: MULTIRUN."""
-    items = [parsed(text) for text in overrides]
-    library, overlay = library_of(overrides), _choices(items).get(OVERLAYS)
+    return "MULTIRUN" in _of_overlays(overrides, "hydra.mode")
+
+
+def with_swept(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
+    if any(parsed(item).is_sweep_override() for item in overrides if item.startswith(f"{OVERLAYS}=")):
+        return list(overrides)
+    given = {item.partition("=")[0] for item in overrides}
+    swept: dict[str, Any] = {}
+    for params in _of_overlays(overrides, "hydra.sweeper.params"):
+        swept |= params if isinstance(params, dict) else {}
+    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+
+
+def _of_overlays(overrides: Sequence[str], key: str) -> list[Any]:
+    """Returns what each file of the experiments among the overrides says of a key; None if it says nothing."""
+    library, overlay = library_of(overrides), _choices([parsed(text) for text in overrides]).get(OVERLAYS)
     names = [] if overlay is None else _names(library, overlay)
     contents = [content for name in names if isinstance(name, str) for _, content in library.files(OVERLAYS, name)]
-    return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
+    found = [OmegaConf.select(OmegaConf.create(content), key) for content in contents]
+    return [OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for one in found]
 
 
 @cache
@@ -370,4 +389,4 @@ def is_value(override: str) -> bool:
     """Whether an override only sets or adds a key of the run: not a key of Hydra's, not the choice of an option."""
     key, _, value = override.lstrip("+").partition("=")
     name, dot, _ = key.partition(".")
-    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))
+    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith(("{", "choice({"))))

@@ -13,10 +13,10 @@ from typing import Any
 from analysis.load import align, differing_keys, flatten
 from analysis.measures.metrics import SLO
 from analysis.naming import labels_of
-from experiments.configuration.compose import compose_raw, with_swept
+from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
@@ -69,7 +69,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")
-    check(overrides, is_sweep=True)
+    check_values(overrides, is_sweep=True)
     for key in ("trace.rate", "trace.rate_scale"):
         if len(choices.get(key, [])) > 1:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")

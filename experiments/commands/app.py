@@ -21,12 +21,11 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.configuration.compose import compose_config, compose_from, hydra_app, in_one_line, with_swept
+from experiments.configuration.compose import check_values, compose_config, compose_from, hydra_app, in_one_line
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
-    check,
     emptied,
     is_sweep,
     is_text,
@@ -38,6 +37,7 @@ from experiments.configuration.overrides import (
     readable,
     refuse_repeated,
     with_searched,
+    with_swept,
 )
 from experiments.configuration.saved import read_config, read_manifest
 from experiments.console import UsageError, from_here
@@ -65,13 +65,13 @@ def run_app(arguments: list[str]) -> int:
     flags, overrides = _split(arguments)
     if not flags and not any(map(_is_hydras, overrides)):
         return _run_alone(overrides)
-    sweeps = False
+    sweeps, keys = False, None
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
         if sweeps and not any(item in _SWEEPS for item in flags):
             flags.append("-m")  # before Hydra composes: it rejects several values of `experiment` without this flag
         swept = with_swept(overrides) if sweeps else overrides
-        check(swept, is_sweep=sweeps)
+        keys = check_values(swept, is_sweep=sweeps)
         overrides = emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
     _check_environment(overrides)
     register()
@@ -80,7 +80,7 @@ def run_app(arguments: list[str]) -> int:
     sys.argv = ["testbed run", *flags, *overrides]  # argparse wants flags first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
-        with in_one_line(overrides), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
+        with in_one_line(overrides, keys), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
             if {*flags} <= {*_SWEEPS}:
                 _run_hydras("MULTIRUN" if sweeps else "RUN", overrides)
             else:  # most of these flags show something instead

@@ -7,21 +7,23 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register
-from experiments.configuration.keys import PLAIN, too_large
+from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import options
-from experiments.configuration.overrides import check, is_value, library_of, literal, parsed
+from experiments.configuration.overrides import check, chooses, covering, is_value, literal, parsed
 from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -42,46 +44,46 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
     Each combination of options is composed once per process; the values are set on a copy. The points of a sweep
     therefore share this work.
     """
-    check(overrides)
-    with in_one_line(overrides):
-        return _laid_over(_chosen([item for item in overrides if not is_value(item)]), overrides)
+    keys = check(overrides)
+    return _resolved(_laid(_chosen(overrides, keys), overrides, keys))
 
 
-def with_swept(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
-    named = [item for item in overrides if item.startswith("experiment=")]
-    if not named or parsed(named[-1]).is_sweep_override():
-        return list(overrides)
-    given = {item.partition("=")[0] for item in overrides}
-    searched = [item for item in overrides if item.startswith("hydra.searchpath=")]
-    overlay = [*searched, named[-1]]
-    check(overlay)
-    with in_one_line(overlay), hydra_app():
-        node = compose("config", overrides=overlay, return_hydra_config=True)
-        swept = {str(key): str(values) for key, values in (node.hydra.sweeper.get("params") or {}).items()}
-    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
+    """Returns the keys of the chosen options. Raises ConfigError with a one-line message for an override that Hydra's
+    app could not apply. is_sweep: whether a key may have several values, all of which are checked."""
+    keys = check(overrides, is_sweep=is_sweep)
+    for point in covering(overrides, keys):
+        _laid(_chosen(point, keys), point, keys)
+    return keys
 
 
 @contextmanager
-def in_one_line(overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message."""
+def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[None]:
+    """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message.
+
+    overrides: what is applied here. keys: those of the chosen options, for errors of keys and values.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        cause = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
-        raise ConfigError(_line(error) + cause) from None
+        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+        said = ""
+        if keys is not None and isinstance(cause, OmegaConfBaseException):
+            said = keys.mistake(cause, [item for item in map(parsed, overrides) if not chooses(item)])
+        more = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
+        raise ConfigError(said or _line(error) + more) from None
     except OverflowError:
-        raise too_large(max(overrides, key=len, default="")) from None
+        raise ConfigError(too_large(overrides, keys)) from None
 
 
 def _line(error: BaseException) -> str:
-    """Returns an error as one line that begins with the key. OmegaConf gives the key in separate lines at the end."""
-    text, comes_after, _ = str(error).partition("\n    full_key: ")
+    """Returns an error as one line that begins with the key, without OmegaConf's lines about it at the end."""
+    text, _, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
         text = said  # our own errors name the key already
-    elif comes_after:
-        text = f"{getattr(error, 'full_key', '')}: {text}"
+    elif key := getattr(error, "full_key", ""):
+        text = f"{key}: {text}"
     if text.rstrip().endswith("Recursive interpolation detected"):
         text += ": it asks for itself, maybe by way of others; give one of them a value"
     return " ".join(text.split()) or type(error).__name__
@@ -103,9 +105,16 @@ def hydra_app() -> Iterator[Any]:
             GlobalHydra.instance().initialize(before)
 
 
-def _chosen(choices: list[str]) -> DictConfig:
-    """Returns the configuration of these choices of options, as a copy on which values can be set."""
-    return deepcopy(_composed(tuple(choices), library_of(choices).stamps()))
+def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) -> DictConfig:
+    """Returns the configuration of the options that the overrides choose, as a copy on which values can be set. before:
+    options that are chosen if the overrides choose no others."""
+    choices = [item for item in overrides if not is_value(item)]
+    with in_one_line(choices, keys):
+        node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
+    keys.refuse_gaps()
+    for key, (place, text) in keys.places.items():
+        _refuse_number(node, key, text, place)
+    return node
 
 
 @lru_cache(maxsize=64)
@@ -116,15 +125,40 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
-def _laid_over(node: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Sets the overrides' values on the node and returns it, resolved, as plain containers."""
-    for override in [parsed(item) for item in overrides if is_value(item)]:
-        key, value, is_added = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
-        is_there = OmegaConf.select(node, key, throw_on_missing=False) is not None
-        if override.is_add() and is_there and not isinstance(value, dict | list):  # the same error as Hydra
-            raise ConfigError(f"{override.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-        _lay(node, key, value, is_added=is_added)
-    raw = OmegaConf.to_container(node, resolve=True)
+def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
+    """Sets the overrides' values on the node and returns it."""
+    for text in filter(is_value, overrides):
+        with in_one_line([text], keys):
+            _set(node, parsed(text))
+    return node
+
+
+def _set(node: DictConfig, item: Override) -> None:
+    key, value, is_added = item.key_or_group, item.value(), item.is_add() or item.is_force_add()
+    parents = accumulate(key.split(".")[:-1], "{}.{}".format)
+    if whole := next((name for name in parents if OmegaConf.is_list(OmegaConf.select(node, name))), ""):
+        raise ConfigError(f"unknown key {key!r}; {whole} has no keys of its own")
+    before = OmegaConf.select(node, key, throw_on_missing=False)
+    if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
+        raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
+    _lay(node, key, value, is_added=is_added)
+    if value == "" and before is None:
+        raise ConfigError(f"{key} has no value; give one, or null for none")
+    given = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+    for name, one in given.items():
+        _refuse_number(node, name, str(one))
+
+
+def _refuse_number(node: DictConfig, key: str, given: str, place: str = "") -> None:
+    """Raises ConfigError for a number other than 0 and 1 in place of true or false: OmegaConf takes it as true."""
+    if given.lstrip("-").isdigit() and given not in ("0", "1") and OmegaConf.select(node, key) is True:
+        raise ConfigError(f"{place}{key} is {given!r}; it must be true or false")
+
+
+def _resolved(node: DictConfig) -> dict[str, Any]:
+    """Returns the node, resolved, as plain containers."""
+    with in_one_line(()):
+        raw = OmegaConf.to_container(node, resolve=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
 
@@ -158,17 +192,16 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
         kept["device"] = none | kept["device"]
     own = {key: value for key, value in kept.items() if _is_class(value)}
     chosen = {group: _option(group, saved) for group in GROUPS}
-    check(overrides, chosen=chosen | dict.fromkeys(own), laid_on={key: kept[key] for key in kept if key not in own})
-    with in_one_line(overrides):
-        choices = [item for item in overrides if not is_value(item)]
-        node = _chosen([*(f"{group}={chosen[group]}" for group in GROUPS if group not in given), *choices])
+    keys = check(overrides, chosen=chosen | dict.fromkeys(own))
+    node = _chosen(overrides, keys, [f"{group}={chosen[group]}" for group in GROUPS if group not in given])
+    with in_one_line((), keys):
         for key, value in kept.items():
             if key in own:  # a user's own class has no schema
                 with open_dict(node):
                     node[key] = OmegaConf.create(value)
             else:
                 _lay(node, key, value)
-        return RunConfig.from_container(_laid_over(node, overrides))
+    return RunConfig.from_container(_resolved(_laid(node, overrides, keys)))
 
 
 def _option(group: str, saved: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The keys that exist for the chosen options: checks that a key exists and that a value has the key's type.
+"""The keys that exist for the chosen options, and what is wrong with a key or a value that OmegaConf refuses.
 
 Errors are one line with the key as typed and the nearest existing key.
 """
@@ -6,44 +6,37 @@ Errors are one line with the key as typed and the nearest existing key.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from hydra.conf import HydraConf
-from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
-from omegaconf.errors import ValidationError
+from hydra.core.override_parser.types import Override
+from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, StringNode
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from experiments.configuration.config import GROUPS, Root
-from experiments.configuration.options import (
-    CONF,
-    OVERLAYS,
-    Library,
-    Schema,
-    all_options,
-    dotted,
-    fields_of,
-    is_group,
-    is_optional,
-    nested,
-    plain,
-    read_option,
-)
+from experiments.configuration.options import CONF, OVERLAYS, Library, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
 from testbed.foreign_text import NEAR
 
 PLAIN = tuple(item.name for item in fields(Root) if item.name not in GROUPS)  # keys outside groups
-_KINDS: dict[Any, tuple[Any, str]] = {
-    int: (IntegerNode, "a whole number"),
-    float: (FloatNode, "a number"),
-    bool: (BooleanNode, "true or false"),
-    str: (StringNode, "a string"),
+_KINDS: dict[Any, str] = {  # what a value must be, by the node that refuses it; an item of a list: by its type
+    **dict.fromkeys((IntegerNode, int), "a whole number"),
+    **dict.fromkeys((FloatNode, float), "a number"),
+    **dict.fromkeys((BooleanNode, bool), "true or false"),
+    **dict.fromkeys((StringNode, str), "a string"),
 }
 _LISTS = {  # example values of keys that hold a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
@@ -60,7 +53,7 @@ _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that exist when these options are chosen."""
+    """The keys that exist when these options are chosen; None is an option whose keys are not known here."""
 
     library: Library
     options: dict[str, list[str | None]]
@@ -68,167 +61,129 @@ class Keys:
     @cached_property
     def all(self) -> list[str]:
         """All dotted keys, using the first chosen option of each group."""
-        schemas = [(group, self._schemas(group)[0]) for group in GROUPS]
-        return [*(key for group, schema in schemas for key in dotted(schema, group)), *PLAIN]
-
-    def _schemas(self, group: str) -> list[Schema | None]:
-        return [None if name is None else self.library.schema(group, name) for name in self.options[group]]
+        return [*(key for group in GROUPS for key in self.library.keys(group, self.options[group][0])), *PLAIN]
 
     def has(self, key: str) -> list[bool]:
         """Whether each chosen option of the key's group has the key. A user's class has the keys in its file."""
         group = key.partition(".")[0]
-        found = []
-        for option, schema in zip(self.options[group], self._schemas(group), strict=True):
-            contents = () if option is None else self.library.contents(group, option)
-            said = [name for content in contents for name, _ in _items(content, f"{group}.")]
-            found.append(option is None or _is_among(key, dotted(schema, group) if schema is not None else said))
-        return found
+        return [option is None or _is_among(key, self.library.keys(group, option)) for option in self.options[group]]
 
-    def check_file(self, group: str, option: str | None) -> None:
-        """Checks the values of an option's file if it is the user's own. Raises ConfigError with file and line."""
-        file = None if option is None else self.library.file(group, option)
-        if file is None or file.is_relative_to(CONF):
-            return
-        if group not in (*GROUPS, OVERLAYS) or "_target_" in read_option(file):
-            return
-        content, text = read_option(file), file.read_text(encoding="utf-8")
-        packages = {"_global_": "", "_group_": f"{group}.", group: f"{group}."}
-        named = _PACKAGE.search(text)
-        prefix = packages.get(named[1] if named else "_group_")
-        if prefix is None:
-            return  # another package: errors are left to Hydra
-        if prefix == f"{OVERLAYS}.":
-            raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
-        content.pop("defaults", None)
-        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
-        alone = replace(self, options=self.options | ({group: [option]} if group in GROUPS else {}))
-        self._mappings.update(prefix + key for key, value in _items(content, "") if isinstance(value, dict))
-        for key, value in _items(content, ""):
-            if isinstance(value, dict):
-                continue
-            try:
-                alone.check_value(prefix + key, value, str(value), is_added=False)
-            except ConfigError as error:
-                raise ConfigError(f"{file}, line {_line_of(key, lines)}: {error}") from None
-        self._refuse_gaps(group, option or "", file)
+    def own_files(self) -> Iterator[tuple[str, str, Path]]:
+        """Yields (group, option, file) for each chosen option that is a file of the user's own."""
+        for group, option in ((group, option) for group, options in self.options.items() for option in options):
+            file = None if option is None else self.library.file(group, option)
+            if option is not None and file is not None and not file.is_relative_to(CONF):
+                yield group, option, file
 
-    def _refuse_gaps(self, group: str, option: str, file: Path) -> None:
+    def refuse_gaps(self) -> None:
         """Raises ConfigError for a model or device file that lacks a defining key: it would get another one's value."""
-        said = {key for content in self.library.contents(group, option) for key in content}
-        missing = [key for key in _DEFINING.get(group, ()) if key not in said]
-        if missing and "path" not in said:
-            begin = f"[{self.library.names(group)[0]}, _self_]"
-            raise ConfigError(
-                f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "
-                f"defaults: {begin}"
-            )
-
-    @cached_property
-    def _mappings(self) -> set[str]:
-        """Dotted keys that hold mappings, in the files of the chosen options or in values checked since."""
-        return {
-            key
-            for group, options in self.options.items()
-            for option in options
-            for content in (() if option is None else self.library.contents(group, option))
-            for key, value in _items(content, "" if group == OVERLAYS else f"{group}.")
-            if isinstance(value, dict)
-        }
-
-    def check_value(self, key: str, value: Any, shown: str, *, is_added: bool) -> None:
-        """Raises ConfigError if there is no such key, or if the value has another type."""
-        top, *path = key.split(".")
-        if top == "hydra":
-            schemas: list[Schema | None] = [HydraConf]
-            if len(path) > 1 and path[0] in ("launcher", "sweeper"):
-                group = f"hydra/{path[0]}"
-                schemas = self._schemas(group)
-                top, path = f"hydra.{path[0]}", path[1:]
-        elif top in GROUPS:
-            schemas, has = self._schemas(top), self.has(key)
-            if any(has):  # in a sweep, options that lack the key are run without it
-                schemas = [schema for schema, one in zip(schemas, has, strict=True) if one]
-        elif top in PLAIN:
-            schemas, top, path = [Root], "", [top, *path]
-        else:
-            raise self._unknown(key)
-        for schema in schemas:
-            if schema is not None:
-                self._check_in(schema, top, path, value, shown, is_added=is_added)
-
-    def _check_in(self, schema: Schema, place: str, path: list[str], value: Any, shown: str, *, is_added: bool) -> None:
-        if not path:
-            for name, inner in value.items() if isinstance(value, dict) else ():
-                self._check_in(schema, place, [str(name)], inner, str(inner), is_added=is_added)
-            return
-        name, *rest = path
-        key, kinds = f"{place}.{name}".lstrip("."), fields_of(schema)
-        if name not in kinds:
-            if not is_added:
-                raise self._unknown(".".join((key, *rest)), schema, place)
-            return
-        kind = kinds[name]
-        inner_schema = nested(kind)
-        if inner_schema is not None and not (value is None and is_optional(kind)):
-            if not rest and not isinstance(value, dict) and "${" not in shown:
-                raise ConfigError(f"{key} is {shown!r}; it is a group of keys: set one as {key}.<key>=<value>")
-            self._check_in(inner_schema, key, rest, value, shown, is_added=is_added)
-        elif rest:
-            whole = f"unknown key '{'.'.join((key, *rest))}'; {key}"
-            if kind is not Any and get_origin(plain(kind)) is not dict:
-                raise ConfigError(f"{whole} has no keys of its own")
-            if kind is Any and isinstance(schema, type) and not is_added and key not in self._mappings:
-                target = "_target_: …, " if key in POLICIES else ""
-                raise ConfigError(f"{whole} is given whole, as in '{key}={{{target}{rest[0]}: …}}'")
-            self._mappings.add(key)
-        else:
-            if kind is Any and isinstance(value, dict):
-                self._mappings.add(key)
-            self._check_taken(key, value)
-            _check_type(key, kind, value, shown)
-
-    def _check_taken(self, key: str, value: Any) -> None:
-        """Raises ConfigError if a value interpolates a key that does not exist."""
-        for taken in _TAKEN.findall(value) if isinstance(value, str) else ():
-            group = taken.partition(".")[0]
-            if group == "hydra" or (group in GROUPS and None in self._schemas(group)):
-                continue  # keys of a user's class are not known here
-            if not _is_among(taken, self.all):
+        for group, option, file in self.own_files():
+            said = {key for _, content in self.library.files(group, option) for key in content}
+            missing = [key for key in _DEFINING.get(group, ()) if key not in said]
+            if missing and not said & {"path", "_target_"}:
+                begin = f"[{self.library.names(group)[0]}, _self_]"
                 raise ConfigError(
-                    f"{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
+                    f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "
+                    f"defaults: {begin}"
+                )
+
+    def check_overlays(self) -> None:
+        """Raises ConfigError for an overlay of the user's own without its first line."""
+        for group, _, file in self.own_files():
+            read_option(file)  # raises an error if it is not YAML
+            if group == OVERLAYS and _PACKAGE.search(file.read_text(encoding="utf-8")) is None:
+                raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
+
+    def check_taken(self, key: str, text: str, place: str = "") -> None:
+        """Raises ConfigError if the text of a value interpolates a key that does not exist."""
+        for taken in _TAKEN.findall(text):
+            group = taken.partition(".")[0]
+            if group != "hydra" and None not in self.options.get(group, []) and not _is_among(taken, self.all):
+                raise ConfigError(
+                    f"{place}{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
                     f"${{seed}}, or write \\${{{taken}}} for the text itself"
                 )
 
-    def _unknown(self, key: str, schema: Schema | None = None, place: str = "") -> ConfigError:
-        """Returns the error for a key that does not exist: which option has it, or which keys exist."""
+    @cached_property
+    def places(self) -> dict[str, tuple[str, str]]:
+        """("<file>, line <n>: ", value as written) of each dotted key in the chosen files of the user's own."""
+        places: dict[str, tuple[str, str]] = {}
+        for group, option, _ in self.own_files():
+            for file in (file for file, _ in self.library.files(group, option) if not file.is_relative_to(CONF)):
+                text = file.read_text(encoding="utf-8")
+                package = (_PACKAGE.findall(text) or ["_group_"])[0]
+                prefix = {"_global_": "", "_group_": f"{group}."}.get(package, f"{package}.")
+                lines = _lines(yaml.compose(text, Loader=yaml.SafeLoader), prefix)
+                places |= {key: (f"{file}, line {line}: ", value) for key, line, value in lines}
+        return places
+
+    def mistake(self, error: OmegaConfBaseException, items: Sequence[Override]) -> str:
+        """Returns what is wrong with a key or a value that OmegaConf refused, in one line; empty for other errors.
+
+        items: the overrides that may be the cause; if none is, a file of the user's own is.
+        """
+        key, shown, place = error.full_key or "", str(error.value), ""
+        typed = key  # the same, or a key below it, which OmegaConf did not reach
+        item = next((item for item in items if _is_among(item.key_or_group, [key])), None)
+        if item is not None:
+            typed = max(key, item.key_or_group, key=len)
+            shown = str(item.input_line).partition("=")[2] if item.key_or_group == key else shown
+        else:
+            if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
+                groups = {name.rpartition(".")[0] for name in self.all}
+                values = ((name, text) for name, (_, text) in self.places.items() if text and name in groups)
+                key, shown = typed, _ = next(values, ("", ""))
+            below = (place for name, (place, _) in self.places.items() if _is_below(name, key.partition("[")[0]))
+            place = next(below, "")
+        if isinstance(error, ConfigAttributeError | ConfigKeyError):
+            return place + self._unknown(typed, key.rpartition(".")[0], error.parent_node)
+        if isinstance(error, InterpolationResolutionError) or not isinstance(error, ValidationError | ConfigTypeError):
+            return ""
+        if typed != key:
+            return f"unknown key {typed!r}; {key} has no keys of its own"
+        said = _refused(error, key, shown)
+        return said and place + said
+
+    def _unknown(self, key: str, place: str, there: Any) -> str:
+        """Returns what is wrong with a key that does not exist: which option has it, or which keys exist. there: the
+        node at `place` in which it was sought."""
         if key in GONE:
-            return ConfigError(f"{key} {GONE[key]}; leave it out")
-        if key.endswith("._target_") and place in GROUPS:
-            return ConfigError(
+            return f"{key} {GONE[key]}; leave it out"
+        if place in GROUPS and key == f"{place}._target_":
+            return (
                 f"{key}: {place} is a whole group, so a class of your own for it goes into a file of your own folder, "
                 f"as my_conf/{place}/mine.yaml; choose it with --config-dir=my_conf {place}=mine (docs/extending.md)"
             )
-        top = key.partition(".")[0] if not place.startswith("hydra.") else place
-        group = top.replace(".", "/")
-        owners = [
-            option
-            for option, other in (all_options(group) if is_group(group) else {}).items()
-            if other is not None and key in dotted(other, top)
-        ]
-        if owners:
-            of = f"{key} is a key of {group}={' or '.join(owners)}"
+        top, *rest = key.split(".")
+        group = "/".join((top, *rest[:1])) if top == "hydra" else top
+        if owners := self.library.owners(group, key):
             limits = " (trace.limit takes the first requests of a file)" if key == "trace.num_requests" else ""
-            return ConfigError(f"{of}; leave it out{limits}, or choose {group}={owners[0]}")
-        own = [name for name in (() if schema is None else fields_of(schema)) if name != "_target_"]
-        known = [f"{place}.{name}" for name in own] if top.partition(".")[0] == "hydra" else self.all
-        names = [*GROUPS, *known] if "." not in key else known
-        near = max(names, key=lambda name: _similarity(key, name), default="")
+            return (
+                f"{key} is a key of {group}={' or '.join(owners)}; leave it out{limits}, or choose {group}={owners[0]}"
+            )
+        own = [name for name in (str(name) for name in there) if name != "_target_"]
+        if place and not own and place not in GROUPS:
+            target = "_target_: …, " if place in POLICIES else ""
+            name = key.removeprefix(f"{place}.").partition(".")[0]
+            return f"unknown key {key!r}; {place} is given whole, as in '{place}={{{target}{name}: …}}'"
+        beside = [f"{place}.{name}" for name in own if place]
+        known = beside if top == "hydra" else [*(GROUPS if place == "" else ()), *beside, *self.all]
+        near = max(known, key=lambda name: _similarity(key, name), default="")
         hint = f"did you mean {near!r}? " if _similarity(key, near)[0] >= NEAR else ""
-        if schema is None or not place:
-            tops = dict.fromkeys(name.partition(".")[0] for name in known)
-            return ConfigError(f"unknown key {key!r}; {hint}at the top there are: {', '.join(tops)}")
-        has = f"has: {', '.join(own)}" if own else "has no keys"
-        return ConfigError(f"unknown key {key!r}; {hint}{place} {has}")
+        if not place:
+            return f"unknown key {key!r}; {hint}at the top there are: {', '.join((*GROUPS, *PLAIN))}"
+        return f"unknown key {key!r}; {hint}{place} has: {', '.join(own)}"
+
+
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:
+    """Yields (dotted key, line, value as written) for every key of a file; the value of a mapping is empty."""
+    for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
+        if name.value == "<<":
+            yield from _lines(inner, prefix)
+            continue
+        text = inner.value if isinstance(inner, yaml.ScalarNode) else "[…]" * isinstance(inner, yaml.SequenceNode)
+        yield f"{prefix}{name.value}", name.start_mark.line + 1, text
+        yield from _lines(inner, f"{prefix}{name.value}.")
 
 
 def _similarity(key: str, known: str) -> tuple[float, float]:
@@ -250,65 +205,35 @@ def _similarity(key: str, known: str) -> tuple[float, float]:
 
 def _is_among(key: str, names: list[str]) -> bool:
     """Whether `names` has the key, one of its parents, or one of its children."""
-    return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names)
+    return any(_is_below(name, key) or _is_below(key, name) for name in names)
 
 
-def _items(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every value of a file; a mapping comes before its own values."""
-    for name, value in content.items():
-        yield f"{prefix}{name}", value
-        if isinstance(value, dict):
-            yield from _items(value, f"{prefix}{name}.")
+def _is_below(key: str, parent: str) -> bool:
+    return f"{key}.".startswith(f"{parent}.")
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """Yields (dotted key, line) for every key of a file."""
-    for name, inner in node.value if isinstance(node, yaml.MappingNode) else ():
-        yield f"{prefix}{name.value}", name.start_mark.line + 1
-        yield from _lines(inner, f"{prefix}{name.value}.")
+def _refused(error: OmegaConfBaseException, key: str, shown: str) -> str:
+    """Returns what the value of a key must be, by the node that refused it; empty for a node that we do not know."""
+    is_merged = isinstance(error, ConfigTypeError)  # a mapping into a list, or the reverse
+    node: Any = error.parent_node if is_merged else error.child_node
+    if isinstance(node, DictConfig) or not error.full_key:
+        return f"{key} is {shown!r}; it is a group of keys: set one as {key}.<key>=<value>" if key else ""
+    if error.value is None and not is_merged:
+        return f"{key} is null; it must have a value"
+    if isinstance(node, ListConfig):
+        example = f"{key}={_LISTS.get(key, '[a, b]')}"
+        return f"{key} is {shown!r}; it must be a list, as in '{example}' (quoted for the shell)"
+    if isinstance(node, EnumNode):
+        return f"{key} is {shown!r}; it must be one of: {', '.join(node.enum_type.__members__)}"
+    kind: Any = type(node)
+    if isinstance(error.parent_node, ListConfig):
+        key, kind = f"an item of {key.rpartition('[')[0]}", get_args(error.ref_type)[0]
+    digits = f", as {error.value:.0f}" if isinstance(error.value, float) and error.value.is_integer() else ""
+    return f"{key} is {shown!r}; it must be {_KINDS[kind]}{digits}" if kind in _KINDS else ""
 
 
-def _line_of(key: str, lines: dict[str, int]) -> int:
-    """Returns the line of a key; for one that comes from a YAML merge (`<<: *name`), the line of its parent."""
-    while key and key not in lines:
-        key = key.rpartition(".")[0]
-    return lines.get(key, 1)
-
-
-def _check_type(key: str, kind: Any, value: Any, shown: str) -> None:
-    """Raises ConfigError if OmegaConf cannot convert a value to the key's type."""
-    if kind is Any or (isinstance(value, str) and "${" in value):
-        return
-    if value is None:
-        if not is_optional(kind):
-            raise ConfigError(f"{key} is null; it must have a value")
-        return
-    kind, may_be_absent = plain(kind), is_optional(kind)
-    if get_origin(kind) is list:
-        if not isinstance(value, list | tuple):
-            example = f"{key}={_LISTS.get(key, '[a, b]')}"
-            raise ConfigError(f"{key} is {shown!r}; it must be a list, as in '{example}' (quoted for the shell)")
-        for item in value:
-            _check_type(f"an item of {key}", get_args(kind)[0], item, str(item))
-    elif isinstance(kind, type) and issubclass(kind, Enum):
-        if str(value) not in kind.__members__:
-            raise ConfigError(f"{key} is {shown!r}; it must be one of: {', '.join(kind.__members__)}")
-    elif kind in _KINDS:
-        node, wanted = _KINDS[kind]
-        if value == "" and may_be_absent:
-            raise ConfigError(f"{key} has no value; give one, or null for none")
-        if kind is bool and isinstance(value, int) and value not in (0, 1):  # OmegaConf reads it as true
-            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}")
-        try:
-            node(value)
-        except ValidationError:
-            digits = f", as {value:.0f}" if isinstance(value, float) and value.is_integer() else ""
-            raise ConfigError(f"{key} is {shown!r}; it must be {wanted}{digits}") from None
-        except OverflowError:
-            raise too_large(f"{key}={shown}") from None
-
-
-def too_large(override: str) -> ConfigError:
-    """Returns the error for an integer that is too large for a float, where a number is expected."""
-    cut = override if len(override) <= 80 else override[:77] + "..."
-    return ConfigError(f"{cut}: it must be a number that fits a float")
+def too_large(overrides: Sequence[str], keys: Keys | None) -> str:
+    """Returns the error text for an integer that is too large for a float, where a number is expected."""
+    written = {} if keys is None else {f"{key}={text}": place for key, (place, text) in keys.places.items()}
+    longest = max([*overrides, *written], key=len, default="")
+    return f"{written.get(longest, '')}{longest[:77]}...: it must be a number that fits a float"

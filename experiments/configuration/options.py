@@ -5,12 +5,11 @@ Knows names and types; does not know what values mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import hydra.conf
 import yaml
@@ -56,34 +55,40 @@ class Library:
         files = sorted(file for folder in self.folders for place in places for file in (folder / place).rglob("*.yaml"))
         return tuple((str(file), stat.st_mtime_ns, stat.st_size) for file in files for stat in (file.stat(),))
 
-    def schema(self, group: str, option: str) -> Schema | None:
-        """Returns the keys of an option; None if it is a user's class, or if there is no such option."""
-        stored, file = _stored(group), self.file(group, option)
-        if file is not None and "_schema.yaml" in stored and file.is_relative_to(CONF):
-            return _stored_schema(group, "_schema")
-        if file is None:
-            return _stored_schema(group, option)
-        content = read_option(file)
-        if "_target_" in content:
-            return None
-        for base in content.get("defaults", ()):
-            if isinstance(base, str) and base not in ("_self_", option):
-                return _stored_schema(group, base) or self.schema(group, base)
-        return content
+    def keys(self, group: str, option: str | None) -> list[str]:
+        """Returns the dotted keys of an option: those of its schema; of a user's class or of a file without a schema
+        those that the file has. Empty if there is no such option."""
+        stored, file = _stored(group), self.file(group, option or "")
+        if file is None or ("_schema.yaml" in stored and file.is_relative_to(CONF)):
+            name = option if file is None else "_schema"
+            return _stored_keys(group, f"{name}.yaml") if f"{name}.yaml" in stored else []
+        contents = [content for _, content in self.files(group, file.stem)]
+        bases = [] if "_target_" in contents[-1] else _bases(contents[-1], file.stem)
+        return self.keys(group, bases[0]) if bases else [key for one in contents for key in _dotted(one, group)]
+
+    def owners(self, group: str, key: str) -> list[str]:
+        """Returns the stored options of a group that have this dotted key."""
+        names = [name.removesuffix(".yaml") for name in _stored(group) if not name.startswith("_")]
+        return [name for name in names if key in self.keys(group, name)]
 
     def of_overlay(self, name: str) -> dict[str, str]:
         """Returns the options that an overlay chooses: {group: option}."""
-        contents = self.contents(OVERLAYS, name)
-        return {group: option for content in contents for group, option in chosen_by(content).items()}
+        files = self.files(OVERLAYS, name)
+        return {group: option for _, content in files for group, option in chosen_by(content).items()}
 
-    def contents(self, group: str, name: str) -> Iterator[dict[str, Any]]:
-        """Yields the content of an option's file, preceded by that of each option of the same group in its defaults."""
+    def files(self, group: str, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yields the file of an option and its content, preceded by those of the same group in its defaults."""
         file = self.file(group, name)
-        content = {} if file is None else read_option(file)
-        for entry in content.get("defaults", ()):
-            if isinstance(entry, str) and entry not in ("_self_", name):
-                yield from self.contents(group, entry.removeprefix(f"/{group}/"))
-        yield content
+        if file is not None:
+            content = read_option(file)
+            for base in _bases(content, name):
+                yield from self.files(group, base.removeprefix(f"/{group}/"))
+            yield file, content
+
+
+def _bases(content: Mapping[str, Any], name: str) -> list[str]:
+    """Returns the options of its own group that are in an option's defaults."""
+    return [base for base in content.get("defaults", ()) if isinstance(base, str) and base not in ("_self_", name)]
 
 
 def is_group(key: str) -> bool:
@@ -109,15 +114,18 @@ def _stored(group: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stored_schema(group: str, option: str) -> Schema | None:
-    stored, name = _stored(group), f"{option}.yaml"
-    if name not in stored:
-        return None
-    node = stored[name].node  # made on first access
-    kind = OmegaConf.get_type(node)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return kind
-    return None if "_target_" in node else dict(node)
+@cache
+def _stored_keys(group: str, name: str) -> list[str]:
+    return [*_dotted(OmegaConf.to_container(_stored(group)[name].node), group.replace("/", "."))]
+
+
+def _dotted(values: Any, prefix: str) -> Iterator[str]:
+    """Yields the dotted keys of nested mappings."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}.{name}")
+        elif name != "defaults":
+            yield f"{prefix}.{name}"
 
 
 def read_option(file: Path) -> dict[str, Any]:
@@ -133,52 +141,3 @@ def read_option(file: Path) -> dict[str, Any]:
 
 
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-# --- keys ---
-
-
-def fields_of(schema: Schema) -> dict[str, Any]:
-    """Returns the type of each key. Keys of a schema without types are Any."""
-    if isinstance(schema, type):
-        return _hints(schema)
-    return {key: value if isinstance(value, Mapping) else Any for key, value in schema.items() if key != "defaults"}
-
-
-_hints = cache(get_type_hints)  # get_type_hints itself evaluates the annotations on each call
-
-
-def nested(kind: Any) -> Schema | None:
-    """Returns the schema of a key that is itself a group of keys, else None."""
-    if isinstance(kind, Mapping):
-        return kind
-    return next((item for item in (kind, *_options_of(kind)) if isinstance(item, type) and is_dataclass(item)), None)
-
-
-def is_optional(kind: Any) -> bool:
-    return kind is Any or type(None) in _options_of(kind)
-
-
-def plain(kind: Any) -> Any:
-    """Returns the type without `| None`."""
-    left = [item for item in _options_of(kind) if item is not type(None)]
-    return left[0] if len(left) == 1 else kind
-
-
-def _options_of(kind: Any) -> Sequence[Any]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-
-
-def dotted(schema: Schema | None, prefix: str) -> list[str]:
-    """Returns the dotted keys of a group, including those of nested groups."""
-    keys: list[str] = []
-    for name, kind in () if schema is None else fields_of(schema).items():
-        inner = nested(kind)
-        keys += [f"{prefix}.{name}"] if inner is None else dotted(inner, f"{prefix}.{name}")
-    return keys
-
-
-def all_options(group: str) -> dict[str, Schema | None]:
-    """Returns the schema of each option that has its own; empty if the group's options share one `_schema`."""
-    names = [name.removesuffix(".yaml") for name in _stored(group) if name.endswith(".yaml")]
-    return {name: Library().schema(group, name) for name in names if not name.startswith("_")}

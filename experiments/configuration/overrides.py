@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from numbers import Number
@@ -16,6 +16,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS
 from experiments.configuration.keys import PLAIN, Keys
@@ -32,18 +33,12 @@ _EXTRAS = {  # launchers and sweepers of other packages, and what to install for
 }
 
 
-def check(
-    overrides: Sequence[str],
-    *,
-    chosen: Mapping[str, str | None] | None = None,
-    laid_on: Mapping[str, Any] | None = None,
-    is_sweep: bool = False,
-) -> None:
-    """Raises ConfigError with a one-line message for an override that Hydra cannot apply.
+def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None = None, is_sweep: bool = False) -> Keys:
+    """Returns the keys of the options that the overrides choose. Raises ConfigError with a one-line message for what
+    is wrong with an override before a value is set: its text, its option, its place.
 
     chosen: the option of each group that no override chooses (None: a user's class, whose keys are not known here); by
-    default those of config.yaml. laid_on: values on which the overrides are set; they are checked too. is_sweep:
-    whether a key may have several values.
+    default those of config.yaml. is_sweep: whether a key may have several values.
     """
     items = [parsed(text) for text in overrides]
     for item in items:
@@ -53,13 +48,29 @@ def check(
                 "key's value is a list"
             )
     keys = _keys(items, library_of(overrides), chosen or {})
-    for group, names in keys.options.items():
-        for option in names:
-            keys.check_file(group, option)
-    for key, value in (laid_on or {}).items():
-        keys.check_value(key, value, str(value), is_added=False)
+    keys.check_overlays()
+    for key, (place, text) in keys.places.items():
+        keys.check_taken(key, text, place)
     for item in items:
         _check(item, keys)
+    return keys
+
+
+def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
+    """Yields overrides that together have each option and, with each, every value for it, without keys of Hydra's."""
+    items = [item for item in map(parsed, overrides) if not _is_hydras(item)]
+    texts = [found for item in items if (found := _texts(item, keys.library))]
+    choices = [found for found in texts if not is_value(found[0])]
+    values = [text for found in texts if is_value(found[0]) for text in found]
+    nowhere = [text for text in values if not any(_has(keys, parsed(text)))]
+    for number in range(max(map(len, choices), default=1)):
+        own = [found[number % len(found)] for found in choices]
+        kept = of_one_point([*own, *values], keys.library)
+        yield [*own, *(text for text in values if text in kept or text in nowhere)]
+
+
+def _is_hydras(item: Override) -> bool:
+    return item.key_or_group.startswith("hydra") and item.key_or_group != "hydra.searchpath"
 
 
 def with_searched(arguments: list[str]) -> list[str]:
@@ -141,25 +152,50 @@ def _check(item: Override, keys: Keys) -> None:
         raise ConfigError(f"{item.input_line}: a run has all of its keys; give this one a value")
     if key in ("hydra/job_logging", "hydra/hydra_logging"):
         raise ConfigError(f"{item.input_line}: a run writes its own log, run.log; leave it out")
-    if key in (*GROUPS, OVERLAYS) and item.is_add() and not _sets_keys(item):
+    sets_keys = is_value(str(item.input_line))
+    if key in (*GROUPS, OVERLAYS) and item.is_add() and not sets_keys:
         raise ConfigError(f"{item.input_line}: a run has its {key}; choose another without the +")
-    if item.is_delete() or item.package is not None or (is_group(key) and not _sets_keys(item)):
-        return
     group, _, name = key.partition(".")
-    for value in _values(item, keys.library):
-        shown = str(value) if item.is_sweep_override() else str(item.input_line).partition("=")[2]
-        if name == "name" and group in GROUPS and value in keys.library.names(group) and [value] != keys.options[group]:
+    for value in _values(item, keys.library) if group in GROUPS and sets_keys else ():
+        if name == "name" and value in keys.library.names(group) and [value] != keys.options[group]:
             raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
-        keys.check_value(key, value, shown, is_added=item.is_add() or item.is_force_add())
+        if not name and "_target_" in value:
+            raise ConfigError(
+                f"{key}._target_: {key} is a whole group, so a class of your own for it goes into a file of your own "
+                f"folder, as my_conf/{key}/mine.yaml; choose it with --config-dir=my_conf {key}=mine "
+                "(docs/extending.md)"
+            )
+    keys.check_taken(key, str(item.input_line))
+
+
+def chooses(item: Override) -> bool:
+    """Whether an override chooses an option of a group, or deletes it."""
+    return is_group(item.key_or_group) and not is_value(str(item.input_line))
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Whether an experiment among the overrides has hydra.mode: MULTIRUN."""
-    items = [parsed(text) for text in overrides]
-    library, overlay = library_of(overrides), _choices(items).get(OVERLAYS)
+    return "MULTIRUN" in _of_overlays(overrides, "hydra.mode")
+
+
+def with_swept(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
+    if any(parsed(item).is_sweep_override() for item in overrides if item.startswith(f"{OVERLAYS}=")):
+        return list(overrides)
+    given = {item.partition("=")[0] for item in overrides}
+    swept: dict[str, Any] = {}
+    for params in _of_overlays(overrides, "hydra.sweeper.params"):
+        swept |= params if isinstance(params, dict) else {}
+    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+
+
+def _of_overlays(overrides: Sequence[str], key: str) -> list[Any]:
+    """Returns what each file of the experiments among the overrides says of a key; None if it says nothing."""
+    library, overlay = library_of(overrides), _choices([parsed(text) for text in overrides]).get(OVERLAYS)
     names = [] if overlay is None else _names(library, overlay)
-    contents = [content for name in names if isinstance(name, str) for content in library.contents(OVERLAYS, name)]
-    return any((content.get("hydra") or {}).get("mode") == "MULTIRUN" for content in contents)
+    contents = [content for name in names if isinstance(name, str) for _, content in library.files(OVERLAYS, name)]
+    found = [OmegaConf.select(OmegaConf.create(content), key) for content in contents]
+    return [OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for one in found]
 
 
 @cache
@@ -255,24 +291,24 @@ def _choices(items: list[Override]) -> dict[str, Override]:
     return {
         item.key_or_group: item
         for item in items
-        if not item.is_delete() and item.package is None and is_group(item.key_or_group) and not _sets_keys(item)
+        if not item.is_delete()
+        and item.package is None
+        and is_group(item.key_or_group)
+        and not is_value(str(item.input_line))
     }
-
-
-def _sets_keys(item: Override) -> bool:
-    """Whether a group's override sets keys (group={key: value}) instead of choosing an option."""
-    if not item.is_sweep_override():
-        return isinstance(item.value(), dict)
-    values = [] if isinstance(item.value(), Glob) else _values(item, Library())
-    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def _values(item: Override, library: Library) -> list[Any]:
     """Returns an override's single value, or its swept values; none if the sweep is not a list."""
+    return [parsed(text).value() for text in _texts(item, library)]
+
+
+def _texts(item: Override, library: Library) -> list[str]:
+    """Returns key=value for each value of an override; none if it sweeps something else than a list."""
     if not item.is_sweep_override():
-        return [item.value()]
+        return [str(item.input_line)]
     try:
-        return [parsed(one).value() for one in swept_values(item, library)]
+        return swept_values(item, library)
     except ConfigError:
         return []  # reported where the sweep is made
 
@@ -353,4 +389,4 @@ def is_value(override: str) -> bool:
     """Whether an override only sets or adds a key of the run: not a key of Hydra's, not the choice of an option."""
     key, _, value = override.lstrip("+").partition("=")
     name, dot, _ = key.partition(".")
-    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith("{")))
+    return name in PLAIN or (name in GROUPS and (dot == "." or value.lstrip().startswith(("{", "choice({"))))

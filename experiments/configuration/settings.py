@@ -165,7 +165,7 @@ class ReportConfig:
         require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s <= 1e9, "seconds, 0 to 1e9")
         require("report.margin", self.margin, 0 < self.margin < 1, "above 0 and below 1, as 0.02 for 2 %")
         for key in self.replicates:
-            if not key.startswith("trace."):
+            if not str(key).startswith("trace."):
                 raise ConfigError(
                     f"report.replicates has {key!r}; a replicate is another trace: name keys of the trace"
                 )

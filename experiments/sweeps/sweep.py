@@ -28,7 +28,7 @@ from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check, library_of, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -71,7 +71,6 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     if any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
-    check([*of_hydra, *arguments], is_sweep=True)  # `arguments` includes the sweep of an overlay
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))
     command = _command(of_hydra, choices, str(config.hydra.sweep.dir))

@@ -101,6 +101,7 @@ def test_pieces_say_what_the_whole_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert pieces["jain_service"] == whole["jain_service"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_fair_order_keeps_the_gap_small(tmp_path: Path) -> None:
     """Three of four requests are of one tenant, more than the engine serves; each has its tokens in the end."""
     tenants = [{"name": "heavy", "share": 3}, {"name": "light", "share": 1}]

@@ -74,6 +74,7 @@ def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(
         simulate(trace_of(tmp_path, rows), scheduler=scheduler, cost={"name": "constant", "step_s": 1e-4})
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_says_first_which_records_are_wrong(tmp_path: Path) -> None:
     for seed in (0, 1):
         assert execute(config_of(seed=seed), tmp_path / str(seed)).exit_status == 0

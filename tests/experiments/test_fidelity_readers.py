@@ -27,6 +27,7 @@ def rows(run) -> Rows:
     return rows_of(run)
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_format_is_recognised_and_read_to_the_microsecond(rows, tmp_path, name):
     """The run was simulated under the very configuration that it is now simulated under again."""
@@ -95,6 +96,7 @@ def test_failed_requests_are_left_out_and_counted(rows, tmp_path, capsys):
     assert f"all {len(rows)} failed" in error_line(capsys, everything, *FILE)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_appended_results_are_loads_of_their_own_and_repeats_are_found(rows, tmp_path):
     line = bench(rows, tmp_path).read_text()
     later = bench([{**row, "ttft_s": 1.1 * row["ttft_s"]} for row in rows], tmp_path).read_text()

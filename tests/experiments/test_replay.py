@@ -57,6 +57,7 @@ def test_a_replay_at_a_speed_divides_when_requests_come_and_nothing_else(tmp_pat
     assert check_parity(fast).divergence is None
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_with_it(tmp_path, capsys):
     fast = replayed(tmp_path / "fast", backend__speed=4.0)
     real = load_run(fast)

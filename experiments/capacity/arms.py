@@ -110,8 +110,7 @@ def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]
         key = override.get_key_element()
         if key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath":
             raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
-        is_swept = override.is_sweep_override()
-        choices[key] = swept_values(override, library) if is_swept else [str(override.input_line)]
+        choices[key] = swept_values(override, library)
     return choices
 
 

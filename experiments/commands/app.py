@@ -72,7 +72,7 @@ def run_app(arguments: list[str]) -> int:
             flags.append("-m")  # before Hydra composes: it rejects several values of `experiment` without this flag
         swept = with_swept(overrides) if sweeps else overrides
         keys = check_values(swept, is_sweep=sweeps)
-        overrides = emptied(_for_sweeper(overrides, of_points(overrides, swept)) if sweeps else overrides)
+        overrides = emptied(_for_sweeper(overrides, of_points(overrides, keys)) if sweeps else overrides)
     _check_environment(overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # Hydra's plugin search does not find it in an editable installation

@@ -115,10 +115,9 @@ def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | No
     return Keys(library, options | {name: names for name, names in given.items() if names} | {OVERLAYS: overlays})
 
 
-def of_points(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
+def of_points(overrides: Sequence[str], keys: Keys) -> list[str]:
     """Returns a sweep's overrides for Hydra. A key that only some of the swept options have is written as a sweep over
-    its one value, so that Hydra sets it per point. swept: the overrides, with those of a named experiment's sweep."""
-    keys = _keys([parsed(text) for text in swept], library_of(overrides), {})
+    its one value, so that Hydra sets it per point. keys: those of all the sweep's options."""
     made = []
     for text in overrides:
         item, (key, _, value) = parsed(text), text.partition("=")
@@ -305,8 +304,6 @@ def _values(item: Override, library: Library) -> list[Any]:
 
 def _texts(item: Override, library: Library) -> list[str]:
     """Returns key=value for each value of an override; none if it sweeps something else than a list."""
-    if not item.is_sweep_override():
-        return [str(item.input_line)]
     try:
         return swept_values(item, library)
     except ConfigError:
@@ -314,8 +311,10 @@ def _texts(item: Override, library: Library) -> list[str]:
 
 
 def swept_values(item: Override, library: Library) -> list[str]:
-    """Returns key=value for each swept value; for a glob, those of the matching options. Raises ConfigError if there is
-    none, or if the sweep is not a list."""
+    """Returns key=value for each value of an override; for a glob, those of the matching options. Raises ConfigError if
+    a sweep has none, or is not a list."""
+    if not item.is_sweep_override():
+        return [str(item.input_line)]
     key, pattern = item.get_key_element(), item.value()
     if not item.is_discrete_sweep():
         raise ConfigError(f"{item.input_line}: only lists of values are swept: {key}=a,b,c")

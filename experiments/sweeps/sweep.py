@@ -119,9 +119,6 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
     choices: dict[str, list[str]] = {}
     for item in parsed:
         key = item.get_key_element()
-        if not item.is_sweep_override():
-            choices[key] = [str(item.input_line)]
-            continue
         choices[key] = list(dict.fromkeys(swept_values(item, library)))
         if key == "experiment" and len(choices[key]) > 1:
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")

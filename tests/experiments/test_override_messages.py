@@ -103,6 +103,15 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["--config-name=x"], "--config-name=x: a run has one configuration; options of your own, "),
         (["cache.prefix_caching=2"], "cache.prefix_caching is '2'; it must be true or false"),
         (["cache.prefix_caching=-1"], "cache.prefix_caching is '-1'; it must be true or false"),
+        (["cache={prefix_caching: 2}"], "cache.prefix_caching is '2'; it must be true or false"),
+        (["trace.transforms.thin=1"], "unknown key 'trace.transforms.thin'; trace.transforms has no keys of its own"),
+        (["trace.transforms={name: thin}"], "trace.transforms is '{name: thin}'; it must be a list, as in "),
+        (
+            ["model=llama3.1_8b", "model.rope_scaling.fator=4"],
+            "unknown key 'model.rope_scaling.fator'; did you mean 'm",
+        ),
+        (["slo.ttft_s=1" + "0" * 400], "slo.ttft_s=1000"),
+        (["experiment=demo", "cost.step_s=1"], "cost.step_s is a key of cost=constant; leave it out, or choose cost=c"),
         (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
         (
             ["experiment=watermark", "cache.watermrak=1"],
@@ -160,6 +169,10 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("cache:\n  blok_size: 3\n", "line 4: unknown key 'cache.blok_size'; did you mean 'cache.block_size'? "),
         ("trace:\n  path: x\nsed: 1\n", "line 5: unknown key 'sed'; did you mean 'seed'? "),
         ("cost:\n  step_s: fast\n", "line 4: cost.step_s is 'fast'; it must be a number"),
+        ("trace:\n  prompt: 3\n", "line 4: trace.prompt is '3'; it is a group of keys: set one as trace.prompt.<key>"),
+        ("cache:\n  prefix_caching: 2\n", "line 4: cache.prefix_caching is '2'; it must be true or false"),
+        ("report:\n  question: ${nope}\n", "line 4: report.question has ${nope}, and there is no key 'nope'"),
+        (f"slo:\n  ttft_s: {10**400}\n", "line 4: slo.ttft_s=1000"),
     ):
         file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\n" + text)
         assert say(capsys, *run).error().startswith(f"{file}, {expected}")

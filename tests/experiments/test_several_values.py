@@ -10,7 +10,7 @@ from analysis.load import load_sweep
 from experiments.capacity.arms import parse
 from experiments.configuration.compose import compose_config, compose_from
 from experiments.configuration.options import Library, options
-from experiments.configuration.overrides import of_points, parsed, swept_values
+from experiments.configuration.overrides import check, of_points, parsed, swept_values
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Said, say
 
@@ -91,7 +91,7 @@ def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("value", ["null", "0.001", "", "'1e3'", '"l\'été, 2.json"', '"a b=c.json"', "[1,2]", "{a:1}"])
 def test_a_value_stays_what_it_is(value: str) -> None:
     overrides = ["cost=constant,linear", f"cost.path={value}"]
-    _, made = of_points(overrides, overrides)
+    _, made = of_points(overrides, check(overrides, is_sweep=True))
     assert set(swept_values(parsed(made), Library())) == {f"cost.path={value}" if value else "cost.path=''"}
 
 

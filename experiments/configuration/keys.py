@@ -149,11 +149,6 @@ class Keys:
         node at `place` in which it was sought."""
         if key in GONE:
             return f"{key} {GONE[key]}; leave it out"
-        if place in GROUPS and key == f"{place}._target_":
-            return (
-                f"{key}: {place} is a whole group, so a class of your own for it goes into a file of your own folder, "
-                f"as my_conf/{place}/mine.yaml; choose it with --config-dir=my_conf {place}=mine (docs/extending.md)"
-            )
         top, *rest = key.split(".")
         group = "/".join((top, *rest[:1])) if top == "hydra" else top
         if owners := self.library.owners(group, key):

@@ -158,10 +158,11 @@ def _check(item: Override, keys: Keys) -> None:
     for value in _values(item, keys.library) if group in GROUPS and sets_keys else ():
         if name == "name" and value in keys.library.names(group) and [value] != keys.options[group]:
             raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
-        if not name and "_target_" in value:
+        is_added = item.is_add() or item.is_force_add()
+        if (name == "_target_" and not is_added) or (not name and "_target_" in value):
             raise ConfigError(
-                f"{key}._target_: {key} is a whole group, so a class of your own for it goes into a file of your own "
-                f"folder, as my_conf/{key}/mine.yaml; choose it with --config-dir=my_conf {key}=mine "
+                f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your "
+                f"own folder, as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine "
                 "(docs/extending.md)"
             )
     keys.check_taken(key, str(item.input_line))

@@ -331,6 +331,7 @@ def test_a_class_may_derive_from_its_protocol(name: str) -> None:
 
 @pytest.mark.parametrize("group", ["cost", "trace"])
 def test_a_class_for_a_whole_group_is_told_where_it_goes(capsys: pytest.CaptureFixture[str], group: str) -> None:
-    error = say(capsys, "run", f"{group}={{_target_: mine.Own}}").error()
-    assert error.startswith(f"{group}._target_: {group} is a whole group")
-    assert f"as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine" in error
+    for override in (f"{group}={{_target_: mine.Own}}", f"{group}._target_=mine.Own"):
+        error = say(capsys, "run", override).error()
+        assert error.startswith(f"{group}._target_: {group} is a whole group")
+        assert f"as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine" in error

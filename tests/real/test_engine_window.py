@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -269,8 +270,8 @@ def test_every_logit_is_right_under_the_core(spec, references, window, compositi
     assert {name: len(output) for name, output in inbox.outputs.items()} == {r.request_id: NUM_TOKENS for r in requests}
     prompts = {request.request_id: list(request.prompt_token_ids) for request in requests}
     expected = {name: references(window, prompts[name] + output) for name, output in inbox.outputs.items()}
-    for seq_id, position, logits in watch.logits_of:
-        assert_close(logits[None], expected[inbox.names[seq_id]][position])
+    right = [expected[inbox.names[seq_id]][position] for seq_id, position, _ in watch.logits_of]
+    assert_close(torch.stack([logits for *_, logits in watch.logits_of]), *right)
     assert watch.num_overwritten > 0
     assert (inbox.num_preemptions > 0) == (window > 1)  # of a window of 1 nobody holds more than 2 blocks for long
     assert (inbox.num_swapped_in > 0) == (window > 1 and preemption is Swap)
@@ -288,15 +289,21 @@ def serve_groups(requests: list[Request], window: int, composition: str, num_blo
     )  # fmt: skip
 
 
+@cache
+def completions_alone(window: int):
+    completions = {}
+    for request in requests_of(KINDS, PROMPTS, NUM_TOKENS):
+        one = request.replace(arrival_ns=0)
+        completions |= serve_groups([one], window, "prefill_first", 64, caching=False).completions
+    return completions
+
+
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])
 @pytest.mark.parametrize("window", [6, 13])
 def test_groups_get_the_tokens_they_get_alone(window, composition):
     requests = requests_of(KINDS, PROMPTS, NUM_TOKENS)
-    alone = {}
-    for request in requests:
-        alone |= serve_groups([request.replace(arrival_ns=0)], window, "prefill_first", 64, caching=False).completions
     for caching in (True, False):
         together = serve_groups(requests, window, composition, 18, caching)
-        assert together.completions == alone
+        assert together.completions == completions_alone(window)
         assert together.num_swapped_in == together.num_swapped_out > 0
         assert together.num_copied > 0

@@ -123,18 +123,17 @@ class Keys:
         items: the overrides that may be the cause; if none is, a file of the user's own is.
         """
         key, shown, place = error.full_key or "", str(error.value), ""
-        typed = key  # the same, or a key below it, which OmegaConf did not reach
         item = next((item for item in items if _is_among(item.key_or_group, [key])), None)
-        if item is not None:
-            typed = max(key, item.key_or_group, key=len)
-            shown = str(item.input_line).partition("=")[2] if item.key_or_group == key else shown
-        else:
+        if item is None:
             if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
                 groups = {name.rpartition(".")[0] for name in self.all}
                 values = ((name, text) for name, (_, text) in self.places.items() if text and name in groups)
-                key, shown = typed, _ = next(values, ("", ""))
-            below = (place for name, (place, _) in self.places.items() if _is_below(name, key.partition("[")[0]))
-            place = next(below, "")
+                key, shown = next(values, ("", ""))
+            places = (place for name, (place, _) in self.places.items() if _is_below(name, key.partition("[")[0]))
+            place = next(places, "")
+        elif item.key_or_group == key:
+            shown = str(item.input_line).partition("=")[2]
+        typed = key if item is None else max(key, item.key_or_group, key=len)  # it may be below what OmegaConf reached
         if isinstance(error, ConfigAttributeError | ConfigKeyError):
             return place + self._unknown(typed, key.rpartition(".")[0], error.parent_node)
         if isinstance(error, InterpolationResolutionError) or not isinstance(error, ValidationError | ConfigTypeError):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from analysis.comparison import fidelity
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
@@ -172,9 +173,11 @@ def test_poor_data_draws_without_a_warning(poor, tmp_path):
         saved(axes, tmp_path, f"plot_{index}")
 
 
-def test_files_are_the_same_each_time_and_globals_stay_untouched(runs, tmp_path):
-    before = dict(mpl.rcParams)
+def test_files_are_the_same_each_time_drawn_once_each_and_globals_stay_untouched(runs, tmp_path, monkeypatch):
+    before, draw, drawn = dict(mpl.rcParams), Figure.draw, []
+    monkeypatch.setattr(Figure, "draw", lambda self, renderer: (drawn.append(renderer), draw(self, renderer)))
     first = [path.read_bytes() for path in saved(plots.latency_cdf(runs), tmp_path, "one")]
+    assert len(drawn) == len(first)
     second = [path.read_bytes() for path in saved(plots.latency_cdf(runs), tmp_path, "two")]
     assert first == second
     assert dict(mpl.rcParams) == before

@@ -419,3 +419,11 @@ def test_a_manifest_says_what_its_maker_set(tmp_path: Path, capsys: pytest.Captu
     assert made.manifest["given"] | {"model": "tiny", "scheduler.max_num_seqs": "4"} == made.manifest["given"]
     for folder in (one, again, tmp_path / "made"):
         assert (manifest_of(folder)["swept"], manifest_of(folder)["point"]) == (None, None)
+
+
+def test_without_a_summary_the_records_are_the_same(tmp_path: Path) -> None:
+    whole, bare = (execute(config_of(), tmp_path / name, has_summary=name == "whole") for name in ("whole", "bare"))
+    assert (bare.status, bare.summary, bare.notes) == ("complete", {}, ())
+    kept, left = ({file.name for file in one.folder.iterdir()} for one in (whole, bare))
+    assert kept - left == {"summary.json"}
+    assert load_run(bare.folder).summary == whole.summary

@@ -39,10 +39,11 @@ def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, capsys: p
     ]
 
 
-def test_the_mode_is_known_without_composing_all_to_find_it_out(
+def test_neither_the_mode_nor_a_job_is_found_out_by_composing_all_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("hydra._internal.hydra.Hydra.get_mode")
+    monkeypatch.delattr("hydra._internal.config_loader_impl.ConfigLoaderImpl.load_sweep_config")
     assert sweep(capsys, tmp_path / "s", "seed=0,1").status == 0
     assert say(capsys, "run", *TINY, *SHORT, "hydra.verbose=false", f"hydra.run.dir={tmp_path / 'r'}").status == 0
 

@@ -16,9 +16,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ GARBAGE = 77
 CONTEXT_BYTES = 1 << 20  # of the GPU's memory, held by the driver
 GRAPH_BYTES = 1 << 20  # the driver's, for each graph
 COPIES = ("to", "_to_copy", "copy_")
+PINNING = ("pin_memory", "_pin_memory")
 # the host must know their result, or its size, before it goes on
 WAITING = (
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "_unique2",
@@ -54,6 +55,10 @@ WAITING = (
 
 class FakeGPU(TorchDispatchMode):
     """One GPU. syncs: why the host waited, each time; `peak` of the bytes of tensors, since it was set."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is traced here: torch's detour around each operation is as long as the operation
 
     def __init__(self, total_bytes: int = 1 << 28) -> None:
         super().__init__()
@@ -214,12 +219,13 @@ class FakeGPU(TorchDispatchMode):
         self._accesses[place(tensor)] = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        given |= kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        called = signature_of(func)
+        if called.stays_on_host and not types:
+            return func(*args, **(kwargs or {}))
+        name, given = called.name, dict(zip(called.arguments, args, strict=False)) | (kwargs or {})
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
-        if name in ("pin_memory", "_pin_memory"):
+        if name in PINNING:
             return self._as_pinned(given["self"].clone())
         if name in COPIES:
             source = given["src"] if name == "copy_" else given["self"]
@@ -341,10 +347,27 @@ def _has_mask(name: str, given: dict[str, Any]) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    arguments = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    names = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return [named[name] for name in names if isinstance(named.get(name), Tensor)]
+    called = signature_of(func)
+    if not called.written:
+        return []
+    named = dict(zip(called.arguments, args, strict=False)) | kwargs
+    return [named[name] for name in called.written if isinstance(named.get(name), Tensor)]
+
+
+class Signature(NamedTuple):
+    name: str
+    arguments: list[str]
+    written: list[str]
+    stays_on_host: bool  # if no tensor of the GPU is among its arguments
+
+
+@cache
+def signature_of(func: Any) -> Signature:
+    """Read from torch once: it makes its schemas anew each time they are looked at."""
+    schema = func._schema
+    name, arguments = schema.name.removeprefix("aten::"), [one.name for one in schema.arguments]
+    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return Signature(name, arguments, written, "device" not in arguments and name not in (*COPIES, *PINNING))
 
 
 @contextmanager

@@ -86,6 +86,12 @@ def pushed(queue: Any, *seqs: Sequence) -> Any:
 # --- random calls ---
 
 
+ARRIVALS = st.tuples(  # one by one they would take several times as long to draw
+    st.integers(1, 60), st.integers(1, 60), st.integers(0, 3), st.integers(-3, 3),
+    st.sampled_from((None, "a", "b", "c")), st.integers(0, 40),
+)  # fmt: skip
+
+
 @dataclass
 class World:
     """A queue under test, and what waits, runs and has been in it, as the scheduler would know it."""
@@ -96,15 +102,14 @@ class World:
     now_ns: int = 0
     num_seqs: int = 0
 
-    def push(self, draw: Callable[[int, int], int]) -> None:
-        deadline = draw(0, 40)
+    def push(self, prompt: int, output: int, age_s: int, priority: int, tenant: str | None, deadline: int) -> None:
         seq = make_seq(
             self.num_seqs,
-            draw(1, 60),
-            draw(1, 60),
-            arrival_ns=max(0, self.now_ns - draw(0, 3) * NS_PER_S),
-            priority=draw(-3, 3),
-            tenant=(None, "a", "b", "c")[draw(0, 3)],
+            prompt,
+            output,
+            arrival_ns=max(0, self.now_ns - age_s * NS_PER_S),
+            priority=priority,
+            tenant=tenant,
             deadline_ns=None if deadline > 30 else deadline * NS_PER_S,
         )
         self.num_seqs += 1
@@ -162,7 +167,7 @@ def play(queue: Any, data: st.DataObject, check: Callable[[World], None]) -> Wor
     for _ in range(draw(1, 40)):
         action = draw(0, 9)
         if action <= 4 or not (world.waiting or world.running):
-            world.push(draw)
+            world.push(*data.draw(ARRIVALS))
         elif action <= 6:
             world.admit(queue.head(world.now_ns))
         elif action == 7:

@@ -90,7 +90,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     """M/D/1 (Erlang, 1909): the rate at which 99 % wait 40 ms at most, services being 10 ms."""
-    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=4000", "trace.rate=56", "slo.ttft_s=0.05", "seed=0,1")
+    found = capacity_of(tmp_path, *ONE_TOKEN, "trace.num_requests=6000", "trace.rate=56", "slo.ttft_s=0.05", "seed=0,1")
     low, high = 1.0, 99.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -98,7 +98,7 @@ def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     assert found.capacity == pytest.approx(low, rel=0.05)
     at = found.at_kept
     assert at is not None
-    assert at.num_requests == 8_000, "of both seeds"
+    assert at.num_requests == 12_000, "of both seeds"
 
 
 def waits_at_most(time_s: float, rate: float, service_s: float) -> float:

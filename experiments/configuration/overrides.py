@@ -1,5 +1,5 @@
-"""Parses overrides (`key=value`) and checks them against options and dataclasses before Hydra composes. Every mistake
-is reported in one line."""
+"""Parses overrides (`key=value`) and checks their text and the options that they choose. Keys and values are checked by
+OmegaConf, where `compose` sets them. Every mistake is reported in one line."""
 
 from __future__ import annotations
 

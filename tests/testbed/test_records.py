@@ -78,14 +78,17 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
     run_steps(
         recorder,
         scheduler,
-        [make_request("a", 6, 3, tenant="t", session_id="s", turn=2, priority=4), make_request("b", 3, 1)],
+        [
+            make_request("a", 6, 3, tenant="t", session_id="s", turn=2, priority=4, deadline_ns=35),
+            make_request("b", 3, 1),
+        ],
     )
     recorder.close()
     b, a = sorted(rows(tmp_path / "requests.parquet"), key=lambda row: row["finish_ns"])
     # steps end at 10, 20, 30, 40: a computes 4 and 2 prompt tokens, then decodes twice; b starts in the second step
     assert a == {
-        "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4, "replica": 0,
-        "num_prompt_tokens": 6, "num_output_tokens": 3, "num_token_steps": 3,
+        "request_id": "a", "session_id": "s", "turn": 2, "tenant": "t", "priority": 4, "deadline_ns": 35,
+        "replica": 0, "num_prompt_tokens": 6, "num_output_tokens": 3, "num_token_steps": 3,
         "num_cached_tokens": 0, "num_preemptions": 0,
         "num_recomputed_tokens": 0, "finish_reason": "length", "finish_message": None,
         "arrival_ns": 0, "queued_ns": 0, "first_scheduled_ns": 0, "first_token_ns": 20, "finish_ns": 40,
@@ -93,7 +96,7 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
         "ttft_s": 20e-9, "tpot_s": 10e-9, "e2e_s": 40e-9,
     }  # fmt: skip
     assert (b["first_scheduled_ns"], b["token_ns"], b["tpot_s"], b["finish_ns"]) == (10, [30], None, 30)
-    assert (b["session_id"], b["turn"], b["tenant"]) == (None, None, None)
+    assert (b["session_id"], b["turn"], b["tenant"], b["deadline_ns"]) == (None, None, None, None)
 
 
 def test_a_step_is_recorded_as_it_was_decided(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.keys import PLAIN, Keys, too_large
@@ -141,12 +141,25 @@ def _set(node: DictConfig, item: Override) -> None:
     before = OmegaConf.select(node, key, throw_on_missing=False)
     if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
         raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-    _lay(node, key, value, is_added=is_added)
-    if value == "" and before is None:
-        raise ConfigError(f"{key} has no value; give one, or null for none")
-    given = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-    for name, one in given.items():
+    absent = ConfigError(f"{key} has no value; give one, or null for none") if value == "" and before is None else None
+    try:
+        _lay(node, key, value, is_added=is_added)
+    except ValidationError:
+        if absent is None:
+            raise
+    if absent is not None:
+        raise absent
+    for name, one in _given(key, value):
         _refuse_number(node, name, str(one))
+
+
+def _given(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for a value, or for each one in a mapping."""
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _given(f"{key}.{name}", inner)
 
 
 def _refuse_number(node: DictConfig, key: str, given: str, place: str = "") -> None:

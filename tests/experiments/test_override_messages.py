@@ -18,6 +18,11 @@ WRONG = [
     ("sampling.temperature=hot", "sampling.temperature is 'hot'; it must be a number"),
     ("scheduler.max_num_seqs=null", "scheduler.max_num_seqs is null; it must have a value"),
     ("seed=x", "seed is 'x'; it must be a whole number"),
+    ("cache.num_gpu_blocks=", "cache.num_gpu_blocks has no value; give one, or null for none"),
+    (
+        "scheduler={kv_rules: {full_length_must_fit: 2}}",
+        "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",
+    ),
     ("trace.prompt=5", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
 ]
 

@@ -127,8 +127,9 @@ class Keys:
         if item is None:
             if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
                 groups = {name.rpartition(".")[0] for name in self.all}
-                values = ((name, text) for name, (_, text) in self.places.items() if text and name in groups)
-                key, shown = next(values, ("", ""))
+                mixed = groups if not isinstance(error, ConfigTypeError) else _LISTS  # or of keys in place of a list
+                values = ((name, text) for name, (_, text) in self.places.items() if name in mixed)
+                key, shown = next((one for one in values if bool(one[1]) == (mixed is groups)), ("", ""))
             places = (place for name, (place, _) in self.places.items() if _is_below(name, key.partition("[")[0]))
             place = next(places, "")
         elif item.key_or_group == key:
@@ -210,7 +211,9 @@ def _refused(error: OmegaConfBaseException, key: str, shown: str) -> str:
     """Returns what the value of a key must be, by the node that refused it; empty for a node that we do not know."""
     is_merged = isinstance(error, ConfigTypeError)  # a mapping into a list, or the reverse
     node: Any = error.parent_node if is_merged else error.child_node
-    if isinstance(node, DictConfig) or not error.full_key:
+    if is_merged and key in _LISTS and not error.full_key:
+        node, shown = ListConfig([]), "{…}"
+    elif isinstance(node, DictConfig) or not error.full_key:
         return f"{key} is {shown!r}; it is a group of keys: set one as {key}.<key>=<value>" if key else ""
     if error.value is None and not is_merged:
         return f"{key} is null; it must have a value"

@@ -175,6 +175,7 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("trace:\n  path: x\nsed: 1\n", "line 5: unknown key 'sed'; did you mean 'seed'? "),
         ("cost:\n  step_s: fast\n", "line 4: cost.step_s is 'fast'; it must be a number"),
         ("trace:\n  prompt: 3\n", "line 4: trace.prompt is '3'; it is a group of keys: set one as trace.prompt.<key>"),
+        ("trace:\n  transforms: {name: thin}\n", "line 4: trace.transforms is '{…}'; it must be a list, as in 'trace."),
         ("cache:\n  prefix_caching: 2\n", "line 4: cache.prefix_caching is '2'; it must be true or false"),
         ("report:\n  question: ${nope}\n", "line 4: report.question has ${nope}, and there is no key 'nope'"),
         (f"slo:\n  ttft_s: {10**400}\n", "line 4: slo.ttft_s=1000"),

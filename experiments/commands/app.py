@@ -246,7 +246,7 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
 
 
 def _config_of(node: DictConfig) -> RunConfig:
-    raw = OmegaConf.to_container(node, resolve=True)
+    raw = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     assert isinstance(raw, dict)
     config = RunConfig.from_container({str(key): value for key, value in raw.items()})
     check_device(_given("task"), config)

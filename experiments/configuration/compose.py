@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.keys import PLAIN, Keys, too_large
@@ -78,6 +78,8 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
 
 def _line(error: BaseException) -> str:
     """Returns an error as one line that begins with the key, without OmegaConf's lines about it at the end."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is '???', which stands for a value that is missing; give one"
     text, _, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
@@ -171,14 +173,15 @@ def _refuse_number(node: DictConfig, key: str, given: str, place: str = "") -> N
 def _resolved(node: DictConfig) -> dict[str, Any]:
     """Returns the node, resolved, as plain containers."""
     with in_one_line(()):
-        raw = OmegaConf.to_container(node, resolve=True)
+        raw = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
 
 
 def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> None:
-    """Sets a key. A mapping that contains classes is set key by key, because a class replaces the old value."""
-    if isinstance(value, dict) and not _is_class(value) and any(map(_is_class, value.values())):
+    """Sets a key. The mapping of a group is set key by key, so that an error has the key; one that contains classes,
+    because a class replaces the old value."""
+    if isinstance(value, dict) and not _is_class(value) and (key in GROUPS or any(map(_is_class, value.values()))):
         for name, item in value.items():
             _lay(node, f"{key}.{name}", item, is_added=is_added)
     else:

@@ -123,6 +123,8 @@ class Keys:
         items: the overrides that may be the cause; if none is, a file of the user's own is.
         """
         key, shown, place = error.full_key or "", str(error.value), ""
+        if isinstance(error, ConfigTypeError):  # it does not say what the value is
+            shown = "{…}" if isinstance(error.parent_node, ListConfig) else "[…]"
         item = next((item for item in items if _is_among(item.key_or_group, [key])), None)
         if item is None:
             if not key:  # OmegaConf does not say where there is a single value in place of a group of keys
@@ -136,6 +138,9 @@ class Keys:
             shown = str(item.input_line).partition("=")[2]
         typed = key if item is None else max(key, item.key_or_group, key=len)  # it may be below what OmegaConf reached
         if isinstance(error, ConfigAttributeError | ConfigKeyError):
+            first, dot, rest = str(error.key).partition(".")
+            if dot and item is None:
+                return f"{place}unknown key {typed!r}; in a file a key is below its group, as {first}: {{{rest}: …}}"
             return place + self._unknown(typed, key.rpartition(".")[0], error.parent_node)
         if isinstance(error, InterpolationResolutionError) or not isinstance(error, ValidationError | ConfigTypeError):
             return ""
@@ -151,6 +156,8 @@ class Keys:
             return f"{key} {GONE[key]}; leave it out"
         top, *rest = key.split(".")
         group = "/".join((top, *rest[:1])) if top == "hydra" else top
+        if place in GROUPS and key == f"{place}._target_":
+            return whole_class(place)
         if owners := self.library.owners(group, key):
             limits = " (trace.limit takes the first requests of a file)" if key == "trace.num_requests" else ""
             return (
@@ -168,6 +175,14 @@ class Keys:
         if not place:
             return f"unknown key {key!r}; {hint}at the top there are: {', '.join((*GROUPS, *PLAIN))}"
         return f"unknown key {key!r}; {hint}{place} has: {', '.join(own)}"
+
+
+def whole_class(group: str) -> str:
+    """Returns the error text for a class in place of a whole group."""
+    return (
+        f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your own "
+        f"folder, as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine (docs/extending.md)"
+    )
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:

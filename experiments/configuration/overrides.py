@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS
-from experiments.configuration.keys import PLAIN, Keys
+from experiments.configuration.keys import PLAIN, Keys, whole_class
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
@@ -160,11 +160,7 @@ def _check(item: Override, keys: Keys) -> None:
             raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
         is_added = item.is_add() or item.is_force_add()
         if (name == "_target_" and not is_added) or (not name and "_target_" in value):
-            raise ConfigError(
-                f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your "
-                f"own folder, as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine "
-                "(docs/extending.md)"
-            )
+            raise ConfigError(whole_class(group))
     keys.check_taken(key, str(item.input_line))
 
 

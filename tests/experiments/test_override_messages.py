@@ -23,6 +23,13 @@ WRONG = [
         "scheduler={kv_rules: {full_length_must_fit: 2}}",
         "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",
     ),
+    ("trace={prompt: 5}", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
+    (
+        "trace={transforms: {name: thin}}",
+        "trace.transforms is '{…}'; it must be a list, as in 'trace.transforms=[{name: thin, fraction: 0.5}]' (quoted "
+        "for the shell)",
+    ),
+    ("trace.prompt=???", "trace.prompt is '???', which stands for a value that is missing; give one"),
     ("trace.prompt=5", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
 ]
 
@@ -175,6 +182,14 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("trace:\n  path: x\nsed: 1\n", "line 5: unknown key 'sed'; did you mean 'seed'? "),
         ("cost:\n  step_s: fast\n", "line 4: cost.step_s is 'fast'; it must be a number"),
         ("trace:\n  prompt: 3\n", "line 4: trace.prompt is '3'; it is a group of keys: set one as trace.prompt.<key>"),
+        (
+            "cost:\n  _target_: mine.Own\n",
+            "line 4: cost._target_: cost is a whole group, so a class of your own for it",
+        ),
+        (
+            "cache.block_size: 32\n",
+            "line 3: unknown key 'cache.block_size'; in a file a key is below its group, as cac",
+        ),
         ("trace:\n  transforms: {name: thin}\n", "line 4: trace.transforms is '{…}'; it must be a list, as in 'trace."),
         ("cache:\n  prefix_caching: 2\n", "line 4: cache.prefix_caching is '2'; it must be true or false"),
         ("report:\n  question: ${nope}\n", "line 4: report.question has ${nope}, and there is no key 'nope'"),

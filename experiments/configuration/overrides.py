@@ -57,11 +57,13 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
 
 
 def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
-    """Yields overrides that together have each option and, with each, every value for it, without keys of Hydra's."""
+    """Yields overrides that together have each option and, with each, every value for it, without keys of Hydra's. A
+    key that is added is there when its next value comes, so that replaces it."""
     items = [item for item in map(parsed, overrides) if not _is_hydras(item)]
     texts = [found for item in items if (found := _texts(item, keys.library))]
     choices = [found for found in texts if not is_value(found[0])]
-    values = [text for found in texts if is_value(found[0]) for text in found]
+    swept = [found for found in texts if is_value(found[0])]
+    values = [text for first, *more in swept for text in (first, *(re.sub(r"^\+\+?", "++", one) for one in more))]
     nowhere = [text for text in values if not any(_has(keys, parsed(text)))]
     for number in range(max(map(len, choices), default=1)):
         own = [found[number % len(found)] for found in choices]

@@ -8,7 +8,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.capacity.arms import parse
-from experiments.configuration.compose import compose_config, compose_from
+from experiments.configuration.compose import check_values, compose_config, compose_from
 from experiments.configuration.options import Library, options
 from experiments.configuration.overrides import check, of_points, parsed, swept_values
 from testbed.errors import ConfigError
@@ -25,6 +25,13 @@ def test_the_later_override_holds_whether_it_is_added_or_not() -> None:
     assert compose_from(dict(compose_config(["seed=3"]).raw), ["++seed=1"]).seed == 1
     with pytest.raises(ConfigError, match="An item is already at 'seed'"):
         compose_config(["seed=2", "+seed=1"])
+
+
+def test_a_key_that_is_added_may_have_several_values() -> None:
+    own = "scheduler.queue_order={_target_: mine.Own}"
+    check_values([own, "scheduler=vllm_v1,sarathi", "+scheduler.queue_order.gain=1,2"], is_sweep=True)
+    with pytest.raises(ConfigError, match=r"An item is already at 'cache.block_size'"):
+        check_values(["+cache.block_size=8,16"], is_sweep=True)
 
 
 def test_options_are_swept_by_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

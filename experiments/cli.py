@@ -161,7 +161,7 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument(
         "--baseline", type=words, help=f"the arm that the others are compared with; {stated} report.baseline"
     )
-    parser.add_argument("--slo", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s); {stated} slo.*")
+    parser.add_argument("--slo", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s, lateness_s); {stated} slo.*")
     parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)

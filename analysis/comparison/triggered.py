@@ -34,7 +34,7 @@ def _is_one(run: Run, column: str) -> bool:
 
 
 def _is_alike(run: Run, field: str) -> bool:
-    """Whether the trace's requests are known not to differ in a field that is not recorded."""
+    """Whether the requests are known not to differ in a field, by what the manifest says of the trace."""
     trace = run.manifest.get("trace")
     differ_in = trace.get("differ_in") if isinstance(trace, dict) else None
     return differ_in is not None and field not in differ_in

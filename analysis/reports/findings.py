@@ -22,6 +22,7 @@ from analysis.comparison.wording import (
 )
 from analysis.load import Run
 from analysis.measures.checks import failures
+from analysis.measures.metrics import SLO
 
 
 def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str]:
@@ -142,7 +143,7 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
     return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
 
 
-def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo_given: bool) -> Iterator[str]:
+def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | None) -> Iterator[str]:
     """Sentences on limits of the numbers, in addition to the trust indicators and the cautions. compared: the arms of
     each load."""
     least = min(map(num_replicates, compared), default=0)
@@ -160,5 +161,12 @@ def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo_given: bo
             f"{fmt.number(unsent)} requests of the traces were never sent: their session's earlier turn was ignored or "
             "aborted, or their run was cut off."
         )
-    if not slo_given:
+    if slo is None:
         yield "No SLO was given, so there is no goodput."
+    elif slo.lateness_s is not None:
+        runs = [run for arm in arms for run in arm.runs]
+        if num := sum(run.summary["deadlines"] is None for run in runs):
+            yield (
+                f"{fmt.number(num)} of {fmt.number(len(runs))} runs recorded no deadline (an older version never did): "
+                "the limit on lateness binds no request of theirs."
+            )

@@ -373,7 +373,7 @@ def _context(
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [
-            *findings.limits([one.arms for one in sections.compared], report.arms, slo is not None),
+            *findings.limits([one.arms for one in sections.compared], report.arms, slo),
             *sections.notes,
             *report.notes,
         ],

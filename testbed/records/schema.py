@@ -32,7 +32,7 @@ REQUEST_COLUMNS: dict[str, str] = {
     "turn": "int32",  # null outside sessions
     "tenant": "string",  # null: none was named
     "priority": "int32",  # from the trace; smaller is more urgent
-    "deadline_ns": "int64",  # from the trace; null: none
+    "deadline_ns": "int64",  # arrival + the trace's deadline; null: none
     "replica": "int32",  # the replica that served it; 0 if there is only one
     "num_prompt_tokens": "int32",  # cached ones included
     "num_output_tokens": "int32",  # emitted so far, by all of its sequences

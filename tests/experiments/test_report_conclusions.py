@@ -14,8 +14,9 @@ from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.comparison.triggered import _never_used
 from analysis.load import load_sweep
+from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate
-from analysis.reports.findings import finding
+from analysis.reports.findings import finding, limits
 from analysis.reports.report import report_from_folders
 from experiments import simulate
 from experiments.wiring.traces import build_trace
@@ -361,6 +362,8 @@ def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path:
     assert told.startswith("- queue order edf took the same decisions as queue order fcfs at every step; what sets ")
     assert told.endswith(" and all have one deadline after arrival, or none.")
     runs, orders = load_sweep(tmp_path).runs, {"fcfs", "priority", "edf"}
+    (limit,) = limits([], infer_arms(runs), SLO(lateness_s=0.0))
+    assert limit.startswith("2 of 2 runs recorded no deadline (an older version never did): the limit on lateness")
     told_of_each = ["all have one priority", "all have one deadline after arrival, or none"]
     assert _never_used("scheduler.queue_order", orders, runs)[-2:] == told_of_each
     runs[0].manifest["trace"]["differ_in"] = ["deadline"]

@@ -161,7 +161,7 @@ def _check(item: Override, keys: Keys) -> None:
         if name == "name" and value in keys.library.names(group) and [value] != keys.options[group]:
             raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
         is_added = item.is_add() or item.is_force_add()
-        if (name == "_target_" and not is_added) or (not name and "_target_" in value):
+        if (name == "_target_" and not is_added) or (not name and isinstance(value, dict) and "_target_" in value):
             raise ConfigError(whole_class(group))
     keys.check_taken(key, str(item.input_line))
 

@@ -49,6 +49,8 @@ def test_mappings_of_a_group_are_swept(tmp_path: Path, capsys: pytest.CaptureFix
     assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8, 16}
     wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
     assert wrong.startswith("unknown key 'cache.blok_size'")
+    wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},3").error()
+    assert wrong == "cache=3 is no name of an option; expected key=value, and for cache one of: default"
 
 
 COSTS = ("cost=constant,roofline", "cost.kernel_launch_ns=4000,5000", "cost.logits=gather")

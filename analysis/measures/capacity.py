@@ -19,7 +19,7 @@ import numpy as np
 
 from analysis.measures.metrics import SLO, latency, meets_slo
 from analysis.measures.statistics import Estimate, mean_t, wilson
-from analysis.measures.steadiness import Customers, Waiting, waiting_of
+from analysis.measures.steadiness import LIKELY, Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
@@ -72,7 +72,7 @@ class Load:
         arrived; None if there is no sign."""
         if not self.waiting.num:
             return None
-        if self.waiting.grew(self.num_requests):
+        if self.waiting.grew(self.num_requests, LIKELY):
             return "queue"
         return "undone" if self.num_done < self.num_customers / 2 else None
 

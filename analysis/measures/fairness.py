@@ -20,7 +20,7 @@ from analysis.measures.metrics import jain_index, latency
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import Codes, FloatArray
 
-NUM_INSTANTS = 1000
+MAX_INSTANTS = 40_000  # of 10,000 requests all that happened; of more as many instants, evenly spaced
 MAX_TENANTS = 32  # with more, pairs are not compared, and the mean TTFT of each is not reported
 Rows = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -98,7 +98,7 @@ class _Track:
 def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
     """The summary's "fairness"; None with fewer than two tenants."""
     first_ns = min((int(piece.whole("arrival_ns").min(initial=end_ns)) for piece in requests.pieces()), default=end_ns)
-    instants = np.linspace(0.0, max(end_ns - first_ns, 1) / 1e9, NUM_INSTANTS)
+    instants = _instants(requests, first_ns, end_ns)
     tenants: dict[str, _Tenant] = {}
     tracks: dict[str, _Track] = {}
     for piece in requests.pieces():
@@ -130,6 +130,18 @@ def fairness(requests: Requests, end_ns: int) -> dict[str, Any] | None:
     }
 
 
+def _instants(requests: Requests, first_ns: int, end_ns: int) -> FloatArray:
+    """When a request came, was scheduled, had its first token or ended, in s since the first arrival, and the run's
+    end: service is linear from one to the next. Evenly spaced instants if these are more than MAX_INSTANTS."""
+    found, end = np.empty(0), max(end_ns - first_ns, 1) / 1e9
+    for piece in requests.pieces():
+        happened = list(_columns(piece, first_ns, end_ns).values())[:4]
+        found = np.unique(np.concatenate([found, [0.0, end], *happened]))
+        if found.size > MAX_INSTANTS:
+            return np.linspace(0.0, end, MAX_INSTANTS)
+    return found[~np.isnan(found)]
+
+
 def _columns(piece: RequestColumns, first_ns: int, end_ns: int) -> dict[str, FloatArray]:
     """Instants in s since the first arrival, and token counts. An unfinished request that has a token ends with the
     run."""
@@ -146,9 +158,9 @@ def _largest_gap(tracks: list[_Track]) -> float:
     known = [(one.served, one.waits > 0) for one in tracks]
     gap = 0.0
     for (served, waits), (other, other_waits) in combinations(known, 2):
-        both = np.flatnonzero(waits & other_waits)
-        for stretch in np.split(both, np.flatnonzero(np.diff(both) > 1) + 1):
-            gap = max(gap, float(np.ptp((served - other)[stretch])) if stretch.size else 0.0)
+        both = np.flatnonzero((waits & other_waits)[:-1])
+        for stretch in np.split(both, np.flatnonzero(np.diff(both) > 1) + 1) if both.size else ():
+            gap = max(gap, float(np.ptp((served - other)[stretch[0] : stretch[-1] + 2])))  # to where it ends
     return gap
 
 

@@ -3,8 +3,8 @@
 The time in which requests arrived is divided into quarters, without the last twentieth of the arrivals (a few
 stragglers could extend it until nothing is queued). The first quarter is left for the engine to fill up. A number
 *grows* if its mean rises from the second quarter to the third and to the fourth, and three conditions hold:
-- The total rise is at least OUTRUN of the requests that arrive in between (nearly half of all).
-- It is at least SURE standard deviations of a Poisson count.
+- The total rise is at least a share of the requests that arrive in between (nearly half of all): 5 %, SURE.share.
+- It is at least SURE.deviations standard deviations of a Poisson count.
 - Each of the two rises is at least EACH of the total, which is more than one standard deviation of a quarter's count.
 If a condition fails, the verdict is unknown, and not that the engine kept up, where the last quarter's mean is PERHAPS
 standard deviations above that of an earlier one: the trace ends while the number grows, perhaps in a burst.
@@ -37,11 +37,21 @@ from analysis.measures.survival import Pool, pooled_distributions
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
-OUTRUN = 0.05
 EACH = 0.25
 LATE = 2.0
-SURE, PERHAPS = 3.0, 1.0  # standard deviations
+PERHAPS = 1.0  # standard deviations
 QUARTERS = (1, 2, 3)
+
+
+class Growth(NamedTuple):
+    """How much a number must rise to have grown: a share of the arrivals, and standard deviations of their count."""
+
+    share: float
+    deviations: float
+
+
+SURE = Growth(0.05, 3.0)  # to say of a run that arrivals outran it
+LIKELY = Growth(0.02, 1.0)  # to search for the rate at which they do: one that is found surely is found too high
 Spans = tuple[FloatArray, FloatArray, FloatArray | float]  # begin, end, size in requests of mean size
 
 
@@ -148,8 +158,14 @@ class Waiting(NamedTuple):
     work: tuple[float, ...] = ()
     spread: float = 1.0
 
-    def grew(self, num_requests: int) -> bool:
-        return is_outrun(self.num, num_requests) or is_outrun(self.work, num_requests, self.spread)
+    def grew(self, num_requests: int, least: Growth = SURE) -> bool:
+        """Whether their number or their work grew."""
+        return is_outrun(self.num, num_requests, 1.0, least) or is_outrun(self.work, num_requests, self.spread, least)
+
+    def excess(self, num_requests: int) -> float:
+        """The share of the requests from the second quarter to the fourth that the engine did not keep up with, by
+        number or work, whichever is more."""
+        return max((2 * (of[2] - of[0]) / num_requests for of in (self.num, self.work) if of), default=0.0)
 
 
 def waiting_of(requests: Requests) -> Waiting:
@@ -179,13 +195,13 @@ def _ends(piece: RequestColumns) -> FloatArray:
     return np.where(np.isnan(finish), np.inf, finish)
 
 
-def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0) -> bool:
+def is_outrun(waiting: Sequence[float], num_requests: int, spread: float = 1.0, least: Growth = SURE) -> bool:
     """Whether a number grew as the module defines it. waiting: its means over three quarters, or their sums over
     replicates; num_requests is then the sum, too."""
     if not waiting:
         return False
     rise = waiting[2] - waiting[0]
-    if rise < max(OUTRUN * num_requests / 2, SURE * _deviation(num_requests, spread)):
+    if rise < max(least.share * num_requests / 2, least.deviations * _deviation(num_requests, spread)):
         return False
     return all(after - before >= EACH * rise for before, after in pairwise(waiting))
 

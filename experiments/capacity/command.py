@@ -296,6 +296,13 @@ def warnings(found: Found) -> list[str]:
                 f"{SHORT * at.stay_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
                 "trace.limit)"
             )
+        if at.overload == "queue":
+            excess = at.waiting.excess(at.num_requests)
+            said.append(
+                f"at the capacity of {found.capacity:.4g} {arm.unit} the queue of all seeds together still grows, by "
+                f"{excess:.1%} of the requests: a longer trace has a capacity nearer to "
+                f"{found.capacity * (1 - excess):.3g}; give more requests"
+            )
         if (allowed := num * (1 - arm.share)) < 5:
             said.append(f"{int(allowed + 1e-9)} of {num:g} requests may fail: a few requests decide; give more")
         if at.over.get("unfinished"):

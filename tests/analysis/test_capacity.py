@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from scipy.stats import binomtest
 from analysis.measures.capacity import Edge, Load, count_load, edge_change, max_failed, mean_edge, pooled
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import mean_t
-from analysis.measures.steadiness import Waiting
+from analysis.measures.steadiness import LIKELY, SURE, Waiting
 from analysis.plots import style
 from analysis.plots.capacity_plots import rate_curves
+from experiments.capacity.search import Ask, search
 from testbed.records.schema import REQUEST_COLUMNS
 from tests.analysis.runs import request_row, table
 
@@ -48,6 +50,49 @@ def test_counts_of_a_run_by_hand():
     assert (found.num_requests, found.num_failed, found.num_met, found.num_completed) == (4, 3, 1, 3)
     assert (found.attainment, found.goodput_per_s, found.arriving_s) == (0.25, 1 / 6, 4.0)
     assert found.mean_s == {"ttft_s": pytest.approx(5 / 3), "tpot_s": 2.0, "e2e_s": pytest.approx(10 / 3)}
+
+
+def waiting_of_queue(gaps, rate):
+    """Of a server that takes a second for each request: how many wait in each quarter but the first."""
+    arrivals = np.cumsum(gaps) / rate
+    served = np.arange(len(gaps))
+    begins = served + np.maximum.accumulate(arrivals - served)
+    first, last = arrivals[0], np.quantile(arrivals, 0.95)
+    ends = first + (last - first) / 4 * np.arange(5)
+    areas = [
+        np.maximum(np.minimum(begins, end) - np.maximum(arrivals, begin), 0).sum() / (end - begin)
+        for begin, end in pairwise(ends[1:])
+    ]
+    return Waiting(tuple(areas), tuple(areas))
+
+
+def found_capacity(gaps, least):
+    asking = search(0.5, 0.01)
+    ask: Ask = next(asking)
+    while True:
+        try:
+            ask = asking.send(not waiting_of_queue(gaps, ask.value).grew(len(gaps), least))
+        except StopIteration as ended:
+            return ended.value.kept
+
+
+@pytest.mark.parametrize(("num", "most"), [(500, 0.13), (1500, 0.08), (20_000, 0.03)])
+def test_where_the_queue_decides_the_capacity_found_is_near_that_of_the_server(num, most):
+    """Means over 60 traces of Poisson arrivals, as docs/capacity.md says. With the growth that a report wants to see, a
+    search would end a fifth too high with 500."""
+    rng = np.random.default_rng(7)
+    traces = rng.exponential(size=(60, num))
+    found = np.mean([found_capacity(gaps, LIKELY) for gaps in traces])
+    assert 1.0 < found < 1 + most
+    assert num > 500 or np.mean([found_capacity(gaps, SURE) for gaps in traces]) > 1.2
+
+
+def test_growth_of_all_seeds_together_tells_by_how_much_the_capacity_is_too_high():
+    """One seed's rise of 20 may be chance, that of five is not."""
+    of_five = pooled([load(num=1000, waiting=(10.0, 19.0, 30.0))] * 5)
+    assert load(num=1000, waiting=(10.0, 19.0, 30.0)).overload is None
+    assert of_five.overload == "queue"
+    assert of_five.waiting.excess(of_five.num_requests) == pytest.approx(0.04)
 
 
 def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():

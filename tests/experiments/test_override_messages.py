@@ -19,6 +19,8 @@ WRONG = [
     ("scheduler.max_num_seqs=null", "scheduler.max_num_seqs is null; it must have a value"),
     ("seed=x", "seed is 'x'; it must be a whole number"),
     ("cache.num_gpu_blocks=", "cache.num_gpu_blocks has no value; give one, or null for none"),
+    ("cache={num_gpu_blocks: ''}", "cache.num_gpu_blocks has no value; give one, or null for none"),
+    ("model.name=", "model.name has no value; give one, or null for none"),
     (
         "scheduler={kv_rules: {full_length_must_fit: 2}}",
         "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",
@@ -167,6 +169,10 @@ def test_a_key_that_is_given_twice_is_refused(
 def test_an_experiment_and_the_run_of_a_folder_are_not_both(order: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *["from=a", "experiment=watermark"][::order]]) == 1
     assert capsys.readouterr().err == "error: from= and experiment=watermark both say what is run; leave one out\n"
+
+
+def test_a_text_that_is_empty_by_default_may_be_set_to_that() -> None:
+    assert compose_config(["report.question="]).report.question == ""
 
 
 def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:

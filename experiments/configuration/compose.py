@@ -115,6 +115,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
     for key, (place, text) in keys.places.items():
+        if key in GROUPS and OmegaConf.select(node, key) is None:
+            raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")
         _refuse_number(node, key, text, place)
     return node
 

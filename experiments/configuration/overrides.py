@@ -163,7 +163,8 @@ def _check(item: Override, keys: Keys) -> None:
         is_added = item.is_add() or item.is_force_add()
         if (name == "_target_" and not is_added) or (not name and isinstance(value, dict) and "_target_" in value):
             raise ConfigError(whole_class(group))
-    keys.check_taken(key, str(item.input_line))
+    if any(_has(keys, item)):  # else it is the key that is told
+        keys.check_taken(key, str(item.input_line))
 
 
 def chooses(item: Override) -> bool:

@@ -90,6 +90,13 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
+        (["cache.foo=${nope}"], "unknown key 'cache.foo'; cache has: "),
+        (["cache.block_size.x="], "unknown key 'cache.block_size.x'; cache.block_size has no keys of its own"),
+        (["model.rope_scaling={}"], "model.rope_scaling.rope_type is missing; give it a value"),
+        (["trace.turn_prompt=3"], "trace.turn_prompt is 3; it must be a group with keys of kind, value, "),
+        (["report.replicates=${seed}"], "report.replicates is 0; it must be a list"),
+        (["trace.tenants=[{name: a, shares: 1}]"], "unknown key 'trace.tenants[0].shares'; did you mean 'share'? "),
+        (["trace.tenants=[{name: a, num_tenants: 1}]"], "unknown key 'trace.tenants[0].num_tenants'; valid: name, sh"),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
         (
             ["trace.rate=${trace.rate}"],
@@ -199,6 +206,7 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("trace:\n  transforms: {name: thin}\n", "line 4: trace.transforms is '{…}'; it must be a list, as in 'trace."),
         ("cache:\n  prefix_caching: 2\n", "line 4: cache.prefix_caching is '2'; it must be true or false"),
         ("report:\n  question: ${nope}\n", "line 4: report.question has ${nope}, and there is no key 'nope'"),
+        ("cache:\n", "line 3: cache is empty, and a run has its cache; give it keys, or leave the line out"),
         (f"slo:\n  ttft_s: {10**400}\n", "line 4: slo.ttft_s=1000"),
     ):
         file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\n" + text)

@@ -270,8 +270,13 @@ def defaults() -> dict[str, str]:
 
 def library_of(overrides: Sequence[str]) -> Library:
     """Returns the library of options, including the folders in hydra.searchpath."""
-    searched = [item.value() for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"]
-    return Library(tuple(_folder(str(place)) for places in searched if isinstance(places, list) for place in places))
+    folders: list[Path] = []
+    for item in (item for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"):
+        places = item.value()
+        if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+            raise ConfigError(f"{item.input_line}: give a list of folders, as 'hydra.searchpath=[file://my_conf]'")
+        folders += map(_folder, places)
+    return Library(tuple(folders))
 
 
 def _folder(place: str) -> Path:

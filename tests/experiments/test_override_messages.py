@@ -82,6 +82,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["hydra.mode=SWEEP"], "hydra.mode is 'SWEEP'; it must be one of: RUN, MULTIRUN"),
         (["hydra.sweeper.max_batch_size=2"], "hydra.sweeper.max_batch_size is a key of hydra/sweeper=basic; "),
         (["hydra/job_logging=none"], "hydra/job_logging=none: a run writes its own log, run.log; leave it out"),
+        (["hydra.searchpath=x"], "hydra.searchpath=x: give a list of folders, as 'hydra.searchpath=[file://my_conf]'"),
         (["hydrant=x"], "unknown key 'hydrant'; at the top there are: backend, "),
         (["+scheduler=orca"], "+scheduler=orca: a run has its scheduler; choose another without the +"),
         (["+experiment=watermark"], "+experiment=watermark: a run has its experiment; choose another without the +"),

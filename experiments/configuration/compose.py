@@ -20,10 +20,11 @@ from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register
+from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import options
-from experiments.configuration.overrides import check, chooses, covering, is_value, literal, parsed
+from experiments.configuration.overrides import check, chooses, covering, is_value
 from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown

@@ -26,9 +26,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import library_of, of_one_point, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of

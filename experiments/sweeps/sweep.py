@@ -35,7 +35,7 @@ from experiments.console import from_here
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run import FailedError
-from experiments.runs.run_folder import is_locked, named_folder, refuse_run
+from experiments.runs.run_folder import is_locked, named_folder, refuse_run, writing
 from experiments.sweeps.points import (
     JobConfigs,
     Known,
@@ -81,8 +81,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     todo, before = _left_to_run(sweep, points)
     for said in dict.fromkeys(said for _, config in points if todo for said in slow_engine(config)):
         print(f"note         {said}", flush=True)
-    outcomes = _launched(sweep, todo) if todo else []
-    _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
+    with writing(root):
+        outcomes = _launched(sweep, todo) if todo else []
+        _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 
 
 @dataclass(frozen=True, slots=True)

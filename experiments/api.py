@@ -17,8 +17,8 @@ from analysis.load import Run, require_path
 from analysis.measures.checks import failures
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import CLASSES
+from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
-from experiments.configuration.overrides import literal, parsed
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable

@@ -171,6 +171,8 @@ def _report(arguments: list[str]) -> int:
     for folder in options.folders:
         if not folder.exists():
             raise ConfigError(f"{folder}: no such folder")
+    if options.out.exists() and not options.out.is_file() and not options.out.is_dir():
+        raise ConfigError(f"{options.out} is a device or a pipe, and a report is several files; choose another --out")
     for written in (out, out.with_suffix(".md")):
         refuse_existing(written, options.overwrite)
     if options.margin is not None and not 0 < options.margin < 1:

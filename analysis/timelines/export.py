@@ -68,7 +68,8 @@ class Window:
 
     def __post_init__(self) -> None:
         if not 0 <= self.from_s < self.to_s <= LATEST_S:
-            raise ConfigError(f"from {self.from_s:g} s to {self.to_s:g} s is no window; give 0 <= --from < --to")
+            until = "the end" if self.to_s == LATEST_S else f"{self.to_s:g} s"
+            raise ConfigError(f"from {self.from_s:g} s to {until} is no window; give 0 <= --from < --to")
         if self.steps is not None and not 0 <= self.steps[0] <= self.steps[1]:
             first, last = self.steps
             raise ConfigError(f"steps {first}:{last} are no window; give --steps first:last, from 0 on")

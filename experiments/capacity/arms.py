@@ -15,8 +15,9 @@ from analysis.measures.metrics import SLO
 from analysis.naming import labels_of
 from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
+from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values, with_swept
+from experiments.configuration.overrides import library_of, of_one_point, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError

@@ -89,7 +89,9 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
             )
         finest = kept.get("tolerance", {})
         identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
-    elif folder.exists() and (folder.is_file() or any(folder.iterdir())):
+    elif folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder} is no folder; choose another --out")
+    elif folder.exists() and any(folder.iterdir()):
         raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, identity)

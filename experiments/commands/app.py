@@ -23,18 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import check_values, compose_config, compose_from, hydra_app, in_one_line
 from experiments.configuration.config import RunConfig, register
+from experiments.configuration.grammar import is_text, literal, parsed, quoted, readable
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     emptied,
     is_sweep,
-    is_text,
-    literal,
     not_emptied,
     of_points,
-    parsed,
-    quoted,
-    readable,
     refuse_repeated,
     with_searched,
     with_swept,

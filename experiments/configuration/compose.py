@@ -16,14 +16,15 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register
+from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import options
-from experiments.configuration.overrides import check, chooses, covering, is_value, literal, parsed
+from experiments.configuration.overrides import check, chooses, covering, is_value
 from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -115,6 +116,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
     for key, (place, text) in keys.places.items():
+        if key in GROUPS and OmegaConf.select(node, key) is None:
+            raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")
         _refuse_number(node, key, text, place)
     return node
 
@@ -143,16 +146,20 @@ def _set(node: DictConfig, item: Override) -> None:
     before = OmegaConf.select(node, key, throw_on_missing=False)
     if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
         raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
-    absent = ConfigError(f"{key} has no value; give one, or null for none") if value == "" and before is None else None
-    try:
-        _lay(node, key, value, is_added=is_added)
-    except ValidationError:
-        if absent is None:
-            raise
-    if absent is not None:
-        raise absent
+    for name, one in _given(key, value):
+        if one == "" and _may_be_null(node, name):
+            raise ConfigError(f"{name} has no value; give one, or null for none")
+    _lay(node, key, value, is_added=is_added)
     for name, one in _given(key, value):
         _refuse_number(node, name, str(one))
+
+
+def _may_be_null(node: DictConfig, key: str) -> bool:
+    """Whether the type of a key says that it may be null; False for a key without a type."""
+    above, _, name = key.rpartition(".")
+    parent = OmegaConf.select(node, above) if above else node
+    leaf: Any = parent._get_node(name, validate_access=False) if isinstance(parent, DictConfig) else None
+    return leaf is not None and not isinstance(leaf, AnyNode) and leaf._is_optional()
 
 
 def _given(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -80,7 +80,7 @@ class Keys:
         for group, option, file in self.own_files():
             said = {key for _, content in self.library.files(group, option) for key in content}
             missing = [key for key in _DEFINING.get(group, ()) if key not in said]
-            if missing and not said & {"path", "_target_"}:
+            if missing and "_target_" not in said and not {"path", "defaults"} <= said:
                 begin = f"[{self.library.names(group)[0]}, _self_]"
                 raise ConfigError(
                     f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "

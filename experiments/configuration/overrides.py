@@ -1,4 +1,4 @@
-"""Parses overrides (`key=value`) and checks their text and the options that they choose. Keys and values are checked by
+"""Checks the text of overrides (`key=value`) and the options that they choose. Keys and values are checked by
 OmegaConf, where `compose` sets them. Every mistake is reported in one line."""
 
 from __future__ import annotations
@@ -8,22 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from numbers import Number
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS
+from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, whole_class
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
-from testbed.foreign_text import shown, unknown
+from testbed.foreign_text import unknown
 
 _EXTRAS = {  # launchers and sweepers of other packages, and what to install for each
     "joblib": "'.[joblib]' in the repository",
@@ -163,7 +161,8 @@ def _check(item: Override, keys: Keys) -> None:
         is_added = item.is_add() or item.is_force_add()
         if (name == "_target_" and not is_added) or (not name and isinstance(value, dict) and "_target_" in value):
             raise ConfigError(whole_class(group))
-    keys.check_taken(key, str(item.input_line))
+    if any(_has(keys, item)):  # else it is the key that is told
+        keys.check_taken(key, str(item.input_line))
 
 
 def chooses(item: Override) -> bool:
@@ -197,71 +196,6 @@ def _of_overlays(overrides: Sequence[str], key: str) -> list[Any]:
 
 
 @cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
-
-
-@cache
-def parsed(override: str) -> Override:
-    """Parses an override. Raises ConfigError if it is not one."""
-    item = _read(readable(override))
-    if item is not None and item.key_or_group:
-        return item
-    raise ConfigError(
-        f"cannot read the override {override!r}: expected key=value; a string with a comma, a bracket or a quote "
-        "has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
-    )
-
-
-def _read(override: str) -> Override | None:
-    """Parses an override; None if Hydra's grammar cannot read it."""
-    try:
-        return _parser().parse_override(override)
-    except HydraException:
-        return None
-
-
-def readable(override: str) -> str:
-    """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1))."""
-    key, _, value = override.partition("=")
-    if not value or value[0] in "[{'\"" or "," in value:
-        return override
-    return f"{key}={literal(value)}" if _read(override) is None else override
-
-
-def is_text(override: str, text: str) -> bool:
-    """Whether Hydra's grammar reads the override's value as exactly this text."""
-    item = _read(override)
-    return item is not None and not item.is_sweep_override() and item.value() == text
-
-
-def literal(value: Any, key: str = "a value") -> str:
-    """Writes a Python value in Hydra's override grammar. Raises ConfigError for a type that the grammar lacks."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(literal(item, key) for item in value) + "]"
-    if not isinstance(value, str | PathLike | Number):
-        raise ConfigError(
-            f"{key} is {shown(value)}; give a number, a string, a list or a dict. A class of your own goes by its "
-            "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
-        )
-    text = str(value)
-    if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
-        return text
-    return quoted(text)
-
-
-def quoted(text: str) -> str:
-    """Quotes a text for Hydra's grammar. Backslashes are doubled only before a quote and at the end."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
-
-
-@cache
 def defaults() -> dict[str, str]:
     """Returns the default option of each group."""
     return {"hydra/launcher": "basic"} | chosen_by(read_option(CONF / "config.yaml"))
@@ -269,8 +203,13 @@ def defaults() -> dict[str, str]:
 
 def library_of(overrides: Sequence[str]) -> Library:
     """Returns the library of options, including the folders in hydra.searchpath."""
-    searched = [item.value() for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"]
-    return Library(tuple(_folder(str(place)) for places in searched if isinstance(places, list) for place in places))
+    folders: list[Path] = []
+    for item in (item for item in map(parsed, overrides) if item.key_or_group == "hydra.searchpath"):
+        places = item.value()
+        if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+            raise ConfigError(f"{item.input_line}: give a list of folders, as 'hydra.searchpath=[file://my_conf]'")
+        folders += map(_folder, places)
+    return Library(tuple(folders))
 
 
 def _folder(place: str) -> Path:

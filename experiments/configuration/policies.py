@@ -5,17 +5,15 @@ A user's own class is given as {_target_: module.Class}; this file needs no chan
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
 from experiments.configuration.foresight import foresight_of
+from experiments.configuration.own_class import instantiate
 from testbed.blocks import eviction
-from testbed.errors import ConfigError, TestbedError
-from testbed.foreign_text import nearest, unknown
+from testbed.errors import ConfigError
+from testbed.foreign_text import unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
@@ -136,46 +134,3 @@ def _methods(example: Any) -> list[str]:
     cls = type(example)
     names = [name for name in dir(cls) if name in special or name[0] != "_"]
     return [name for name in names if callable(getattr(cls, name))]
-
-
-def missing_name(target: str) -> str:
-    """Returns the error text if a class's module does not exist or lacks the name; empty for any other problem."""
-    module, _, name = target.rpartition(".")
-    top = module.partition(".")[0]
-    if top and top not in sys.modules and find_spec(top) is None:
-        return f"there is no module {top!r} in {os.getcwd()}, or where PYTHONPATH says; run testbed where {top}.py lies"
-    there = sys.modules.get(module)
-    if there is None or hasattr(there, name):
-        return ""
-    file = str(getattr(there, "__file__", None) or "Python's own")
-    if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
-        return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"
-    return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
-
-
-def _import_failure(error: BaseException | None) -> str:
-    """Returns why a user's module cannot be imported: a syntax error or a missing module. Empty for other failures."""
-    while error is not None:
-        if isinstance(error, SyntaxError):
-            return f"{error.filename}:{error.lineno}: {error.msg}; mend it there"
-        if isinstance(error, ModuleNotFoundError):
-            return f"there is no module {error.name!r}; install it, or correct the import"
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
-    """Makes the object named by `_target_`. Raises ConfigError with a one-line message."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as hydra_instantiate
-
-    try:
-        return hydra_instantiate({key: value for key, value in node.items() if key != "name"}, **arguments)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, TestbedError):
-            raise error.__cause__ from None
-        reason = " ".join(str(error.__cause__ or error).split()).partition(" Are you sure that module")[0]
-        reason = missing_name(str(node.get("_target_"))) or _import_failure(error) or reason
-        raise ConfigError(f"{key}: cannot make {node.get('_target_')!r}: {reason}") from None
-    except SystemExit as error:
-        raise ConfigError(f"{key}: {node.get('_target_')!r} ends Python (SystemExit {error}); mend it") from None

@@ -12,7 +12,7 @@ from functools import cache, partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from testbed.checks import choose
+from testbed.checks import choose, require
 from testbed.errors import ConfigError, RequestError
 
 T = TypeVar("T")
@@ -75,20 +75,24 @@ def _plain(hint: Any) -> Any:
 def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
     """Makes the component's dataclass from a resolved node. Keys that are not its fields are ignored.
 
-    Raises ConfigError with `group.key` for a value that a Literal does not allow; the class checks all other values.
+    Raises ConfigError with `group.key` for a value that a Literal does not allow, for another value in place of a list
+    or of a group, and for a key that must be given; the class checks all other values.
     """
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     chosen: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]  # every cls here is a dataclass
+        key, hint = f"{group}.{item.name}", hints[item.name]
         if item.name not in values:
+            if item.default is MISSING and item.default_factory is MISSING:
+                raise ConfigError(f"{key} is missing; give it a value")
             continue
-        value, hint = values[item.name], hints[item.name]
+        value = values[item.name]
         if get_origin(hint) is Literal:
-            choose(f"{group}.{item.name}", value, get_args(hint))
-        elif isinstance(value, dict):
-            kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
-            value = _freeze_whole(kinds[0], f"{group}.{item.name}", value) if kinds else value
-        elif get_origin(hint) is tuple and isinstance(value, list):
+            choose(key, value, get_args(hint))
+        elif value is not None and (kind := _group_in(hint)) is not None:
+            value = _freeze_whole(kind, key, value)
+        elif get_origin(hint) is tuple:  # OmegaConf does not check what an interpolation gives for a list
+            require(key, value, isinstance(value, list | tuple), "a list")
             value = tuple(value)
         chosen[item.name] = value
     try:
@@ -97,9 +101,17 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
         raise ConfigError(str(error)) from None
 
 
-def _freeze_whole(cls: type[T], group: str, values: dict[str, Any]) -> T:
-    """Like freeze, for a node that belongs to this class only: raises ConfigError for keys that are not its fields."""
+@cache
+def _group_in(hint: Any) -> type | None:
+    """Returns the dataclass in a type hint, or None."""
+    return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def _freeze_whole(cls: type[T], group: str, values: Any) -> T:
+    """Like freeze, for a node that belongs to this class only: raises ConfigError for keys that are not its fields, and
+    for another value in place of such a node."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
+    require(group, values, isinstance(values, dict), f"a group with keys of {', '.join(names)}")
     for key in values:
         choose(f"a key of {group}", key, tuple(names))
     try:

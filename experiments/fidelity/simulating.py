@@ -10,7 +10,7 @@ from pathlib import Path
 from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import GROUPS, RunConfig
-from experiments.configuration.overrides import literal
+from experiments.configuration.grammar import literal
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.wiring.costs import fit_file

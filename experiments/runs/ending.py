@@ -101,9 +101,9 @@ def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
     return f"Let scheduler.admission={policy} allow a request that is alone"
 
 
-def reason_of(failure: BaseException) -> str:
-    """Returns the reason for a failure, as in manifest.json."""
-    return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure)
+def reason_of(failure: BaseException, folder: Path) -> str:
+    """Returns the reason for a run's failure, as in manifest.json."""
+    return "interrupted" if isinstance(failure, KeyboardInterrupt) else describe_failure(failure, folder)
 
 
 def failure_message(failure: BaseException, folder: Path, manifest: dict[str, Any], num_finished: int) -> str:
@@ -111,4 +111,4 @@ def failure_message(failure: BaseException, folder: Path, manifest: dict[str, An
     after = f"after {num_finished} of {'an unknown number of' if total is None else total} requests"
     if isinstance(failure, KeyboardInterrupt):
         return f"interrupted {after}; {describe_kept(folder)}"
-    return f"failed {after}: {reason_of(failure)}; {describe_kept(folder)}"
+    return f"failed {after}: {reason_of(failure, folder)}; {describe_kept(folder)}"

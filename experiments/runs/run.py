@@ -210,7 +210,7 @@ def _run(
         manifest["trace"] = describe_trace(trace)  # again: it was read during the run
     manifest |= {
         "status": "complete" if failure is None else "partial",
-        "failure": None if failure is None else reason_of(failure),
+        "failure": None if failure is None else reason_of(failure, folder),
         "wall_s": round(time.monotonic() - began, 3),
         **engines.describe_engines(schedulers, records),
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,

@@ -229,20 +229,22 @@ _NO_ROOM = {
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Context that adds the name of `target` to an OSError without a file name, as some libraries raise it."""
+    """Context that adds the name of `target` to an OSError without a file name, as some libraries raise it, or of a
+    temporary file that cannot be made beside it."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        is_refused = error.errno in (errno.EACCES, errno.EROFS)
+        if error.filename is None or (is_refused and not os.path.lexists(error.filename)):
             error.filename = str(target)
         raise
 
 
-def describe_failure(error: BaseException) -> str:
-    """Describes the exception that ended a run in one line."""
+def describe_failure(error: BaseException, target: Path | str = "while writing") -> str:
+    """Describes the exception that ended a run in one line. target: what was written, if the exception has no name."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         what, fix = _NO_ROOM[error.errno]
-        return f"{what} ({error.filename or 'while writing'}); {fix} and run again"
+        return f"{what} ({error.filename or target}); {fix} and run again"
     if isinstance(error, OSError) and error.filename is not None:
         why = error.strerror or error
         return f"{error.filename}: {why}; choose another folder or file"

@@ -26,15 +26,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, parsed, swept_values
+from experiments.configuration.overrides import library_of, of_one_point, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
 from experiments.runs.run import FailedError
-from experiments.runs.run_folder import is_locked, named_folder, refuse_run
+from experiments.runs.run_folder import is_locked, named_folder, refuse_run, writing
 from experiments.sweeps.points import (
     JobConfigs,
     Known,
@@ -80,8 +81,9 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     todo, before = _left_to_run(sweep, points)
     for said in dict.fromkeys(said for _, config in points if todo for said in slow_engine(config)):
         print(f"note         {said}", flush=True)
-    outcomes = _launched(sweep, todo) if todo else []
-    _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
+    with writing(root):
+        outcomes = _launched(sweep, todo) if todo else []
+        _conclude(sweep, [*before, *outcomes], len(todo) - len(outcomes))
 
 
 @dataclass(frozen=True, slots=True)

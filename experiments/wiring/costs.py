@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.device_file import read_device_file
-from experiments.configuration.policies import instantiate
+from experiments.configuration.own_class import instantiate
 from experiments.configuration.saved import read_manifest
 from experiments.fits import fit_of
 from sim.cost.base import CostModel, Itemised

@@ -11,14 +11,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.policies import missing_name
+from experiments.configuration.own_class import ROOMS, missing_name, place_in_own_code, told
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
 from testbed.foreign_text import shown
 from testbed.policies.oracle import has_no_opinion
-
-ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
-ROOT = Path(__file__).parents[2]
 
 
 class PolicyError(TestbedError):
@@ -74,10 +71,8 @@ def check_importable(config: RunConfig) -> None:
         try:
             resolve_name(target)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise PolicyError(
-                f"{key}={target} cannot be imported ({missing_name(target) or what}); mend it, or name another class"
-            ) from None
+            reason = missing_name(target) or told(error)
+            raise PolicyError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:
@@ -88,19 +83,12 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     cause = error.__context__  # compiled code sets no __cause__
     if isinstance(error, RuntimeError) and isinstance(cause, StopIteration):  # in whose place a generator raises it
         error = cause
+    if place := place_in_own_code(error):
+        return PolicyError(f"{place}: {told(error)} (in {', '.join(own)}); mend it there")
     frames = traceback.extract_tb(error.__traceback__)
-    others = ("site-packages", "/lib/python")
-    theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]
-    what = ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
-    if theirs:
-        return PolicyError(f"{theirs[-1].filename}:{theirs[-1].lineno}: {what} (in {', '.join(own)}); mend it there")
     last = frames[-1] if frames else None
     place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"
     return PolicyError(
-        f"{what} at {place}, most likely because {' or '.join(own)} returned what it may not, or changed what it was "
-        "shown; see docs/extending.md"
+        f"{told(error)} at {place}, most likely because {' or '.join(own)} returned what it may not, or changed "
+        "what it was shown; see docs/extending.md"
     )
-
-
-def _is_ours(file: Path | str) -> bool:
-    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code has paths relative to ROOT

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.policies import instantiate
+from experiments.configuration.own_class import instantiate
 from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from testbed.checks import choose, require, require_type
 from testbed.errors import ConfigError
-from testbed.foreign_text import nearest, shortened
+from testbed.foreign_text import shortened, unknown
 from testbed.traces.arrivals import ARRIVALS, ArrivalConfig
 from testbed.traces.classes import check_class, relative_shares
 from testbed.traces.lengths import LengthConfig
@@ -18,6 +18,7 @@ from testbed.traces.schema import MAX_NUM_TOKENS
 from testbed.traces.stream import MAX_STREAMED_ROWS
 
 THINK_TIMES = ("constant", "exponential")
+_OF_ALL = ("name", "num_tenants", "tenants")  # keys that one of the tenants does not have
 _MAX_ITEMS = 10_000_000
 
 
@@ -145,23 +146,25 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
             raise ConfigError(f"{where}.name is {entry['name']!r}, which another tenant has; choose another")
         names.add(entry["name"])
     shares = relative_shares("trace.tenants", [entry.get("share", 1.0) for entry in config.tenants])
+    known = ["name", "share", *(item.name for item in fields(config) if item.name not in _OF_ALL)]
     found: dict[str, SyntheticConfig] = {}
     for position, (entry, share) in enumerate(zip(config.tenants, shares, strict=True)):
         own = {key: value for key, value in entry.items() if key not in ("name", "share")}
         num = max(1, round(config.num_requests * share))
         base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=num)
-        found[entry["name"]] = overlaid(base, own, f"trace.tenants[{position}]")
+        found[entry["name"]] = overlaid(base, own, f"trace.tenants[{position}]", known)
     return found
 
 
-def overlaid(base: Any, values: Mapping[str, Any], where: str) -> Any:
-    """Returns a config whose keys `values` override, nested ones key by key. Raises ConfigError at an unknown key."""
+def overlaid(base: Any, values: Mapping[str, Any], where: str, known: Collection[str] = ()) -> Any:
+    """Returns a config whose keys `values` override, nested ones key by key. Raises ConfigError at an unknown key.
+    known: the valid keys; by default all."""
     cls: type = type(base)
-    names = [item.name for item in fields(base)]
+    names = known or [item.name for item in fields(base)]
     changed: dict[str, Any] = {}
     for key, value in values.items():
         if key not in names:
-            raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), names)}valid: {', '.join(names)}")
+            raise ConfigError(unknown(f"unknown key '{where}.{key}'", str(key), names))
         present = getattr(base, key)
         kinds = get_args(_hints(cls)[key])  # the types of a key that may be absent; else empty
         if value is None and NoneType in kinds:

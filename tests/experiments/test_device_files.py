@@ -137,5 +137,8 @@ def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_p
     file.write_text(f"defaults: [_schema, _self_]\nname: mine\n{line}\n")
     assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 1
     assert f"error: {file} lacks {missing}" in capsys.readouterr().err
+    file.write_text("path: nowhere\n")
+    assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 1
+    assert f"error: {file} lacks name, " in capsys.readouterr().err
     file.write_text(f"defaults: [{'h100' if group == 'device' else 'tiny'}, _self_]\nname: mine\n{line}\n")
     assert main([*run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0

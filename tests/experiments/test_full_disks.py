@@ -15,6 +15,7 @@ import pytest
 
 from analysis.load import load_run
 from experiments import simulate
+from experiments.runs.run_folder import writing
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of
 from tests.experiments.test_bad_input import GOOD, run
 
@@ -67,7 +68,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
     more = REAL if owner is tape.TapeWriter else ()
     rows = [{**GOOD, "arrival_time": i / 10, "output_tokens": 5} for i in range(6)]
     error = run(capsys, tmp_path, rows, *more).error()
-    assert "the disk is full" in error
+    assert f"the disk is full ({tmp_path / 'run'}" in error
     if name != "committed":
         assert f"its records in {tmp_path / 'run'} cannot be read; run it again with overwrite=true" in error
     else:
@@ -79,6 +80,20 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
     if name == "committed":
         assert table_of(tmp_path / "run", "steps").num_rows >= 9
         assert "of 6 requests" in error
+
+
+def test_a_sweep_that_cannot_keep_an_outcome_names_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.sweeps.points.Board.say", FullDisk(lambda *_: None, after=0))
+    error = say(capsys, "run", "-m", *TINY, "trace.num_requests=2", "seed=0,1", f"hydra.sweep.dir={tmp_path}").error()
+    assert f"the disk is full ({tmp_path}); free some space" in error
+
+
+def test_a_temporary_file_that_cannot_be_made_is_told_as_its_target(tmp_path: Path) -> None:
+    for code, told in ((errno.EACCES, "out.csv"), (errno.EMFILE, "tmp1")):
+        with pytest.raises(OSError, match=rf"/{told}'"), writing(tmp_path / "out.csv"):
+            raise OSError(code, "Permission denied", str(tmp_path / "tmp1"))
 
 
 def test_a_full_disk_at_the_very_end_is_no_whole_run(

@@ -19,6 +19,8 @@ WRONG = [
     ("scheduler.max_num_seqs=null", "scheduler.max_num_seqs is null; it must have a value"),
     ("seed=x", "seed is 'x'; it must be a whole number"),
     ("cache.num_gpu_blocks=", "cache.num_gpu_blocks has no value; give one, or null for none"),
+    ("cache={num_gpu_blocks: ''}", "cache.num_gpu_blocks has no value; give one, or null for none"),
+    ("model.name=", "model.name has no value; give one, or null for none"),
     (
         "scheduler={kv_rules: {full_length_must_fit: 2}}",
         "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",
@@ -80,6 +82,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["hydra.mode=SWEEP"], "hydra.mode is 'SWEEP'; it must be one of: RUN, MULTIRUN"),
         (["hydra.sweeper.max_batch_size=2"], "hydra.sweeper.max_batch_size is a key of hydra/sweeper=basic; "),
         (["hydra/job_logging=none"], "hydra/job_logging=none: a run writes its own log, run.log; leave it out"),
+        (["hydra.searchpath=x"], "hydra.searchpath=x: give a list of folders, as 'hydra.searchpath=[file://my_conf]'"),
         (["hydrant=x"], "unknown key 'hydrant'; at the top there are: backend, "),
         (["+scheduler=orca"], "+scheduler=orca: a run has its scheduler; choose another without the +"),
         (["+experiment=watermark"], "+experiment=watermark: a run has its experiment; choose another without the +"),
@@ -88,6 +91,13 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
+        (["cache.foo=${nope}"], "unknown key 'cache.foo'; cache has: "),
+        (["cache.block_size.x="], "unknown key 'cache.block_size.x'; cache.block_size has no keys of its own"),
+        (["model.rope_scaling={}"], "model.rope_scaling.rope_type is missing; give it a value"),
+        (["trace.turn_prompt=3"], "trace.turn_prompt is 3; it must be a group with keys of kind, value, "),
+        (["report.replicates=${seed}"], "report.replicates is 0; it must be a list"),
+        (["trace.tenants=[{name: a, shares: 1}]"], "unknown key 'trace.tenants[0].shares'; did you mean 'share'? "),
+        (["trace.tenants=[{name: a, num_tenants: 1}]"], "unknown key 'trace.tenants[0].num_tenants'; valid: name, sh"),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
         (
             ["trace.rate=${trace.rate}"],
@@ -169,6 +179,10 @@ def test_an_experiment_and_the_run_of_a_folder_are_not_both(order: int, capsys: 
     assert capsys.readouterr().err == "error: from= and experiment=watermark both say what is run; leave one out\n"
 
 
+def test_a_text_that_is_empty_by_default_may_be_set_to_that() -> None:
+    assert compose_config(["report.question="]).report.question == ""
+
+
 def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:
     assert compose_config(["report.question='is ${seed} \\${nope}?'"]).report.question == "is 0 ${nope}?"
 
@@ -193,6 +207,7 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("trace:\n  transforms: {name: thin}\n", "line 4: trace.transforms is '{…}'; it must be a list, as in 'trace."),
         ("cache:\n  prefix_caching: 2\n", "line 4: cache.prefix_caching is '2'; it must be true or false"),
         ("report:\n  question: ${nope}\n", "line 4: report.question has ${nope}, and there is no key 'nope'"),
+        ("cache:\n", "line 3: cache is empty, and a run has its cache; give it keys, or leave the line out"),
         (f"slo:\n  ttft_s: {10**400}\n", "line 4: slo.ttft_s=1000"),
     ):
         file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\n" + text)

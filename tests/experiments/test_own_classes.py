@@ -230,6 +230,49 @@ def test_a_cost_model_and_a_trace_from_python(home: Path, capsys: pytest.Capture
         simulate(trace, cost=cost | {"base_us": object()})
 
 
+FAILS = """
+class Key:
+    def __init__(self):
+        {}["x"]
+
+class Empty:
+    def __init__(self):
+        assert False
+
+class Coloured:
+    def __init__(self):
+        raise RuntimeError("no\x1b[31m way")
+
+class Weighs:
+    def __init__(self, weight=1):
+        self.weight = weight
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("other.Key", "other.py:4: KeyError: 'x'; mend it there"),
+        ("other.Empty", "other.py:8: AssertionError; mend it there"),
+        ("other.Coloured", "other.py:12: RuntimeError: no\\x1b[31m way; mend it there"),
+        ("other.Weighs, wieght: 2", "it has no parameter 'wieght'; did you mean 'weight'? valid: weight"),
+        (
+            "testbed.policies.orders.VirtualTokenCounter, input_weigth: 1",
+            "it has no parameter 'input_weigth'; did you mean 'input_weight'? valid: input_weight, output_weight",
+        ),
+        ("nul_bytes.X", "nul_bytes.py: source code string cannot contain null bytes; mend it there"),
+    ],
+)
+def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
+    home: Path, capsys: pytest.CaptureFixture[str], choice: str, expected: str
+) -> None:
+    (home / "other.py").write_text(FAILS)
+    (home / "nul_bytes.py").write_text("X = 1\0\n")
+    error = say(capsys, "run", *TINY, f"scheduler.queue_order={{_target_: {choice}}}").error()
+    assert error.startswith(f"scheduler.queue_order: cannot make {choice.partition(',')[0]!r}: ")
+    assert error.endswith(expected)
+
+
 @pytest.mark.parametrize(
     ("target", "named"),
     [("mine.Nothing", "Nothing"), ("nowhere.Thing", "nowhere"), ("mine", "mine"), ("mine.Slow", "base_us")],

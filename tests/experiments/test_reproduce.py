@@ -9,7 +9,8 @@ import pytest
 
 from analysis.load import load_sweep
 from analysis.reports.report import commands_of
-from experiments.configuration.overrides import library_of, parsed
+from experiments.configuration.grammar import parsed
+from experiments.configuration.overrides import library_of
 from experiments.sweeps.sweep import _choices, _combinations
 from tests.experiments.kit import manifest_of, say
 from tests.experiments.test_sweeps import POINTS, sweep

@@ -9,8 +9,9 @@ import pytest
 from analysis.load import load_sweep
 from experiments.capacity.arms import parse
 from experiments.configuration.compose import check_values, compose_config, compose_from
+from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library, options
-from experiments.configuration.overrides import check, of_points, parsed, swept_values
+from experiments.configuration.overrides import check, of_points, swept_values
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Said, say
 

@@ -58,7 +58,8 @@ def test_a_part_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out.unlink()
     for wrong, text in (
         (("--from", "90"), "nothing happens from 90 s; the run ends at"),
-        (("--from", "2", "--to", "1"), "is no window"),
+        (("--from", "2", "--to", "1"), "from 2 s to 1 s is no window"),
+        (("--from", "-5"), "from -5 s to the end is no window"),
         (("--steps", "700:701"), "no step is in 700:701"),
     ):
         assert text in say(capsys, "timeline", str(folder), *wrong, "--out", str(out)).error()

@@ -37,6 +37,13 @@ FIELDS = (
 )
 EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns", "prompt_parts", "output_part")
 KNOWN = frozenset((*FIELDS, *EXACT_FIELDS))
+_TIMES = {  # <name>_ns: the field in seconds
+    "arrival": "arrival_time",
+    "think": "think_time",
+    "cancel_after": "cancel_after",
+    "deadline": "deadline",
+}
+_UNIT = re.compile(r"(\w+?)(?:_time)?_(?:s|ms|us|sec|secs|seconds|milliseconds|microseconds)")
 _MISSPELT = 0.85  # similarity (difflib) to a known field from which an unknown one is taken for a misspelling
 _FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
     "azure": {"TIMESTAMP", "ContextTokens"},
@@ -75,9 +82,10 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         raise _unknown_fields(given, place)
     for name in given:
         if name not in KNOWN and (meant := _meant(name)) is not None and meant not in given:
+            unit = ", in seconds" if meant in _TIMES.values() else ""
             raise TraceError(
-                f"{place}: field {name!r} is not known; did you mean {meant!r}? (a field of your own needs a name that "
-                "does not look like it)"
+                f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (a field of your own needs a "
+                "name that does not look like it)"
             )
     request_id = check.name_text(given.get("request_id", default_id), place, "request_id")
     prompt, num_prompt = _content(given, place, "prompt")
@@ -133,11 +141,14 @@ def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def _meant(name: str) -> str | None:
-    """Returns the known field of which `name` is probably a misspelling; None: it is a field of another schema, which
-    may add words to a known name (`max_output_tokens`), or of another unit (`think_ms`)."""
+    """Returns the known field of which `name` is probably a misspelling, or the same in another unit (`think_ms`);
+    None: it is a field of another schema, which may add words to a known name (`max_output_tokens`)."""
     from difflib import get_close_matches  # seldom needed
 
-    said = name.lower().replace(" ", "_").removeprefix("num_").removesuffix("_s")
+    said = name.lower().replace(" ", "_").removeprefix("num_")
+    if (found := _UNIT.fullmatch(said)) is not None and found[1] in _TIMES:
+        return _TIMES[found[1]]
+    said = said.removesuffix("_s")
     for match in get_close_matches(said, (*FIELDS, *EXACT_FIELDS), cutoff=_MISSPELT):
         has_same_words = match.count("_") == said.count("_") or match.replace("_", "") == said.replace("_", "")
         if has_same_words and match.endswith("_ns") == said.endswith("_ns"):
@@ -206,10 +217,10 @@ def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
 
 
 def _optional_ns(given: dict[str, Any], place: str, name: str) -> int | None:
-    """Returns `name`_ns, or `name`_time (for cancel_after and deadline: `name`), which is in seconds, as ns."""
+    """Returns `name`_ns, or its field in seconds, as ns."""
     if f"{name}_ns" in given:
         return check.nanoseconds(given[f"{name}_ns"], place, f"{name}_ns")
-    field = name if name in ("cancel_after", "deadline") else f"{name}_time"
+    field = _TIMES[name]
     return check.seconds(given[field], place, field) if field in given else None
 
 

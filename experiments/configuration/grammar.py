@@ -1,0 +1,81 @@
+"""Hydra's grammar of overrides (`key=value`): reads them, and writes values in it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from numbers import Number
+from os import PathLike
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@cache
+def parsed(override: str) -> Override:
+    """Parses an override. Raises ConfigError if it is not one."""
+    item = _read(readable(override))
+    if item is not None and item.key_or_group:
+        return item
+    raise ConfigError(
+        f"cannot read the override {override!r}: expected key=value; a string with a comma, a bracket or a quote "
+        "has quotes of its own, as 'trace.path=\"a,b.jsonl\"'"
+    )
+
+
+def _read(override: str) -> Override | None:
+    """Parses an override; None if Hydra's grammar cannot read it."""
+    try:
+        return _parser().parse_override(override)
+    except HydraException:
+        return None
+
+
+def readable(override: str) -> str:
+    """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1))."""
+    key, _, value = override.partition("=")
+    if not value or value[0] in "[{'\"" or "," in value:
+        return override
+    return f"{key}={literal(value)}" if _read(override) is None else override
+
+
+def is_text(override: str, text: str) -> bool:
+    """Whether Hydra's grammar reads the override's value as exactly this text."""
+    item = _read(override)
+    return item is not None and not item.is_sweep_override() and item.value() == text
+
+
+def literal(value: Any, key: str = "a value") -> str:
+    """Writes a Python value in Hydra's override grammar. Raises ConfigError for a type that the grammar lacks."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(literal(item, key) for item in value) + "]"
+    if not isinstance(value, str | PathLike | Number):
+        raise ConfigError(
+            f"{key} is {shown(value)}; give a number, a string, a list or a dict. A class of your own goes by its "
+            "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
+        )
+    text = str(value)
+    if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
+        return text
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """Quotes a text for Hydra's grammar. Backslashes are doubled only before a quote and at the end."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"

@@ -1,0 +1,108 @@
+"""Makes an object of the class that a configuration names by `_target_`, and says why it cannot: in one line, with the
+user's file and line where the failure is in the user's code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.util import find_spec
+from inspect import Parameter, signature
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from testbed.errors import ConfigError, TestbedError
+from testbed.foreign_text import nearest, unknown
+
+ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
+ROOT = Path(__file__).parents[2]
+
+
+def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
+    """Makes the object named by `_target_`. Raises ConfigError with a one-line message."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as hydra_instantiate
+
+    target = str(node.get("_target_"))
+    values = {name: value for name, value in node.items() if name != "name"}
+    try:
+        return hydra_instantiate(values, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, TestbedError):
+            raise error.__cause__ from None
+        said = told(error.__cause__) if error.__cause__ else _one_line(str(error))
+        reason = missing_name(target) or _failure(error, target) or _stray(target, values) or said
+        raise ConfigError(f"{key}: cannot make {target!r}: {reason}") from None
+    except SystemExit as error:
+        raise ConfigError(f"{key}: {target!r} ends Python (SystemExit {error}); mend it") from None
+
+
+def missing_name(target: str) -> str:
+    """Returns the error text if a class's module does not exist or lacks the name; empty for any other problem."""
+    module, _, name = target.rpartition(".")
+    top = module.partition(".")[0]
+    if top and top not in sys.modules and find_spec(top) is None:
+        return f"there is no module {top!r} in {os.getcwd()}, or where PYTHONPATH says; run testbed where {top}.py lies"
+    there = sys.modules.get(module)
+    if there is None or hasattr(there, name):
+        return ""
+    file = str(getattr(there, "__file__", None) or "Python's own")
+    if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
+        return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"
+    return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
+
+
+def place_in_own_code(error: BaseException) -> str:
+    """Returns the "<file>:<line>" of the user's code through which an exception came last, or an empty text."""
+    others = ("site-packages", "/lib/python", "<frozen ")
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if not _is_ours(one.filename) and not any(part in one.filename for part in others)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+
+
+def told(error: BaseException) -> str:
+    """Returns "<type>: <message>" in one line, with escapes for what a terminal would not print."""
+    return ": ".join([type(error).__name__, *filter(None, [_one_line(str(error))])])
+
+
+def _one_line(text: str) -> str:
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(text.split()))
+
+
+def _is_ours(file: Path | str) -> bool:
+    return any((ROOT / file).is_relative_to(ROOT / room) for room in ROOMS)  # compiled code has paths relative to ROOT
+
+
+def _failure(error: BaseException, target: str) -> str:
+    """Returns what went wrong in the user's code, and where; empty if it is not to blame."""
+    for one in _causes(error):
+        place = place_in_own_code(one)
+        if isinstance(one, SyntaxError):  # of a file that is not text it does not say which it is
+            spec = find_spec(target.rpartition(".")[0])
+            file = place or (spec.origin if spec else target)
+            return f"{f'{one.filename}:{one.lineno}' if one.filename else file}: {one.msg}; mend it there"
+        if isinstance(one, ModuleNotFoundError):
+            return f"there is no module {one.name!r}; install it, or correct the import"
+        if place:
+            return f"{place}: {told(one)}; mend it there"
+    return ""
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _stray(target: str, values: dict[str, Any]) -> str:
+    """Returns what is wrong with a parameter that the class does not have; empty if there is none."""
+    try:
+        known = signature(resolve_name(target)).parameters
+    except (ValueError, TypeError, ImportError, AttributeError):
+        return ""
+    stray = next((name for name in values if name not in known and not name.startswith("_")), None)
+    if stray is None or any(item.kind is Parameter.VAR_KEYWORD for item in known.values()):
+        return ""
+    return unknown(f"it has no parameter {stray!r}", stray, list(known))

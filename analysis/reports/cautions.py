@@ -20,7 +20,7 @@ from analysis.measures.statistics import mser5
 from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
 from analysis.reports.fidelity_findings import engine_noise_said
-from analysis.reports.keeping_up import judged, state_of, who
+from analysis.reports.keeping_up import began_within_s, is_closed_loop, judged, state_of, who
 from analysis.reports.tables import replicate_name
 from testbed.errors import RunFolderError
 
@@ -251,10 +251,10 @@ def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
-    """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out if there
-    are sessions: later turns arrive only when earlier ones have been served."""
+    """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out for closed
+    loops: later turns arrive only when earlier ones have been served."""
     where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
-    if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # no session has several turns
+    if not any(map(is_closed_loop, runs)):
         offered, reached = _mean_rates(runs)
         return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
     before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
@@ -275,9 +275,20 @@ _DRAINED = 0.85  # served over offered rate; below it the time after the last ar
 
 
 def _draining(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on rates of traces that are short compared with the time that their last requests take."""
-    slow = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
-    if slow:
+    """Sentences on rates of traces that are short compared with the time that their last requests or sessions take."""
+    drained = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
+    by_loop = grouped(drained, lambda one: is_closed_loop(one[1]))
+    if closed := by_loop.get(True):
+        begin_s, last_s = (
+            fmt.seconds(float(np.mean([find(run) for _, run in closed]))) for find in (began_within_s, _lasted_s)
+        )
+        yield (
+            f"Rates are over all of a run, and sessions began only in a part of it: {_in_which(closed, arms)}the last "
+            f"one began after {begin_s} of {last_s}{' on average' * (len(closed) > 1)}, and from then on ever fewer "
+            "had turns left. The offered rate is an outcome, too, as later turns wait for earlier ones. A difference "
+            "in rates or goodput may be one in how long the last sessions took; more sessions help."
+        )
+    if slow := by_loop.get(False):
         offered, reached = _mean_rates([run for _, run in slow])
         yield (
             f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} "
@@ -288,8 +299,15 @@ def _draining(arms: Sequence[Arm]) -> Iterator[str]:
 
 def _is_drained_long(run: Run) -> bool:
     rate = run.summary["throughput"]
-    is_told = state_of(run) in ("kept up", "untold") and not ignored(run)
-    return is_told and bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
+    if state_of(run) not in ("kept up", "untold") or ignored(run):
+        return False
+    if is_closed_loop(run):
+        return began_within_s(run) < _DRAINED * _lasted_s(run)
+    return bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
+
+
+def _lasted_s(run: Run) -> float:
+    return float(run.summary["duration_s"]) + _warmup_s(run)
 
 
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:

@@ -15,8 +15,9 @@ from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.plots import study_plots as plots
-from analysis.reports.cautions import _change_by_warm_up, cautions
+from analysis.reports.cautions import cautions
 from analysis.reports.first_screen import answer
+from analysis.reports.load_cautions import change_by_warm_up
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say
@@ -90,7 +91,7 @@ def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Pat
     arms = infer_arms(load_sweep(tmp_path).runs)
     (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
     assert "(MSER-5's cut) mean TTFT in 4 of 6 runs (every arm; seed 0 and seed 1) would be up to +" in said
-    changes = [_change_by_warm_up(run) for arm in arms for run in arm.runs]
+    changes = [change_by_warm_up(run) for arm in arms for run in arm.runs]
     assert f"up to {change(100 * max(changes))} off" in said
     assert sum(one > 0.02 for one in changes) == 4
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = True

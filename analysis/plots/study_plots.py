@@ -154,10 +154,11 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
         figure, both = style.grid(2, num, height_in, is_narrow=is_narrow, sharex=True, sharey="row")
         upper, lower = both
         width = _PAGE // (2 if is_narrow else num)
+        fleets = {label: engines_of(run) for label, run in runs.items()}
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(fill(label, width))
-            if engines := engines_of(run):
-                _timeline_column(upper[column], lower[column], run, engines)
+            if fleets[label]:
+                _timeline_column(upper[column], lower[column], run, fleets[label])
         for column in range(num):
             if is_narrow or column == 0:
                 upper[column].set_ylabel("KV blocks in use (%)")
@@ -169,7 +170,8 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
         handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()}
-        handles["preemption"] = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
+        if any(engine.preemptions_s.size for engines in fleets.values() for engine in engines):
+            handles["preemption"] = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
         if any(num_replicas(run) > 1 for run in runs.values()):
             handles["range over replicas"] = Patch(**_BAND)
         style.legend_below(figure, list(handles.values()), list(handles))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from analysis import format as fmt
 from analysis.comparison.arms import Arm, repeats, replicates, unsaid_keys
 from analysis.comparison.compare import Comparison
 from analysis.load import Run, num_replicas
@@ -17,6 +18,7 @@ from analysis.reports.parts import Plot, ReportInput, Sections
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
 _SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # the first known one is shown in addition
 _MAX_CURVES = 8
+_MAX_TIMELINES = 3  # side by side
 
 
 def change_bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
@@ -68,6 +70,9 @@ def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: 
     caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
     if any(num_replicas(run) > 1 for run in shown.values()):
         caption += " Of several replicas: the mean of their shares, and the sums of their queues."
+    if len(shown) < len(arms):
+        most = fmt.count(len(shown) - 1, "arm")
+        caption += f" Of {len(arms)} arms, shown are the baseline and the {most} whose mean TTFT is furthest from its."
     draw = partial(plots.timeline, shown)
     return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
 
@@ -90,11 +95,12 @@ def _mean_ttft_s(run: Run) -> float:
 
 
 def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
-    """The baseline and the arm whose mean TTFT is furthest from it."""
-    (name, base), *others = typical.items()
-    reference = _mean_ttft_s(base)
+    """The baseline, which is the first, and the arms whose mean TTFT is furthest from it, in order."""
+    reference = _mean_ttft_s(next(iter(typical.values())))
 
-    def distance(item: tuple[str, Run]) -> float:
-        return abs((_mean_ttft_s(item[1]) or reference) - reference)
+    def distance(name: str) -> float:
+        return abs((_mean_ttft_s(typical[name]) or reference) - reference)
 
-    return {name: base} | (dict([max(others, key=distance)]) if others else {})
+    _, *others = typical
+    near = sorted(others, key=distance)[: -(_MAX_TIMELINES - 1)]
+    return {name: run for name, run in typical.items() if name not in near}

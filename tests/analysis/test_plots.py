@@ -228,6 +228,9 @@ def test_steps_that_preempted_in_either_way_are_marked(tmp_path, column):
     steps[2][column] = 1
     _, requests = plots.timeline(degenerate(tmp_path / "run", [row], steps))[:, 0]
     assert [line.get_xdata().tolist() for line in requests.lines if line.get_marker() == "|"] == [[2.0]]
+    ((never, _),) = plots.timeline(degenerate(tmp_path / "never", [row], steps[:2])).T
+    told = [[text.get_text() for text in one.figure.legends[0].get_texts()] for one in (requests, never)]
+    assert told == [["running", "waiting", "preemption"], ["running", "waiting"]]
 
 
 @given(st.data())

@@ -14,7 +14,7 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
-from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
+from analysis.naming import NAMING_KEYS, factor_name, level_names, level_text, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
 from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.load_cautions import draining, left_out_start, outrun, warm_up
@@ -166,7 +166,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     ]
     said = []
     for key in found[:_MAX_KEYS]:
-        per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
+        per_arm = {arm.name: _span([level_text(key, run.flat_config.get(key)) for run in arm.runs]) for arm in arms}
         said.append(f"{factor_name(key)} ({_listed(per_arm, arms)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)

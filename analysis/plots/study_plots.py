@@ -234,9 +234,11 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
         if is_narrow:
             height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
         figure, (panels,) = style.grid(1, num, height_in, is_narrow=is_narrow, sharey=True)
+        width_in = style.PHONE_IN if is_narrow else (style.WIDTH_IN - _CHAR_IN * max(map(len, arms), default=0)) / num
+        num_chars = max(14.0, (width_in - 0.3) / _CHAR_IN)
         for axes, label in zip(panels, labels, strict=False):
             of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
-            _bar_panel(axes, of_metric, 0.4 if is_narrow else 0.62)
+            _bar_panel(axes, of_metric, num_chars, 0.4 if is_narrow else 0.62)
             axes.set_title(label)
             unit = "points" if any(row.metric.is_share for row in of_metric.values()) else "%"
             axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
@@ -251,9 +253,10 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
 
 
 _FAR = 250.0  # percent
+_CHAR_IN = 0.066  # width of a tick's digit
 _NAME = 56  # characters that fit on a phone
 _LEAST = 2.0  # percent or points, on each side of 0: else noise would look like an effect
-_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0)  # percent, in addition to 0
+_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0, 50.0)  # percent, in addition to 0
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
@@ -290,7 +293,8 @@ def _name_bars(axes: Axes, arms: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], height: float = 0.62) -> None:
+def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], num_chars: float, height: float) -> None:
+    """Draws the bars of a metric, of this height, on an axis below which num_chars characters fit."""
     for place, row in rows.items():
         drawn = _drawn(row)
         if drawn is None:
@@ -308,15 +312,16 @@ def _bar_panel(axes: Axes, rows: Mapping[int, Comparison], height: float = 0.62)
     if any(row.metric.is_share for row in rows.values()):
         low, high = max(low, -100.0), min(high, 100.0)  # intervals may end beyond these
     if high > _FAR:  # else the other bars would have no visible length
-        _go_by_ratio(axes, high)
+        _go_by_ratio(axes, high, num_chars)
         return
     low, high = min(low, -_LEAST), max(high, _LEAST)
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.xaxis.set_major_locator(MaxNLocator(max(3, int(num_chars / 10))))
 
 
-def _go_by_ratio(axes: Axes, high: float) -> None:
-    """Makes the axis logarithmic in the ratio, with ticks in percent; high: the end of the axis."""
+def _go_by_ratio(axes: Axes, high: float, num_chars: float) -> None:
+    """Makes the axis logarithmic in the ratio, with ticks in percent; high: the end of the axis. num_chars: see
+    `_bar_panel`."""
     low = max(axes.dataLim.x0, -99.9)
     ends = [np.log1p(end / 100.0) for end in (min(low, -5.0), high)]
     room = 0.05 * (ends[1] - ends[0])
@@ -324,10 +329,12 @@ def _go_by_ratio(axes: Axes, high: float) -> None:
         "function", functions=(lambda x: np.log1p(np.maximum(x, -99.99) / 100.0), lambda y: np.expm1(y) * 100.0)
     )
     axes.set_xlim(*(100.0 * np.expm1([ends[0] - room, ends[1] + room])))
-    ticks = [0.0]
+    ticks, a_char = [0.0], (ends[1] - ends[0] + 2.0 * room) / num_chars
     for tick in _RATIO_TICKS:  # the outermost first, as long as they do not touch
         place = np.log1p(tick / 100.0)
-        if ends[0] <= place <= ends[1] and all(abs(place - np.log1p(one / 100.0)) > 7.0 * room for one in ticks):
+        apart = [abs(place - np.log1p(one / 100.0)) / a_char for one in ticks]  # characters between their centres
+        touching = [(len(_signed(tick)) + len(_signed(one))) / 2.0 + 1.0 for one in ticks]
+        if ends[0] <= place <= ends[1] and all(num > least for num, least in zip(apart, touching, strict=True)):
             ticks.append(tick)
     axes.set_xticks(ticks, [*map(_signed, ticks)])
     axes.minorticks_off()

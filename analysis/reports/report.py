@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ from analysis.reports.parts import (
     what_ran,
 )
 from analysis.reports.trust import trust
+from analysis.timelines.chrome_trace import written
 from testbed.errors import RunFolderError
 
 _MAX_COMMANDS = 12  # with more, the list is folded
@@ -74,13 +76,26 @@ _MAX_COMMANDS = 12  # with more, the list is folded
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (with suffix .html) and returns that path. Raises RunFolderError without any arm, for
-    arms or pairs of different traces, or for different warm-ups."""
+    arms or pairs of different traces, or for different warm-ups; what fails leaves nothing of the page behind."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
     check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
+    try:
+        html, markdown = _pages(report, sections)
+        with written(path) as page, written(path.with_suffix(".md")) as plain_page:
+            page.write(html)
+            plain_page.write(markdown)
+        sections.keep()
+    finally:
+        shutil.rmtree(sections.part, ignore_errors=True)
+    return path
+
+
+def _pages(report: ReportInput, sections: Sections) -> tuple[str, str]:
+    """The page as HTML and as Markdown."""
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
     groups = _comparable_groups(sections, report, baseline.name)
@@ -94,9 +109,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     environment.filters["md"] = _markdown
     html = environment.get_template("report.html.j2").render(context)
     markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
-    for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
-        file.write_text(text, encoding="utf-8")
-    return path
+    return html, markdown
 
 
 def report_from_folders(

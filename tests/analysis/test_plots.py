@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from itertools import pairwise
 
@@ -162,7 +161,7 @@ def test_ratios_have_as_many_ticks_as_fit_beside_each_other(is_narrow, ticks):
         labels = sorted(axes.get_xticklabels(), key=lambda label: label.get_window_extent().x0)
         assert [label.get_text() for label in labels] == ticks
         ends = [label.get_window_extent() for label in labels]
-        assert all(before.x1 < after.x0 for before, after in itertools.pairwise(ends))
+        assert all(before.x1 < after.x0 for before, after in pairwise(ends))
 
 
 def test_bars_of_shares_are_in_points_however_wide_their_interval():

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from analysis import format as fmt
+from analysis import plots
 from analysis.comparison.arms import Arm, repeats, replicates, unsaid_keys
 from analysis.comparison.compare import Comparison
 from analysis.load import Run, num_replicas
 from analysis.measures.summary import summary_value
-from analysis.plots import study_plots as plots
 from analysis.reports import tables
 from analysis.reports.keeping_up import judged
 from analysis.reports.parts import Plot, ReportInput, Sections

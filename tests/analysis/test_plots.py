@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from analysis import plots
 from analysis.comparison import fidelity
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
 from analysis.load import load_run
 from analysis.measures.statistics import Estimate, mean_t
 from analysis.plots import curves, style
-from analysis.plots import study_plots as plots
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
 

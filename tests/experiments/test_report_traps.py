@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis import plots
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect
@@ -14,7 +15,6 @@ from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.plots import study_plots as plots
 from analysis.reports.cautions import cautions
 from analysis.reports.first_screen import answer
 from analysis.reports.load_cautions import change_by_warm_up

@@ -11,6 +11,11 @@ from typing import Any
 from analysis.format import plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
+_UNITS = {  # the end of a key -> (what it says, the unit's size, the unit)
+    "_bytes_per_s": (" bandwidth", 1e9, "GB/s"),
+    "_gib": ("", 1.0, "GiB"),
+    "_ns": ("", 1e3, "µs"),
+}
 DECIDES = "backend.decides"  # of runs in vLLM: which scheduler decided, this testbed's or vLLM's own
 SPEED = "backend.speed"  # of a replay: how fast its arrivals come, so a part of the load
 
@@ -72,14 +77,26 @@ def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
     if leaf in NAMING_KEYS:
         return plain(value).rsplit(".", 1)[-1] if leaf == "_target_" else plain(value)
     same_leaf = sum(other.split(".")[-1] == leaf for other in naming) > 1
-    return f"{key if same_leaf else leaf.replace('_', ' ')} {plain(value)}"
+    return f"{key if same_leaf else factor_name(key)} {level_text(key, value)}"
 
 
 def factor_name(key: str) -> str:
-    """A factor's key as words: "cache.prefix_caching" -> "prefix caching", "scheduler.name" -> "scheduler"."""
+    """A factor's key as words: "cache.prefix_caching" -> "prefix caching", "scheduler.name" -> "scheduler". A unit is
+    left to `level_text`."""
     parts = key.split(".")
     word = parts[-2] if parts[-1] in NAMING_KEYS and len(parts) > 1 else parts[-1]
+    for end, (said, _, _) in _UNITS.items():
+        word = f"{word.removesuffix(end)}{said}" if word.endswith(end) else word
     return word.replace("_", " ")
+
+
+def level_text(key: str, value: Any) -> str:
+    """A setting's value as text, with the unit that its key ends in: "55 GB/s"."""
+    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), None)
+    if unit is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return plain(value)
+    _, size, name = unit
+    return f"{value / size:.12g} {name}"
 
 
 def as_cell(value: Any) -> Any:

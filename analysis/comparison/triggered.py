@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, replicates
 from analysis.comparison.effects import is_full_design
 from analysis.load import Run
+from analysis.naming import factor_name
 
 _PREEMPTS = ("preemption", "victim")
 # (parts of a key or of its value, whether a run certainly never used the setting, what never happened)
@@ -53,11 +54,25 @@ def never_triggered(arms: Sequence[Arm]) -> list[str]:
     """Sentences on arms that took the same decisions at every step, and on whether the settings in which they differ
     were ever used."""
     same = alike(arms)
-    also = " Averages over the other factors hold this." if is_full_design(arms) else ""
     groups = grouped(arms, lambda arm: same[arm.name]).values()
-    said = [f"{same_arms(group)}.{also}" for group in groups if len(group) > 1]
+    said = [f"{same_arms(group)}.{_diluted(group, arms, same)}" for group in groups if len(group) > 1]
     more = [f"So did {len(said) - _MAX_GROUPS} more groups of arms."] if len(said) > _MAX_GROUPS else []
     return [*said[:_MAX_GROUPS], *more]
+
+
+def _diluted(group: Sequence[Arm], arms: Sequence[Arm], same: Mapping[str, str]) -> str:
+    """A sentence on the factors whose average effect includes that of none between these arms; "" if no other arms of a
+    full design differ by them. same: as of `alike`."""
+
+    def matters(factor: Sequence[str]) -> bool:
+        beside = grouped(arms, lambda arm: repr([level for key, level in arm.levels.items() if key not in factor]))
+        return any(len({same[arm.name] for arm in each}) > 1 for each in beside.values())
+
+    factors = [factor_name(factor[0]) for factor in level_groups(group) if matters(factor)]
+    if not factors or not is_full_design(arms):
+        return ""
+    effects = f"average effect{'s' * (len(factors) > 1)} of {fmt.listing(factors)}"
+    return f" This dilutes the {effects} over the other factors: between these arms there is none."
 
 
 def same_arms(arms: Sequence[Arm]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
 from analysis.comparison.effects import Effect
-from analysis.naming import factor_name
+from analysis.naming import factor_name, level_text
 
 
 def change_text(comparison: Comparison) -> str:
@@ -87,7 +87,8 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
 
 def step_text(effect: Effect) -> str:
     """The change of the factor: "prefix caching on instead of off"."""
-    return f"{factor_name(effect.factor)} {fmt.plain(effect.level)} instead of {fmt.plain(effect.base_level)}"
+    level, base = (level_text(effect.factor, one) for one in (effect.level, effect.base_level))
+    return f"{factor_name(effect.factor)} {level} instead of {base}"
 
 
 def told_at(load: str, sentence: str) -> str:

@@ -243,10 +243,11 @@ def steadiness(requests: Requests) -> dict[str, Any] | None:
     return told | {"is_outrun": _judged(customers, waiting, in_system)}
 
 
-def ends_growing(summary: Mapping[str, Any]) -> bool:
-    """Whether the queue, or the number of requests in the system, may grow when a run's trace ends."""
-    known = summary["steadiness"]
-    return any(_may_grow(known[name], summary["num_requests"]) for name in ("waiting", "in_system"))
+def ends_growing(summary: Mapping[str, Any]) -> str:
+    """What may grow when a run's trace ends: "waiting", the queue, else "in_system", all that have not ended; "" for
+    neither."""
+    known, num = summary["steadiness"], summary["num_requests"]
+    return next((name for name in ("waiting", "in_system") if _may_grow(known[name], num)), "")
 
 
 def outrun_note(summary: Mapping[str, Any]) -> Note | None:

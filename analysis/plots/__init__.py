@@ -3,8 +3,9 @@
 This package imports matplotlib, which is slow; `import analysis` on its own does not.
 """
 
+from analysis.plots.bars import ablation_bars
 from analysis.plots.run_plots import batch_composition, gantt, preemption_scatter
-from analysis.plots.study_plots import ablation_bars, latency_cdf, sim_versus_real, throughput_latency, timeline
+from analysis.plots.study_plots import latency_cdf, sim_versus_real, throughput_latency, timeline
 from analysis.plots.sweep_plots import heatmap, pareto
 
 __all__ = [

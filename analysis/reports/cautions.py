@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_policy, replicates, unsaid_keys
 from analysis.comparison.compare import ignored
@@ -16,12 +14,10 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
-from analysis.measures.statistics import mser5
-from analysis.naming import NAMING_KEYS, factor_name, level_names, naming_keys
+from analysis.naming import NAMING_KEYS, factor_name, level_names, level_text, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
 from analysis.reports.fidelity_findings import engine_noise_said
-from analysis.reports.keeping_up import judged, state_of, who
-from analysis.reports.tables import replicate_name
+from analysis.reports.load_cautions import draining, left_out_start, outrun, warm_up
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # in manifests; depend on memory
@@ -32,12 +28,12 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
     """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
     arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
     said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
-    said += [*_left_out_start(arms), *_few_requests(arms)]
+    said += [*left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     for load, group in loads.items():
-        found = [*_outrun(group), *_draining(group), *_uneven(group), *_warm_up(group, margin), *never_triggered(group)]
+        found = [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
         said += [told_at(load, text) for text in found]
     return said
 
@@ -170,7 +166,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     ]
     said = []
     for key in found[:_MAX_KEYS]:
-        per_arm = {arm.name: _span([run.flat_config.get(key) for run in arm.runs]) for arm in arms}
+        per_arm = {arm.name: _span([level_text(key, run.flat_config.get(key)) for run in arm.runs]) for arm in arms}
         said.append(f"{factor_name(key)} ({_listed(per_arm, arms)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
     is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
@@ -236,81 +232,6 @@ def _span(values: Sequence[object]) -> str:
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and others"
 
 
-def _outrun(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on the arms that are beyond their capacity."""
-    known = judged(arms)
-    beyond = [one for one in known if one.state == "beyond"]
-    if beyond:
-        names = who(known, "beyond").replace("every arm", "Every arm")
-        shown = _how_outrun([run for one in beyond for run in one.runs], sum(one.num_runs for one in beyond))
-        yield (
-            f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
-            "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
-            "throughputs there, or lower the rate."
-        )
-
-
-def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
-    """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out if there
-    are sessions: later turns arrive only when earlier ones have been served."""
-    where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
-    if not any(run.requests["session_id"].dropna().duplicated().any() for run in runs):  # no session has several turns
-        offered, reached = _mean_rates(runs)
-        return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
-    before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
-    if after <= before:  # only sessions grew
-        return f"{where}more and more were in the system"
-    early, late = (fmt.significant(count, 2) for count in (before, after))
-    return f"{where}{early} requests were in the system early in the trace, {late} late in it, and ever more"
-
-
-def _mean_rates(runs: Sequence[Run]) -> list[str]:
-    """The mean rates at which requests arrived and were served, as text."""
-    rates = [run.summary["throughput"] for run in runs]
-    means = [float(np.mean([rate[name] or 0.0 for rate in rates])) for name in ("offered_per_s", "requests_per_s")]
-    return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
-
-
-_DRAINED = 0.85  # served over offered rate; below it the time after the last arrival distorts the served rate
-
-
-def _draining(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on rates of traces that are short compared with the time that their last requests take."""
-    slow = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
-    if slow:
-        offered, reached = _mean_rates([run for _, run in slow])
-        yield (
-            f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} "
-            "were served, as no more came while the last ones were being served. A difference in rates or goodput may "
-            "be one in how long these took; a longer trace helps."
-        )
-
-
-def _is_drained_long(run: Run) -> bool:
-    rate = run.summary["throughput"]
-    is_told = state_of(run) in ("kept up", "untold") and not ignored(run)
-    return is_told and bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
-
-
-def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
-    """The runs that a number is from: "in 5 of 25 runs (every arm; seed 3) ". Arms and replicates are named if not all
-    of them are concerned; "" for all runs."""
-    every = [(arm.name, run) for arm in arms for run in counted(arm)]
-    if len(chosen) == len(every):
-        return ""
-    runs = [run for _, run in every]
-    parts = []
-    for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
-        names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
-        these = [one for one in names if one in among]
-        if len(these) < len(names):
-            parts.append(fmt.listing(these, _MAX_KEYS))
-    if len({name for name, _ in chosen}) == len(arms) > 1:
-        parts.insert(0, "every arm")
-    told = f" ({'; '.join(parts)})" if parts else ""
-    return f"in {len(chosen)} of {len(every)} runs{told} "
-
-
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
     nums = {arm.name: len(replicates(arm)) for arm in arms}
     if len(set(nums.values())) > 1:
@@ -318,18 +239,6 @@ def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
         yield (
             f"There are not as many replicates of every arm ({told}). Means in tables are over all that an arm has, "
             f"changes over those that it shares with {arms[0].name}."
-        )
-
-
-def _left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on the requests that report.warmup_s leaves out."""
-    runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
-    if runs:
-        left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
-        yield (
-            f"The requests that came in the first {_warmup_s(runs[0]):g} s of each run (report.warmup_s), "
-            f"{fmt.number(left)} of {fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput "
-            "and goodput are of all that ended after these seconds."
         )
 
 
@@ -346,36 +255,3 @@ def _few_requests(arms: Sequence[Arm]) -> Iterator[str]:
             f"A run has {fmt.count(least, 'request')} that ended: its P99s are all but its largest values, and say "
             "little of a tail. More requests help."
         )
-
-
-def _warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
-    """A sentence if the start of the runs, as MSER-5 determines it from TTFT, lowers mean TTFT by more than the margin
-    in the median replicate of an arm. A slow start does not count: an empty system is fast, so this is a burst."""
-    changes = {arm.name: [(run, _change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
-    if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
-        return
-    changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
-    most = max(change for each in changes.values() for _, change in each)
-    said, longer = "The start, when the system is still empty,", ""
-    if warmup_s := _warmup_s(changed[0][1]):
-        said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
-    yield (
-        f"{said} is part of all numbers: without it (MSER-5's cut) mean TTFT {_in_which(changed, arms)}would be up to "
-        f"{fmt.change(100 * most)} off what is shown. A longer trace helps, or {longer}report.warmup_s."
-    )
-
-
-def _change_by_warm_up(run: Run) -> float:
-    """The relative change of mean TTFT if the start is cut; 0 beyond capacity, where there is no steady state."""
-    if state_of(run) == "beyond":
-        return 0.0
-    requests = run.requests.sort_values("arrival_ns", kind="stable")
-    start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)
-    kept = requests[requests["arrival_ns"] >= start_ns]
-    ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
-    cut = mser5(ttft)
-    return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
-
-
-def _warmup_s(run: Run) -> float:
-    return run.flat_config.get("report.warmup_s") or 0.0

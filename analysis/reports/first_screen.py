@@ -29,7 +29,7 @@ from analysis.comparison.triggered import num_preempted, preempting, same_arms, 
 from analysis.comparison.wording import cells_text, change_text, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
-from analysis.naming import factor_name
+from analysis.naming import factor_name, level_text
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
@@ -182,7 +182,7 @@ def _same_at(group: Compared) -> list[str]:
         if step.is_alike:
             name, levels = factor_name(step.factor), (step.base_level, step.level)
             arms = [arm for arm in group.arms if arm.levels.get(step.factor) in levels]
-            base, changed = (f"{name} {fmt.plain(level)}" for level in levels)
+            base, changed = (f"{name} {level_text(step.factor, level)}" for level in levels)
             found.append(same_decisions([changed], base, arms, factors[step.factor]))
     return found
 

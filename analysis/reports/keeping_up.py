@@ -59,6 +59,23 @@ def state_of(run: Run) -> State:
     return "untold" if known["is_outrun"] is None else "beyond" if known["is_outrun"] else "kept up"
 
 
+def began_within_s(run: Run) -> float:
+    """The time from the first arrival to that of the last session, or request outside sessions."""
+    requests = run.requests.sort_values("arrival_ns", kind="stable")
+    first_turns = requests[~requests["session_id"].duplicated() | requests["session_id"].isna()]
+    return float(first_turns["arrival_ns"].max() - requests["arrival_ns"].min()) / 1e9
+
+
+def is_closed_loop(run: Run) -> bool:
+    """Whether turns of sessions waited for the turns before them: there are such turns, and none came earlier."""
+    requests = run.requests[run.requests["session_id"].notna()].sort_values("arrival_ns", kind="stable")
+    later = requests["session_id"].duplicated()
+    if not later.any() or run.flat_config.get("trace.closed_loop") is False:
+        return False
+    before_ns = requests.groupby("session_id", sort=False)["finish_ns"].shift()
+    return not bool((requests["arrival_ns"][later] < before_ns[later]).any())
+
+
 def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
     """The arms in a state, by name, or by number if there are more than `most`; "" for none. If not all runs of an arm
     are in that state, their number is added."""

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ from analysis.comparison.arms import (
     join_repeats,
     num_replicates,
     paired_replicates,
-    repeats,
-    replicates,
-    unsaid_keys,
 )
 from analysis.comparison.compare import (
     DEADLINES,
@@ -56,17 +53,14 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
-from analysis.measures.summary import summary_value
-from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
+from analysis.reports.figures import change_bars, main_figure, run_plots
 from analysis.reports.first_screen import answer
-from analysis.reports.keeping_up import judged
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
-    Plot,
     ReportInput,
     Sections,
     baseline_text,
@@ -74,23 +68,34 @@ from analysis.reports.parts import (
     what_ran,
 )
 from analysis.reports.trust import trust
+from analysis.timelines.chrome_trace import written
 from testbed.errors import RunFolderError
 
-_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
-_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # the first known one is shown in addition
-_MAX_CURVES = 8
 _MAX_COMMANDS = 12  # with more, the list is folded
 
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (with suffix .html) and returns that path. Raises RunFolderError without any arm, for
-    arms or pairs of different traces, or for different warm-ups."""
+    arms or pairs of different traces, or for different warm-ups; what fails leaves nothing of the page behind."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
     check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
+    try:
+        html, markdown = _pages(report, sections)
+        with written(path) as page, written(path.with_suffix(".md")) as plain_page:
+            page.write(html)
+            plain_page.write(markdown)
+        sections.keep()
+    finally:
+        shutil.rmtree(sections.part, ignore_errors=True)
+    return path
+
+
+def _pages(report: ReportInput, sections: Sections) -> tuple[str, str]:
+    """The page as HTML and as Markdown."""
     slo = SLO.parse(report.slo)
     baseline = find_arm(report.arms, report.baseline)
     groups = _comparable_groups(sections, report, baseline.name)
@@ -104,9 +109,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     environment.filters["md"] = _markdown
     html = environment.get_template("report.html.j2").render(context)
     markdown = environment.overlay(autoescape=False).get_template("report.md.j2").render(context)
-    for file, text in ((path, html), (path.with_suffix(".md"), markdown)):
-        file.write_text(text, encoding="utf-8")
-    return path
+    return html, markdown
 
 
 def report_from_folders(
@@ -154,18 +157,6 @@ def report_from_folders(
         incomplete=sweep.incomplete,
     )
     return write_report(report, out)
-
-
-def _main_figure(sections: Sections) -> Plot | None:
-    """The bars of the most informative load: preferably one with a claim, then one that some arm kept up with, then the
-    one with the most arms, then the one with the largest change."""
-    drawn = []
-    for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
-        if group["plots"]:
-            largest = max((row.size for row in known.rows if row.is_claim), default=0.0)
-            keeps_up = any(one.state != "beyond" for one in judged(known.arms))
-            drawn.append((largest > 0.0, keeps_up, len(known.arms), largest, place))
-    return sections.ablation[max(drawn)[-1]]["plots"][0] if drawn else None
 
 
 def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: str) -> dict[str, list[Arm]]:
@@ -229,7 +220,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
-        group["plots"] = [_bars(sections, rows, load, len(sections.ablation))]
+        group["plots"] = [change_bars(sections, rows, load, len(sections.ablation))]
         sections.findings += [told_at(load, text) for text in _said(rows, effects, arms, report.margin, num)]
     sections.ablation.append(group)
 
@@ -255,77 +246,6 @@ def _said(
     nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
     against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
     return [findings.finding(f"{against[arm]} {baseline.name}, {arm}", of, margin) for arm, of in by_arm.items()]
-
-
-def _bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
-    known = {row.metric.path for row in rows}
-    shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
-    bars = [row for row in rows if row.metric.path in shown]
-    caption = (
-        "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
-        "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
-    )
-    title = f"Change against the baseline{f' at {load}' if load else ''}"
-    return sections.plot(partial(plots.ablation_bars, bars), f"ablation_{index}", title, caption)
-
-
-def _run_plots(
-    sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput
-) -> list[Plot]:
-    """CDFs and timelines of one replicate at the heaviest load; with several loads also the curve over them."""
-    load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
-    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
-    typical = _typical(ordered)
-    at_load = [run for arm in arms for run in arm.runs]
-    which = tables.replicate_name(next(iter(typical.values())), at_load)
-    where = f"{f' at {load}' if load else ''}, {which}"
-    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
-    caption = f"Share of requests within a latency, queueing included.{note}"
-    draw = partial(plots.latency_cdf, typical)
-    drawn = [sections.plot(draw, "latency_cdf", f"Latency distributions{where}", caption)]
-    runs = [run for arm in report.arms for run in arm.runs]
-    if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
-        every = {
-            arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
-            for arm in ordered
-        }
-        caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
-        draw = partial(plots.throughput_latency, every)
-        drawn.append(sections.plot(draw, "throughput_latency", "Latency against throughput", caption))
-    shown = _timeline_choice(typical)
-    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
-    if any(num_replicas(run) > 1 for run in shown.values()):
-        caption += " Of several replicas: the mean of their shares, and the sums of their queues."
-    draw = partial(plots.timeline, shown)
-    return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
-
-
-def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
-    """For each arm its run of one replicate: of the replicates that all arms have, the one with the median of mean TTFT
-    over the arms, and of its repeats the one with the median. Without common replicates, each arm's first one."""
-    runs = [replicates(arm) for arm in arms]
-    common = sorted(
-        (key for key in runs[0] if all(key in own for own in runs)),
-        key=lambda key: sum([_mean_ttft_s(own[key]) for own in runs]),
-    )
-    middle = [common[(len(common) - 1) // 2] if common else next(iter(own)) for own in runs]
-    chosen = [repeats(arm, own[key]) for arm, own, key in zip(arms, runs, middle, strict=True)]
-    return {arm.name: sorted(own, key=_mean_ttft_s)[(len(own) - 1) // 2] for arm, own in zip(arms, chosen, strict=True)}
-
-
-def _mean_ttft_s(run: Run) -> float:
-    return summary_value(run.summary, "ttft_s.mean") or 0.0
-
-
-def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
-    """The baseline and the arm whose mean TTFT is furthest from it."""
-    (name, base), *others = typical.items()
-    reference = _mean_ttft_s(base)
-
-    def distance(item: tuple[str, Run]) -> float:
-        return abs((_mean_ttft_s(item[1]) or reference) - reference)
-
-    return {name: base} | (dict([max(others, key=distance)]) if others else {})
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:
@@ -364,12 +284,12 @@ def _context(
             *cautions(groups, report.margin, report.replicated),
         ],
         "answer": [*answer(sections.compared, slo), *pooled_said(sections.compared)],
-        "main_figure": _main_figure(sections),
+        "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
-        "plots": _run_plots(sections, groups, baseline, report),
+        "plots": run_plots(sections, groups, baseline, report),
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [

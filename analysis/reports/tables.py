@@ -18,7 +18,7 @@ from analysis.comparison.wording import bounds_text, change_text, interval_text,
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline
 from analysis.measures.metrics import SLO
-from analysis.naming import factor_name, is_seed
+from analysis.naming import factor_name, is_seed, level_text
 
 MAX_FACTS = 5  # values of one fact that are listed, as every manifest may have its own
 
@@ -101,7 +101,7 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
     rows = []
     for group in groups.values():
         first = group[0]
-        step = f"{fmt.plain(first.base_level)} → {fmt.plain(first.level)}"
+        step = " → ".join(level_text(first.factor, one) for one in (first.base_level, first.level))
         cells = [
             Cell(factor_name(first.factor), (step, f"mean of {fmt.count(len(first.pairs), 'pair')} of arms"), "head")
         ]

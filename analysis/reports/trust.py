@@ -17,7 +17,7 @@ from analysis.measures.checks import failures
 from analysis.measures.steadiness import ends_growing
 from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
-from analysis.reports.keeping_up import State, judged, serves_nothing, who
+from analysis.reports.keeping_up import State, is_closed_loop, judged, serves_nothing, who
 from analysis.reports.replicates import Level, drawn_by, shared
 from testbed.records.schema import GOOD_FIT, POOR_FIT
 
@@ -77,10 +77,7 @@ def _ignoring(arms: Sequence[Arm]) -> str:
 
 
 _MAX_NAMED = 3  # arms
-_UNTOLD: dict[State, str] = {
-    "untold": "the trace ends before it shows whether the engine keeps up",
-    "at once": "requests came all at once",
-}
+_OUTCOME = "the offered rate is an outcome, as later turns wait for earlier ones"
 
 
 def _load(groups: Sequence[Compared]) -> Trust:
@@ -89,16 +86,36 @@ def _load(groups: Sequence[Compared]) -> Trust:
         return Trust("load", "poor", "no request was served to its end")
     beyond = _where(groups, "beyond")
     said = [f"beyond the capacity of {beyond}"] if beyond else []
-    untold = [run for group in groups for one in judged(group.arms) if one.state == "untold" for run in one.runs]
-    is_growing = bool(untold) and all(ends_growing(run.summary) for run in untold)
-    for state, why in (_UNTOLD | ({"untold": "the trace ends while its queue grows"} if is_growing else {})).items():
+    states: tuple[State, ...] = ("untold", "at once")
+    for state in states:
         if names := _where(groups, state):
+            those = [run for group in groups for one in judged(group.arms) if one.state == state for run in one.runs]
+            why = _why_untold(those) if state == "untold" else _came_at_once(those)
             said.append(f"not judged{'' if names == 'every arm' else f' for {names}'}: {why}")
+    outcome = [_OUTCOME] if any(is_closed_loop(run) for arm in arms for run in arm.runs) else []
     if said:
-        return Trust("load", "fair", "; ".join(said))
+        return Trust("load", "fair", "; ".join([*said, *outcome]))
     if ignored := _ignoring(arms):
-        return Trust("load", "fair", f"{ignored} ignored requests: less was served than came")
-    return Trust("load", "good", "every arm kept up with what came")
+        return Trust("load", "fair", "; ".join([f"{ignored} ignored requests: less was served than came", *outcome]))
+    return Trust("load", "good", "; ".join(["every arm kept up with what came", *outcome]))
+
+
+def _why_untold(runs: Sequence[Run]) -> str:
+    """What keeps these runs from being judged: what grows in all of them, else that their traces are short."""
+    growing = {ends_growing(run.summary) for run in runs}
+    if "" in growing:
+        return "the trace ends before it shows whether the engine keeps up"
+    ends = "the last sessions begin" if all(map(is_closed_loop, runs)) else "the trace ends"
+    if growing == {"waiting"}:
+        return f"{ends} while the queue grows"
+    but = ", though the queue does not grow" if growing == {"in_system"} else ""
+    return f"{ends} while ever more requests are in the system{but}"
+
+
+def _came_at_once(runs: Sequence[Run]) -> str:
+    if all(map(is_closed_loop, runs)):
+        return "all sessions began at once, so their number bounds the queue"
+    return "requests came all at once"
 
 
 def _where(groups: Sequence[Compared], state: State) -> str:

@@ -41,6 +41,12 @@ def test_the_speed_of_a_replay_is_a_load_and_no_policy(tmp_path):
     assert len({run.fingerprint for run in runs}) == 2
 
 
+def test_a_unit_follows_the_value_and_is_no_part_of_the_name():
+    levels = {"device.host_link_bytes_per_s": 5.5e10, "backend.schedule_ns": 1500, "cache.swap_space_gib": 4.0}
+    assert level_names(levels) == "host link bandwidth 55 GB/s, schedule 1.5 µs, swap space 4 GiB"
+    assert level_names({"backend.schedule_ns": None, "slo.ttft_s": 2}) == "schedule default, ttft s 2"
+
+
 def test_an_option_without_a_noun_gets_one():
     assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
 

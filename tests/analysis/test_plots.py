@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from analysis import plots
 from analysis.comparison import fidelity
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
 from analysis.load import load_run
 from analysis.measures.statistics import Estimate, mean_t
 from analysis.plots import curves, style
-from analysis.plots import study_plots as plots
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
 
@@ -142,8 +142,26 @@ def test_a_panel_of_bars_with_one_far_off_goes_by_the_ratio_and_says_so(tmp_path
     zero, double, half, far = (place((percent, 0))[0] for percent in (0.0, 100.0, -50.0, 1200.0))
     assert double - zero == pytest.approx(zero - half)
     assert axes.bbox.x0 < half < zero < double < far < axes.bbox.x1
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "+900"]
+    assert {label.get_text() for label in axes.get_xticklabels()} == {"−50", "0", "+50", "+100", "+300", "+900"}
     saved(np.array([axes]), tmp_path, "far")
+
+
+@pytest.mark.parametrize(
+    ("is_narrow", "ticks"), [(False, ["0", "+300", "+900"]), (True, ["0", "+100", "+300", "+900"])]
+)
+def test_ratios_have_as_many_ticks_as_fit_beside_each_other(is_narrow, ticks):
+    estimates = [mean_t(np.log([ratio * 0.99, ratio * 1.01]), "log_ratio") for ratio in (1.04, 1.41, 8.0, 20.0)]
+    rows = [
+        Comparison(f"watermark {arm}", metric, 1.0, one, "higher", base=2.0)
+        for metric in LATENCY[:4] for arm, one in enumerate(estimates)
+    ]  # fmt: skip
+    panels = plots.ablation_bars(rows, is_narrow=is_narrow)
+    panels[0].figure.canvas.draw()
+    for axes in panels:
+        labels = sorted(axes.get_xticklabels(), key=lambda label: label.get_window_extent().x0)
+        assert [label.get_text() for label in labels] == ticks
+        ends = [label.get_window_extent() for label in labels]
+        assert all(before.x1 < after.x0 for before, after in pairwise(ends))
 
 
 def test_bars_of_shares_are_in_points_however_wide_their_interval():
@@ -228,6 +246,9 @@ def test_steps_that_preempted_in_either_way_are_marked(tmp_path, column):
     steps[2][column] = 1
     _, requests = plots.timeline(degenerate(tmp_path / "run", [row], steps))[:, 0]
     assert [line.get_xdata().tolist() for line in requests.lines if line.get_marker() == "|"] == [[2.0]]
+    ((never, _),) = plots.timeline(degenerate(tmp_path / "never", [row], steps[:2])).T
+    told = [[text.get_text() for text in one.figure.legends[0].get_texts()] for one in (requests, never)]
+    assert told == [["running", "waiting", "preemption"], ["running", "waiting"]]
 
 
 @given(st.data())

@@ -18,6 +18,7 @@ from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost
+from analysis.reports.figures import _timeline_choice
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
@@ -130,6 +131,16 @@ def test_figures_of_one_replicate_show_the_one_in_the_middle(page, sweep):
         for seed in range(3)
     }
     assert sorted(means, key=means.__getitem__)[1] == int(shown)
+
+
+def test_of_four_arms_the_timeline_shows_three_and_says_which(page, sweep):
+    told = "Of 4 arms, shown are the baseline and the 2 arms whose mean TTFT is furthest from its."
+    assert told in Page(page.read_text()).text
+    runs = dict(zip("abcd", load_sweep(sweep / "ablation").runs, strict=False))
+    for run, ttft_s in zip(runs.values(), (5.0, 9.0, 5.5, 3.0), strict=True):
+        run.summary["ttft_s"]["mean"] = ttft_s
+    assert list(_timeline_choice(runs)) == ["a", "b", "d"]
+    assert list(_timeline_choice(dict(list(runs.items())[:3]))) == ["a", "b", "c"]
 
 
 def test_figures_lie_beside_the_page_in_both_formats(page):

@@ -134,6 +134,7 @@ def test_a_file_that_grows_beyond_its_limit_is_named(tmp_path: Path, command: li
     assert "raise the limit (ulimit -f) and run again" in told[0]
     assert file in told[0]
     assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("page*")), "a report is written whole or not at all"
 
 
 def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(

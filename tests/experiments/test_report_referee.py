@@ -21,7 +21,7 @@ from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
 from analysis.reports.first_screen import answer
-from analysis.reports.keeping_up import Judged, who
+from analysis.reports.keeping_up import Judged, began_within_s, is_closed_loop, who
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from analysis.reports.trust import trust
@@ -99,8 +99,12 @@ def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> N
     one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
     _, why = light(arms, "load")
     assert why.startswith(f"beyond the capacity of {one.name}; not judged for {other.name}: the trace ends before")
-    other.runs[0].summary["steadiness"]["waiting"] = [0.0, 0.0, 50.0]
-    assert light(arms, "load")[1].endswith(f"; not judged for {other.name}: the trace ends while its queue grows")
+    for name, grows in (
+        ("in_system", "ever more requests are in the system, though the queue does not grow"),
+        ("waiting", "the queue grows"),
+    ):
+        other.runs[0].summary["steadiness"][name] = [0.0, 0.0, 50.0]
+        assert light(arms, "load")[1].endswith(f"; not judged for {other.name}: the trace ends while {grows}")
 
 
 def test_of_more_than_three_arms_the_light_says_how_many(tmp_path: Path) -> None:
@@ -263,6 +267,23 @@ def test_rates_of_short_traces_are_said_to_be_of_their_ends_too(
         ran(tmp_path / name, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0}, scheduler=name)
     said = cautions({"": arms_of(tmp_path)}, 0.02)
     assert any("no more came while the last ones were being served" in text for text in said) is is_said
+
+
+def test_of_a_closed_loop_rates_are_an_outcome_and_the_time_is_that_in_which_sessions_begin(tmp_path: Path) -> None:
+    turns = {**LIGHT, "min_turns": 4, "max_turns": 4, "think_time_s": 2.0}
+    for name, more in (("closed", {}), ("open", {"closed_loop": False}), ("users", {"arrival": "closed_loop"})):
+        ran(tmp_path / name, trace=turns | more)
+    closed, opened, users = (arms_of(tmp_path / name) for name in ("closed", "open", "users"))
+    assert [is_closed_loop(arm.runs[0]) for (arm,) in (closed, opened, users)] == [True, False, True]
+    closed[0].runs[0].summary["steadiness"] |= {"is_outrun": None, "in_system": [0.0, 0.0, 50.0]}
+    _, why = light(closed, "load")
+    assert ": the last sessions begin while ever more requests are in the system, though the queue does not grow" in why
+    assert why.endswith("; the offered rate is an outcome, as later turns wait for earlier ones")
+    assert ": all sessions began at once, so their number bounds the queue; " in light(users, "load")[1]
+    (said,) = [text for text in cautions({"": closed}, 0.02) if text.startswith("Rates are over all of a run")]
+    began_s, lasted_s = began_within_s(closed[0].runs[0]), closed[0].runs[0].summary["duration_s"]
+    assert 0 < began_s < 0.5 * lasted_s, "ten sessions, five a second"
+    assert f"the last one began after {fmt.seconds(began_s)} of {fmt.seconds(lasted_s)}, and from then on" in said
 
 
 def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis import plots
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect
@@ -14,9 +15,9 @@ from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.plots import study_plots as plots
-from analysis.reports.cautions import _change_by_warm_up, cautions
+from analysis.reports.cautions import cautions
 from analysis.reports.first_screen import answer
+from analysis.reports.load_cautions import change_by_warm_up
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError, TestbedError
 from tests.experiments.kit import SHORT, TINY, say
@@ -90,7 +91,7 @@ def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Pat
     arms = infer_arms(load_sweep(tmp_path).runs)
     (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
     assert "(MSER-5's cut) mean TTFT in 4 of 6 runs (every arm; seed 0 and seed 1) would be up to +" in said
-    changes = [_change_by_warm_up(run) for arm in arms for run in arm.runs]
+    changes = [change_by_warm_up(run) for arm in arms for run in arm.runs]
     assert f"up to {change(100 * max(changes))} off" in said
     assert sum(one > 0.02 for one in changes) == 4
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = True
@@ -209,7 +210,8 @@ def test_cells_of_a_design_in_which_nothing_was_triggered_are_named(tmp_path: Pa
                     scheduler={"name": "vllm_v1", "victim": victim})  # fmt: skip
     (said,) = [text for text in report(tmp_path).splitlines() if "took the same decisions as " in text]
     assert said.count("num gpu blocks 5000") == 2, "where the pool is small enough the victim matters"
-    assert said.endswith("was never triggered: nothing was preempted. Averages over the other factors hold this.")
+    diluted = "This dilutes the average effect of victim over the other factors: between these arms there is none."
+    assert said.endswith(f"was never triggered: nothing was preempted. {diluted}")
 
 
 def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: Path) -> None:

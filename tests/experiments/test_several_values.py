@@ -74,7 +74,7 @@ def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: p
     assert wrong == "cost.kernel_launch_ns is 'soon'; it must be a whole number"
     arms, _ = parse([*TINY, *SHORT, "slo.ttft_s=1", *COSTS])
     assert [arm.name for arm in arms] == [
-        "constant, kernel launch ns default", "roofline, kernel launch ns 4000", "roofline, kernel launch ns 5000",
+        "constant, kernel launch default", "roofline, kernel launch 4 µs", "roofline, kernel launch 5 µs",
     ]  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""The figures of a report, each with a caption that says which runs it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from analysis import format as fmt
+from analysis import plots
+from analysis.comparison.arms import Arm, repeats, replicates, unsaid_keys
+from analysis.comparison.compare import Comparison
+from analysis.load import Run, num_replicas
+from analysis.measures.summary import summary_value
+from analysis.reports import tables
+from analysis.reports.keeping_up import judged
+from analysis.reports.parts import Plot, ReportInput, Sections
+
+_HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
+_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # the first known one is shown in addition
+_MAX_CURVES = 8
+_MAX_TIMELINES = 3  # side by side
+
+
+def change_bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
+    known = {row.metric.path for row in rows}
+    shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
+    bars = [row for row in rows if row.metric.path in shown]
+    caption = (
+        "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
+        "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
+    )
+    title = f"Change against the baseline{f' at {load}' if load else ''}"
+    return sections.plot(partial(plots.ablation_bars, bars), f"ablation_{index}", title, caption)
+
+
+def main_figure(sections: Sections) -> Plot | None:
+    """The bars of the most informative load: preferably one with a claim, then one that some arm kept up with, then the
+    one with the most arms, then the one with the largest change."""
+    drawn = []
+    for place, (group, known) in enumerate(zip(sections.ablation, sections.compared, strict=True)):
+        if group["plots"]:
+            largest = max((row.size for row in known.rows if row.is_claim), default=0.0)
+            keeps_up = any(one.state != "beyond" for one in judged(known.arms))
+            drawn.append((largest > 0.0, keeps_up, len(known.arms), largest, place))
+    return sections.ablation[max(drawn)[-1]]["plots"][0] if drawn else None
+
+
+def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput) -> list[Plot]:
+    """CDFs and timelines of one replicate at the heaviest load; with several loads also the curve over them."""
+    load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
+    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
+    typical = _typical(ordered)
+    at_load = [run for arm in arms for run in arm.runs]
+    which = tables.replicate_name(next(iter(typical.values())), at_load)
+    where = f"{f' at {load}' if load else ''}, {which}"
+    note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
+    caption = f"Share of requests within a latency, queueing included.{note}"
+    draw = partial(plots.latency_cdf, typical)
+    drawn = [sections.plot(draw, "latency_cdf", f"Latency distributions{where}", caption)]
+    runs = [run for arm in report.arms for run in arm.runs]
+    if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
+        every = {
+            arm.name: [run for part in loads.values() for a in part if a.name == arm.name for run in a.runs]
+            for arm in ordered
+        }
+        caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
+        draw = partial(plots.throughput_latency, every)
+        drawn.append(sections.plot(draw, "throughput_latency", "Latency against throughput", caption))
+    shown = _timeline_choice(typical)
+    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
+    if any(num_replicas(run) > 1 for run in shown.values()):
+        caption += " Of several replicas: the mean of their shares, and the sums of their queues."
+    if len(shown) < len(arms):
+        most = fmt.count(len(shown) - 1, "arm")
+        caption += f" Of {len(arms)} arms, shown are the baseline and the {most} whose mean TTFT is furthest from its."
+    draw = partial(plots.timeline, shown)
+    return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
+
+
+def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
+    """For each arm its run of one replicate: of the replicates that all arms have, the one with the median of mean TTFT
+    over the arms, and of its repeats the one with the median. Without common replicates, each arm's first one."""
+    runs = [replicates(arm) for arm in arms]
+    common = sorted(
+        (key for key in runs[0] if all(key in own for own in runs)),
+        key=lambda key: sum([_mean_ttft_s(own[key]) for own in runs]),
+    )
+    middle = [common[(len(common) - 1) // 2] if common else next(iter(own)) for own in runs]
+    chosen = [repeats(arm, own[key]) for arm, own, key in zip(arms, runs, middle, strict=True)]
+    return {arm.name: sorted(own, key=_mean_ttft_s)[(len(own) - 1) // 2] for arm, own in zip(arms, chosen, strict=True)}
+
+
+def _mean_ttft_s(run: Run) -> float:
+    return summary_value(run.summary, "ttft_s.mean") or 0.0
+
+
+def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
+    """The baseline, which is the first, and the arms whose mean TTFT is furthest from it, in order."""
+    reference = _mean_ttft_s(next(iter(typical.values())))
+
+    def distance(name: str) -> float:
+        return abs((_mean_ttft_s(typical[name]) or reference) - reference)
+
+    _, *others = typical
+    near = sorted(others, key=distance)[: -(_MAX_TIMELINES - 1)]
+    return {name: run for name, run in typical.items() if name not in near}

@@ -1,0 +1,155 @@
+"""Warnings on runs without a steady part: overloads, and starts and ends that make up much of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, counted, grouped
+from analysis.comparison.compare import ignored
+from analysis.load import Run
+from analysis.measures.statistics import mser5
+from analysis.reports.keeping_up import began_within_s, is_closed_loop, judged, state_of, who
+from analysis.reports.tables import replicate_name
+
+_MAX_NAMED = 6  # arms or replicates
+
+
+def outrun(arms: Sequence[Arm]) -> Iterator[str]:
+    """A sentence on the arms that are beyond their capacity."""
+    known = judged(arms)
+    beyond = [one for one in known if one.state == "beyond"]
+    if beyond:
+        names = who(known, "beyond").replace("every arm", "Every arm")
+        shown = _how_outrun([run for one in beyond for run in one.runs], sum(one.num_runs for one in beyond))
+        yield (
+            f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
+            "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
+            "throughputs there, or lower the rate."
+        )
+
+
+def _how_outrun(runs: Sequence[Run], num_of: int) -> str:
+    """The evidence for an overload, averaged over these runs, which are some of `num_of`. Rates are left out for closed
+    loops: later turns arrive only when earlier ones have been served."""
+    where = "" if len(runs) == num_of else f"in {len(runs)} of {num_of} runs "
+    if not any(map(is_closed_loop, runs)):
+        offered, reached = _mean_rates(runs)
+        return f"{where}{offered} came, {reached} were served, and more and more work waited or was in the system"
+    before, _, after = np.mean([run.summary["steadiness"]["in_system"] for run in runs], axis=0).tolist()
+    if after <= before:  # only sessions grew
+        return f"{where}more and more were in the system"
+    early, late = (fmt.significant(count, 2) for count in (before, after))
+    return f"{where}{early} requests were in the system early in the trace, {late} late in it, and ever more"
+
+
+def _mean_rates(runs: Sequence[Run]) -> list[str]:
+    """The mean rates at which requests arrived and were served, as text."""
+    rates = [run.summary["throughput"] for run in runs]
+    means = [float(np.mean([rate[name] or 0.0 for rate in rates])) for name in ("offered_per_s", "requests_per_s")]
+    return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
+
+
+_DRAINED = 0.85  # served over offered rate; below it the time after the last arrival distorts the served rate
+
+
+def draining(arms: Sequence[Arm]) -> Iterator[str]:
+    """Sentences on rates of traces that are short compared with the time that their last requests or sessions take."""
+    drained = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
+    by_loop = grouped(drained, lambda one: is_closed_loop(one[1]))
+    if closed := by_loop.get(True):
+        begin_s, last_s = (
+            fmt.seconds(float(np.mean([find(run) for _, run in closed]))) for find in (began_within_s, _lasted_s)
+        )
+        yield (
+            f"Rates are over all of a run, and sessions began only in a part of it: {_in_which(closed, arms)}the last "
+            f"one began after {begin_s} of {last_s}{' on average' * (len(closed) > 1)}, and from then on ever fewer "
+            "had turns left. The offered rate is an outcome, too, as later turns wait for earlier ones. A difference "
+            "in rates or goodput may be one in how long the last sessions took; more sessions help."
+        )
+    if slow := by_loop.get(False):
+        offered, reached = _mean_rates([run for _, run in slow])
+        yield (
+            f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} "
+            "were served, as no more came while the last ones were being served. A difference in rates or goodput may "
+            "be one in how long these took; a longer trace helps."
+        )
+
+
+def _is_drained_long(run: Run) -> bool:
+    rate = run.summary["throughput"]
+    if state_of(run) not in ("kept up", "untold") or ignored(run):
+        return False
+    if is_closed_loop(run):
+        return began_within_s(run) < _DRAINED * _lasted_s(run)
+    return bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
+
+
+def _lasted_s(run: Run) -> float:
+    return float(run.summary["duration_s"]) + _warmup_s(run)
+
+
+def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
+    """The runs that a number is from: "in 5 of 25 runs (every arm; seed 3) ". Arms and replicates are named if not all
+    of them are concerned; "" for all runs."""
+    every = [(arm.name, run) for arm in arms for run in counted(arm)]
+    if len(chosen) == len(every):
+        return ""
+    runs = [run for _, run in every]
+    parts = []
+    for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
+        names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
+        these = [one for one in names if one in among]
+        if len(these) < len(names):
+            parts.append(fmt.listing(these, _MAX_NAMED))
+    if len({name for name, _ in chosen}) == len(arms) > 1:
+        parts.insert(0, "every arm")
+    told = f" ({'; '.join(parts)})" if parts else ""
+    return f"in {len(chosen)} of {len(every)} runs{told} "
+
+
+def left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
+    """A sentence on the requests that report.warmup_s leaves out."""
+    runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
+    if runs:
+        left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
+        yield (
+            f"The requests that came in the first {_warmup_s(runs[0]):g} s of each run (report.warmup_s), "
+            f"{fmt.number(left)} of {fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput "
+            "and goodput are of all that ended after these seconds."
+        )
+
+
+def warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
+    """A sentence if the start of the runs, as MSER-5 determines it from TTFT, lowers mean TTFT by more than the margin
+    in the median replicate of an arm. A slow start does not count: an empty system is fast, so this is a burst."""
+    changes = {arm.name: [(run, change_by_warm_up(run)) for run in counted(arm)] for arm in arms}
+    if not any(np.median([change for _, change in each]) > margin for each in changes.values()):
+        return
+    changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
+    most = max(change for each in changes.values() for _, change in each)
+    said, longer = "The start, when the system is still empty,", ""
+    if warmup_s := _warmup_s(changed[0][1]):
+        said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
+    yield (
+        f"{said} is part of all numbers: without it (MSER-5's cut) mean TTFT {_in_which(changed, arms)}would be up to "
+        f"{fmt.change(100 * most)} off what is shown. A longer trace helps, or {longer}report.warmup_s."
+    )
+
+
+def change_by_warm_up(run: Run) -> float:
+    """The relative change of mean TTFT if the start is cut; 0 beyond capacity, where there is no steady state."""
+    if state_of(run) == "beyond":
+        return 0.0
+    requests = run.requests.sort_values("arrival_ns", kind="stable")
+    start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)
+    kept = requests[requests["arrival_ns"] >= start_ns]
+    ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
+    cut = mser5(ttft)
+    return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
+
+
+def _warmup_s(run: Run) -> float:
+    return run.flat_config.get("report.warmup_s") or 0.0

@@ -80,14 +80,22 @@ def _failure(error: BaseException, target: str) -> str:
     for one in _causes(error):
         place = place_in_own_code(one)
         if isinstance(one, SyntaxError):  # of a file that is not text it does not say which it is
-            spec = find_spec(target.rpartition(".")[0])
-            file = place or (spec.origin if spec else target)
-            return f"{f'{one.filename}:{one.lineno}' if one.filename else file}: {one.msg}; mend it there"
+            where = f"{one.filename}:{one.lineno}" if one.filename else place or _file_of(target.rpartition(".")[0])
+            return f"{where}: {one.msg}; mend it there"
         if isinstance(one, ModuleNotFoundError):
             return f"there is no module {one.name!r}; install it, or correct the import"
         if place:
             return f"{place}: {told(one)}; mend it there"
     return ""
+
+
+def _file_of(module: str) -> str:
+    """Returns a module's file; the module's name if what it is in cannot be imported either."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, SyntaxError, ValueError):
+        return module
+    return (spec and spec.origin) or module
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -261,6 +261,8 @@ class Weighs:
             "it has no parameter 'input_weigth'; did you mean 'input_weight'? valid: input_weight, output_weight",
         ),
         ("nul_bytes.X", "nul_bytes.py: source code string cannot contain null bytes; mend it there"),
+        ("nul_bytes.X.Inner", "nul_bytes.X: source code string cannot contain null bytes; mend it there"),
+        ("half.X.Inner", "half.py:1: '(' was never closed; mend it there"),
     ],
 )
 def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
@@ -268,6 +270,7 @@ def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
 ) -> None:
     (home / "other.py").write_text(FAILS)
     (home / "nul_bytes.py").write_text("X = 1\0\n")
+    (home / "half.py").write_text("X = (\n")
     error = say(capsys, "run", *TINY, f"scheduler.queue_order={{_target_: {choice}}}").error()
     assert error.startswith(f"scheduler.queue_order: cannot make {choice.partition(',')[0]!r}: ")
     assert error.endswith(expected)

@@ -142,7 +142,9 @@ def test_ids_and_unknown_fields(tmp_path):
 
 @pytest.mark.parametrize("name", ["x_request_id", "new_prompt_tokens", "arrival_time_ms"])
 def test_a_longer_name_or_one_beside_its_field_is_a_column_of_one_s_own(tmp_path, name):
-    assert read_trace("jsonl", jsonl(tmp_path, {**request("a"), name: 7})).notes == (f"ignored fields: {name}",)
+    for row in (request("a"), {**request("a"), "arrival_ns": 0}):
+        assert read_trace("jsonl", jsonl(tmp_path, {**row, name: 7})).notes == (f"ignored fields: {name}",)
+        del row["arrival_time"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,7 @@ def test_a_longer_name_or_one_beside_its_field_is_a_column_of_one_s_own(tmp_path
         ("deadline_ms", "deadline"),
         ("cancel_after_ms", "cancel_after"),
         ("think_ms", "think_time"),
+        ("think_millis", "think_time"),
         ("arrival_s", "arrival_time"),
         ("output_parts", "output_part"),
     ],

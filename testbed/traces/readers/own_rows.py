@@ -43,7 +43,8 @@ _TIMES = {  # <name>_ns: the field in seconds
     "cancel_after": "cancel_after",
     "deadline": "deadline",
 }
-_UNIT = re.compile(r"(\w+?)(?:_time)?_(?:s|ms|us|sec|secs|seconds|milliseconds|microseconds)")
+_EXACT = {field: f"{name}_ns" for name, field in _TIMES.items()}
+_UNIT = re.compile(r"(\w+?)(?:_time)?_(?:[mu]?s|m?secs?|millis|(?:milli|micro)?seconds|minutes|hours)")
 _MISSPELT = 0.85  # similarity (difflib) to a known field from which an unknown one is taken for a misspelling
 _FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
     "azure": {"TIMESTAMP", "ContextTokens"},
@@ -81,8 +82,10 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     if KNOWN.isdisjoint(given):
         raise _unknown_fields(given, place)
     for name in given:
-        if name not in KNOWN and (meant := _meant(name)) is not None and meant not in given:
-            unit = ", in seconds" if meant in _TIMES.values() else ""
+        if name in KNOWN or (meant := _meant(name)) is None:
+            continue
+        if given.keys().isdisjoint((meant, _EXACT.get(meant))):
+            unit = ", in seconds" if meant in _EXACT else ""
             raise TraceError(
                 f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (a field of your own needs a "
                 "name that does not look like it)"

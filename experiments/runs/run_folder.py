@@ -235,9 +235,14 @@ def writing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         is_refused = error.errno in (errno.EACCES, errno.EROFS)
-        if error.filename is None or (is_refused and not os.path.lexists(error.filename)):
+        if error.filename is None or (is_refused and _is_absent_beside(error.filename, target)):
             error.filename = str(target)
         raise
+
+
+def _is_absent_beside(file: str, target: Path) -> bool:
+    """Whether a file is not there, in the folder of `target`; of others that may not be seen, that is unknown."""
+    return os.path.dirname(os.path.abspath(file)) == str(target.absolute().parent) and not os.path.lexists(file)
 
 
 def describe_failure(error: BaseException, target: Path | str = "while writing") -> str:

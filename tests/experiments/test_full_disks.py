@@ -91,9 +91,13 @@ def test_a_sweep_that_cannot_keep_an_outcome_names_its_folder(
 
 
 def test_a_temporary_file_that_cannot_be_made_is_told_as_its_target(tmp_path: Path) -> None:
-    for code, told in ((errno.EACCES, "out.csv"), (errno.EMFILE, "tmp1")):
+    for code, file, told in (
+        (errno.EACCES, "tmp1", "out.csv"),
+        (errno.EMFILE, "tmp1", "tmp1"),
+        (errno.EACCES, "closed/manifest.json", "closed/manifest.json"),  # is read, in a folder that may not be seen
+    ):
         with pytest.raises(OSError, match=rf"/{told}'"), writing(tmp_path / "out.csv"):
-            raise OSError(code, "Permission denied", str(tmp_path / "tmp1"))
+            raise OSError(code, "Permission denied", str(tmp_path / file))
 
 
 def test_a_full_disk_at_the_very_end_is_no_whole_run(

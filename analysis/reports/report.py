@@ -86,9 +86,10 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     try:
         html, markdown = _pages(report, sections)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:
-            page.write(html)
-            plain_page.write(markdown)
-        sections.keep()
+            for file, text in ((page, html), (plain_page, markdown)):
+                file.write(text)
+                file.flush()  # a full disk is told before the figures are kept
+            sections.keep()
     finally:
         shutil.rmtree(sections.part, ignore_errors=True)
     return path

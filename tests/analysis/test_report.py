@@ -143,6 +143,15 @@ def test_of_four_arms_the_timeline_shows_three_and_says_which(page, sweep):
     assert list(_timeline_choice(dict(list(runs.items())[:3]))) == ["a", "b", "c"]
 
 
+def test_without_a_place_for_its_figures_there_is_no_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("analysis.reports.report._pages", lambda *_: ("html", "text"))
+    (tmp_path / "page_files").touch()
+    write_run(tmp_path / "run", **FEW)
+    with pytest.raises(FileExistsError):
+        write_report(ReportInput(infer_arms([load_run(tmp_path / "run")])), tmp_path / "page.html")
+    assert not list(tmp_path.glob("page.*"))
+
+
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
     stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}

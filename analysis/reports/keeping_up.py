@@ -67,7 +67,11 @@ def began_within_s(run: Run) -> float:
 
 
 def is_closed_loop(run: Run) -> bool:
-    """Whether turns of sessions waited for the turns before them: there are such turns, and none came earlier."""
+    """Whether turns of sessions waited for the turns before them: by the manifest; in older ones, which do not say it,
+    if there are later turns, and none came before the one before it had ended."""
+    trace = run.manifest.get("trace")
+    if isinstance(trace, dict) and trace.get("is_closed_loop") is not None:
+        return bool(trace["is_closed_loop"])
     requests = run.requests[run.requests["session_id"].notna()].sort_values("arrival_ns", kind="stable")
     later = requests["session_id"].duplicated()
     if not later.any() or run.flat_config.get("trace.closed_loop") is False:

@@ -84,7 +84,8 @@ def describe_trace(trace: Trace | CountedTrace, speed: float = 1.0) -> dict[str,
     notes = [*trace.notes, *([] if read.batches.note is None else [read.batches.note])]
     return {
         "name": trace.name, "num_requests": trace.num_requests, "fingerprint": read.fingerprint,
-        "differ_in": read.differ_in, "notes": notes, "sent_fingerprint": sent or read.fingerprint,
+        "differ_in": read.differ_in, "is_closed_loop": read.is_closed_loop, "notes": notes,
+        "sent_fingerprint": sent or read.fingerprint,
     }  # fmt: skip
 
 

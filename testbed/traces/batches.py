@@ -13,12 +13,15 @@ class Batches:
     def __init__(self) -> None:
         self._latest_ns = -1
         self._num = self._num_equal = 0
+        self.has_closed = False  # whether there were closed-loop turns
 
     def add(self, row: TraceRequest) -> None:
         if row.think_ns is None:
             self._num += 1
             self._num_equal += row.arrival_ns == self._latest_ns
             self._latest_ns = row.arrival_ns
+        else:
+            self.has_closed = True
 
     @property
     def note(self) -> str | None:

@@ -110,6 +110,11 @@ class CountedTrace:
         """The fields of ClassFields in which the requests differ; None until all rows have been read."""
         return self._class_fields.differing if self._is_done else None
 
+    @property
+    def is_closed_loop(self) -> bool | None:
+        """Whether there are closed-loop turns; None: none yet, and not all rows have been read."""
+        return self.batches.has_closed or (False if self._is_done else None)
+
     def __iter__(self) -> Iterator[TraceRequest]:
         assert self.num_read == 0, "gone through once"
         update, add, check = self._fingerprint.update, self.batches.add, self._check

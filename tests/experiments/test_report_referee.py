@@ -14,7 +14,7 @@ from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, mean_over_replicates
 from analysis.comparison.effects import Compared
 from analysis.comparison.triggered import never_triggered
-from analysis.load import load_sweep
+from analysis.load import load_run, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.cautions import cautions, changed_sources, lost
@@ -275,6 +275,12 @@ def test_of_a_closed_loop_rates_are_an_outcome_and_the_time_is_that_in_which_ses
         ran(tmp_path / name, trace=turns | more)
     closed, opened, users = (arms_of(tmp_path / name) for name in ("closed", "open", "users"))
     assert [is_closed_loop(arm.runs[0]) for (arm,) in (closed, opened, users)] == [True, False, True]
+    row = {"prompt_tokens": 10, "output_tokens": 2}
+    rows = [row | {"arrival_time": 50.0 * turn, "session_id": "a", "turn": turn} for turn in range(3)]
+    ran(tmp_path / "recorded", trace=rows)
+    assert not is_closed_loop(load_run(tmp_path / "recorded")), "turns came late, and did not wait for each other"
+    del closed[0].runs[0].manifest["trace"]["is_closed_loop"]  # an older one
+    assert is_closed_loop(closed[0].runs[0])
     closed[0].runs[0].summary["steadiness"] |= {"is_outrun": None, "in_system": [0.0, 0.0, 50.0]}
     _, why = light(closed, "load")
     assert ": the last sessions begin while ever more requests are in the system, though the queue does not grow" in why

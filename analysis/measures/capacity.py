@@ -1,9 +1,10 @@
 """Whether an SLO is kept at a load: the counts of a run, the verdict on them, and over replicates where it is lost.
 
 Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
-if arrivals outrun the engine (`analysis.measures.steadiness`). It is also overloaded if fewer than half of the requests
-(or of the sessions, if sessions arrive at a rate) are done when nearly all have arrived, as nothing shows then that the
-engine keeps up. In an overload latencies depend on the length of the trace: the load fails whatever its attainment.
+if its queue grows, by LIKELY of `analysis.measures.steadiness`. It is also overloaded if fewer than half of the
+requests (or of the sessions, if sessions arrive at a rate) are done when nearly all have arrived, as nothing shows then
+that the engine keeps up. In an overload latencies depend on the length of the trace: the load fails whatever its
+attainment.
 
 The requests of a run queue behind each other. So an interval of the highest rate that keeps the SLO, or of its change
 from one policy to another, is over replicates (seeds), and paired by them.

@@ -22,6 +22,7 @@ _MAX_TIMELINES = 3  # side by side
 
 
 def change_bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
+    """The bars of the headline metrics at a load. index: its place among the loads, part of the figure's name."""
     known = {row.metric.path for row in rows}
     shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
     bars = [row for row in rows if row.metric.path in shown]

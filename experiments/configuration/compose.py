@@ -80,7 +80,7 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
 def _line(error: BaseException) -> str:
     """Returns an error as one line that begins with the key, without OmegaConf's lines about it at the end."""
     if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is '???', which stands for a value that is missing; give one"
+        return _missing(str(error.full_key))
     text, _, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
@@ -106,6 +106,10 @@ def hydra_app() -> Iterator[Any]:
         if before is not None:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().initialize(before)
+
+
+def _missing(key: str) -> str:
+    return f"{key} is '???', which stands for a value that is missing; give one"
 
 
 def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) -> DictConfig:
@@ -147,6 +151,8 @@ def _set(node: DictConfig, item: Override) -> None:
     if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
         raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
     for name, one in _given(key, value):
+        if one == "???":  # in a mapping OmegaConf keeps the value before
+            raise ConfigError(_missing(name))
         if one == "" and _may_be_null(node, name):
             raise ConfigError(f"{name} has no value; give one, or null for none")
     _lay(node, key, value, is_added=is_added)

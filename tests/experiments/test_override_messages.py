@@ -32,6 +32,7 @@ WRONG = [
         "for the shell)",
     ),
     ("trace.prompt=???", "trace.prompt is '???', which stands for a value that is missing; give one"),
+    ("trace={prompt: {value: ???}}", "trace.prompt.value is '???', which stands for a value that is missing; give one"),
     ("trace.prompt=5", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
 ]
 

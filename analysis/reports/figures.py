@@ -49,14 +49,14 @@ def main_figure(sections: Sections) -> Plot | None:
 def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: Arm, report: ReportInput) -> list[Plot]:
     """CDFs and timelines of one replicate at the heaviest load; with several loads also the curve over them."""
     load, arms = max(loads.items(), key=lambda item: item[1][0].runs[0].summary["throughput"]["offered_per_s"] or 0.0)
-    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)[:_MAX_CURVES]
-    typical = _typical(ordered)
+    ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)
+    typical, ordered = _typical(ordered), ordered[:_MAX_CURVES]
     at_load = [run for arm in arms for run in arm.runs]
     which = tables.replicate_name(next(iter(typical.values())), at_load)
     where = f"{f' at {load}' if load else ''}, {which}"
     note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
     caption = f"Share of requests within a latency, queueing included.{note}"
-    draw = partial(plots.latency_cdf, typical)
+    draw = partial(plots.latency_cdf, {arm.name: typical[arm.name] for arm in ordered})
     drawn = [sections.plot(draw, "latency_cdf", f"Latency distributions{where}", caption)]
     runs = [run for arm in report.arms for run in arm.runs]
     if len(loads) > 1 and not unsaid_keys(runs, report.replicated):

@@ -18,8 +18,8 @@ from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost
-from analysis.reports.figures import _timeline_choice
-from analysis.reports.parts import ReportInput
+from analysis.reports.figures import _timeline_choice, run_plots
+from analysis.reports.parts import ReportInput, Sections
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.runs import change_config, write_run
@@ -141,6 +141,18 @@ def test_of_four_arms_the_timeline_shows_three_and_says_which(page, sweep):
         run.summary["ttft_s"]["mean"] = ttft_s
     assert list(_timeline_choice(runs)) == ["a", "b", "d"]
     assert list(_timeline_choice(dict(list(runs.items())[:3]))) == ["a", "b", "c"]
+
+
+def test_a_timeline_is_chosen_from_all_arms_though_few_have_curves(sweep, monkeypatch):
+    monkeypatch.setattr("analysis.reports.figures._MAX_CURVES", 2)
+    arms, shown = infer_arms(load_sweep(sweep / "ablation").runs), {}
+    for arm, ttft_s in zip(arms, (5.0, 5.1, 5.2, 9.0), strict=True):
+        for run in arm.runs:
+            run.summary["ttft_s"]["mean"] = ttft_s
+    monkeypatch.setattr(Sections, "plot", lambda _, draw, name, *__: shown.setdefault(name, [*draw.args[0]]))
+    run_plots(Sections(sweep), {"": arms}, arms[0], ReportInput(arms))
+    names = [arm.name for arm in arms]
+    assert shown == {"latency_cdf": names[:2], "timeline": [names[0], *names[2:]]}
 
 
 def test_without_a_place_for_its_figures_there_is_no_page(tmp_path, monkeypatch):

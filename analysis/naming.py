@@ -96,7 +96,7 @@ def level_text(key: str, value: Any) -> str:
     if unit is None or isinstance(value, bool) or not isinstance(value, int | float):
         return plain(value)
     _, size, name = unit
-    return f"{value / size:.12g} {name}"
+    return f"{value / size:.15g} {name}"
 
 
 def as_cell(value: Any) -> Any:

@@ -64,11 +64,14 @@ def _diluted(group: Sequence[Arm], arms: Sequence[Arm], same: Mapping[str, str])
     """A sentence on the factors whose average effect includes that of none between these arms; "" if no other arms of a
     full design differ by them. same: as of `alike`."""
 
-    def matters(factor: Sequence[str]) -> bool:
-        beside = grouped(arms, lambda arm: repr([level for key, level in arm.levels.items() if key not in factor]))
-        return any(len({same[arm.name] for arm in each}) > 1 for each in beside.values())
+    def is_diluted(factor: Sequence[str]) -> bool:
+        here, every = (
+            grouped(of, lambda arm: repr([level for key, level in arm.levels.items() if key not in factor])).values()
+            for of in (group, arms)
+        )  # arms that differ in the factor alone
+        return any(len(each) > 1 for each in here) and any(len({same[arm.name] for arm in each}) > 1 for each in every)
 
-    factors = [factor_name(factor[0]) for factor in level_groups(group) if matters(factor)]
+    factors = [factor_name(factor[0]) for factor in level_groups(arms) if is_diluted(factor)]
     if not factors or not is_full_design(arms):
         return ""
     effects = f"average effect{'s' * (len(factors) > 1)} of {fmt.listing(factors)}"

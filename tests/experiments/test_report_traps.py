@@ -11,6 +11,7 @@ from analysis import plots
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect
+from analysis.comparison.triggered import _diluted
 from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO
@@ -212,6 +213,13 @@ def test_cells_of_a_design_in_which_nothing_was_triggered_are_named(tmp_path: Pa
     assert said.count("num gpu blocks 5000") == 2, "where the pool is small enough the victim matters"
     diluted = "This dilutes the average effect of victim over the other factors: between these arms there is none."
     assert said.endswith(f"was never triggered: nothing was preempted. {diluted}")
+
+
+def test_arms_that_differ_in_two_factors_dilute_the_effect_of_neither() -> None:
+    arms = [Arm(f"{a}{b}", {"x.a": a, "x.b": b}, ()) for a in (1, 2) for b in (1, 2)]
+    same = {"11": "same", "12": "one", "21": "other", "22": "same"}
+    assert _diluted([arms[0], arms[3]], arms, same) == ""
+    assert " effect of a over " in _diluted([arms[0], arms[2]], arms, same | {"21": "same", "22": "other"})
 
 
 def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = Sections(path)
+    shutil.rmtree(sections.part, ignore_errors=True)  # of a report that was killed
     try:
         html, markdown = _pages(report, sections)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:

@@ -225,6 +225,7 @@ _NO_ROOM = {
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
     errno.EFBIG: ("File too large for this shell or file system", "raise the limit (ulimit -f)"),
 }
+_OF_NO_FILE = (errno.ENOMEM, errno.EAGAIN)  # of a process that cannot be started
 
 
 @contextmanager
@@ -234,8 +235,11 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_refused = error.errno in (errno.EACCES, errno.EROFS)
-        if error.filename is None or (is_refused and _is_absent_beside(error.filename, target)):
+        if error.filename is None:
+            is_of_target = error.errno not in _OF_NO_FILE
+        else:
+            is_of_target = error.errno in (errno.EACCES, errno.EROFS) and _is_absent_beside(error.filename, target)
+        if is_of_target:
             error.filename = str(target)
         raise
 

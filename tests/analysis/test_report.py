@@ -164,6 +164,16 @@ def test_without_a_place_for_its_figures_there_is_no_page(tmp_path, monkeypatch)
     assert not list(tmp_path.glob("page.*"))
 
 
+def test_figures_of_a_report_that_was_killed_are_not_the_next_one_s(tmp_path, monkeypatch):
+    monkeypatch.setattr("analysis.reports.report._pages", lambda *_: ("html", "text"))
+    (tmp_path / "page_files.part").mkdir()
+    (tmp_path / "page_files.part" / "timeline.png").touch()
+    write_run(tmp_path / "run", **FEW)
+    write_report(ReportInput(infer_arms([load_run(tmp_path / "run")])), tmp_path / "page.html")
+    assert {path.name for path in tmp_path.glob("page*")} == {"page.html", "page.md", "page_files"}
+    assert not list((tmp_path / "page_files").iterdir())
+
+
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
     stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}

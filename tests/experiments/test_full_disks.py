@@ -98,6 +98,9 @@ def test_a_temporary_file_that_cannot_be_made_is_told_as_its_target(tmp_path: Pa
     ):
         with pytest.raises(OSError, match=rf"/{told}'"), writing(tmp_path / "out.csv"):
             raise OSError(code, "Permission denied", str(tmp_path / file))
+    with pytest.raises(OSError, match="memory") as failed, writing(tmp_path / "out.csv"):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")  # of a process that was to be started
+    assert failed.value.filename is None
 
 
 def test_a_full_disk_at_the_very_end_is_no_whole_run(

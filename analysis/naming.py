@@ -11,10 +11,10 @@ from typing import Any
 from analysis.format import plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
-_UNITS = {  # the end of a key -> (what it says, the unit's size, the unit)
-    "_bytes_per_s": (" bandwidth", 1e9, "GB/s"),
-    "_gib": ("", 1.0, "GiB"),
-    "_ns": ("", 1e3, "µs"),
+_UNITS = {  # the end of a key -> (what it says, units by size)
+    "_bytes_per_s": (" bandwidth", {1e9: "GB/s", 1e6: "MB/s", 1e3: "kB/s", 1.0: "B/s"}),
+    "_gib": ("", {1.0: "GiB"}),
+    "_ns": ("", {1e9: "s", 1e6: "ms", 1e3: "µs", 1.0: "ns"}),
 }
 DECIDES = "backend.decides"  # of runs in vLLM: which scheduler decided, this testbed's or vLLM's own
 SPEED = "backend.speed"  # of a replay: how fast its arrivals come, so a part of the load
@@ -85,18 +85,18 @@ def factor_name(key: str) -> str:
     left to `level_text`."""
     parts = key.split(".")
     word = parts[-2] if parts[-1] in NAMING_KEYS and len(parts) > 1 else parts[-1]
-    for end, (said, _, _) in _UNITS.items():
+    for end, (said, _) in _UNITS.items():
         word = f"{word.removesuffix(end)}{said}" if word.endswith(end) else word
     return word.replace("_", " ")
 
 
 def level_text(key: str, value: Any) -> str:
     """A setting's value as text, with the unit that its key ends in: "55 GB/s"."""
-    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), None)
-    if unit is None or isinstance(value, bool) or not isinstance(value, int | float):
+    units = next((units for end, (_, units) in _UNITS.items() if key.endswith(end)), None)
+    if units is None or isinstance(value, bool) or not isinstance(value, int | float):
         return plain(value)
-    _, size, name = unit
-    return f"{value / size:.15g} {name}"
+    size = next((size for size in units if abs(value) >= size), min(units))
+    return f"{value / size:.15g} {units[size]}"
 
 
 def as_cell(value: Any) -> Any:

@@ -44,7 +44,10 @@ def test_the_speed_of_a_replay_is_a_load_and_no_policy(tmp_path):
 def test_a_unit_follows_the_value_and_is_no_part_of_the_name():
     levels = {"device.host_link_bytes_per_s": 5.5e10, "backend.schedule_ns": 1500, "cache.swap_space_gib": 4.0}
     assert level_names(levels) == "host link bandwidth 55 GB/s, schedule 1.5 µs, swap space 4 GiB"
-    assert level_names({"backend.schedule_ns": 10**14 + 1}) == "schedule 100000000000.001 µs", "as exact as the number"
+    assert level_names({"backend.schedule_ns": 10**14 + 1}) == "schedule 100000.000000001 s", "as exact as the number"
+    assert level_names(
+        {"device.host_link_bytes_per_s": 0, "backend.schedule_ns": 2 * 10**6, "cache.swap_space_gib": 0.5}
+    ) == ("host link bandwidth 0 B/s, schedule 2 ms, swap space 0.5 GiB")
     assert level_names({"backend.schedule_ns": None, "slo.ttft_s": 2}) == "schedule default, ttft s 2"
 
 

@@ -12,21 +12,18 @@ class Batches:
 
     def __init__(self) -> None:
         self._latest_ns = -1
-        self._num = self._num_equal = 0
-        self.has_closed = False  # whether there were closed-loop turns
+        self.num = self._num_equal = 0  # arrivals
 
     def add(self, row: TraceRequest) -> None:
         if row.think_ns is None:
-            self._num += 1
+            self.num += 1
             self._num_equal += row.arrival_ns == self._latest_ns
             self._latest_ns = row.arrival_ns
-        else:
-            self.has_closed = True
 
     @property
     def note(self) -> str | None:
         """A note on these arrivals; None if they are few, or if all arrivals are at one instant."""
-        num_gaps = self._num - 1
+        num_gaps = self.num - 1
         if not _FEW * num_gaps < self._num_equal < num_gaps:
             return None
         return (

@@ -113,7 +113,7 @@ class CountedTrace:
     @property
     def is_closed_loop(self) -> bool | None:
         """Whether there are closed-loop turns; None: none yet, and not all rows have been read."""
-        return self.batches.has_closed or (False if self._is_done else None)
+        return self.num_read > self.batches.num or (False if self._is_done else None)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         assert self.num_read == 0, "gone through once"

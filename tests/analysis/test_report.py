@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import Arm, Pair, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.comparison.arms import Pair, find_arm, infer_arms, infer_pairs, level_groups
 from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.effects import main_effects
-from analysis.comparison.groups import experiments
 from analysis.load import load_run, load_sweep
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost
@@ -22,30 +20,11 @@ from analysis.reports.figures import _timeline_choice, run_plots
 from analysis.reports.parts import ReportInput, Sections
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
+from tests.analysis.page import Page
 from tests.analysis.runs import change_config, write_run
 
 FEW = {"num_requests": 10}
 SMALL = {"num_requests": 40, "rate": 12.0, "num_blocks": 120}
-
-
-class Page(HTMLParser):
-    """Collects what a page loads, links to, and says."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.loads, self.links, self.tags, self.text = [], [], set(), ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        attributes = dict(attrs)
-        if tag == "a":
-            self.links.append(attributes["href"])
-        else:
-            self.loads += [attributes[name] for name in ("src", "href", "srcset", "data") if name in attributes]
-
-    def handle_data(self, data):
-        self.text += data.replace("\u00a0", " ")
 
 
 @pytest.fixture(scope="module")
@@ -193,120 +172,6 @@ def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_p
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_loads_become_conditions_and_a_curve(tmp_path):
-    for rate in (10.0, 4.0):
-        for chunked in (False, True):
-            write_run(tmp_path / f"{rate}-{chunked}", rate=rate, chunked=chunked, num_requests=25)
-    path = report_from_folders([tmp_path], tmp_path / "report.html")
-    text = Page(path.read_text()).text
-    assert text.index("Latency at rate = 4") < text.index("Latency at rate = 10")
-    assert (tmp_path / "report_files" / "throughput_latency.svg").exists()
-
-
-@pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_replicates_are_counted_at_each_load(tmp_path, seeds):
-    for rate in (4, 10):
-        for chunked in (False, True):
-            for seed in range(seeds):
-                write_run(tmp_path / f"{rate}-{chunked}-{seed}", seed=seed, rate=rate, chunked=chunked, num_requests=8)
-    text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
-    assert f"There are only {seeds} replicates" in text
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
-    for chunked in (False, True):
-        for rate in (6.0, 10.0) if chunked else (10.0,):
-            for seed in (0, 1):
-                write_run(tmp_path / "a" / f"{chunked}-{rate}-{seed}", seed=seed, chunked=chunked, rate=rate, **FEW)
-    for scale in (1.0, 2.0):
-        folder = write_run(tmp_path / "b" / f"x{scale}", num_requests=12)
-        change_config(folder, cost__name="linear", trace__rate_scale=scale)
-    write_run(tmp_path / "c" / "sim", seed=9, num_requests=10)
-    write_run(tmp_path / "c" / "real", "real", seed=9, num_requests=10, noise=0.1)
-    write_run(tmp_path / "c" / "real-again", "real", seed=9, num_requests=10, noise=0.5)
-    path = report_from_folders([tmp_path], tmp_path / "report.html", baseline="prefill_first")
-    text = " ".join(Page(path.read_text()).text.split())
-    assert re.search(r"2 runs at or below b are another experiment \(other [^)]*trace.num_requests[^)]*\)", text)
-    assert "At rate = 6 the baseline is decode_first: prefill_first has no run there." in text
-    assert "Latency at rate = 10" in text
-    assert "run again on one trace" in text
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
-    for chunked in (False, True):
-        write_run(tmp_path / "a" / str(chunked), chunked=chunked, **FEW)
-    change_config(write_run(tmp_path / "b", seed=7, num_requests=12), device__name="a100")
-    with pytest.raises(
-        RunFolderError, match=r"b is another experiment .*device.*; report it by itself: testbed report"
-    ):
-        report_from_folders([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html")
-    write_run(tmp_path / "a" / "real", "real", chunked=False, prefix_caching=False, **FEW)
-    change_config(tmp_path / "a" / "real", cache__eviction="lfu")
-    text = report_from_folders([tmp_path / "a"], tmp_path / "report.html").with_suffix(".md").read_text()
-    before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
-    assert "1 run at or below a/real is another experiment" in before
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
-    for name, num, seed in (("azure", 30, 1), ("burstgpt", 40, 2)):
-        for chunked in (False, True):
-            folder = write_run(tmp_path / f"{name}-{chunked}", num_requests=num, seed=seed, chunked=chunked)
-            change_config(folder, trace__name=name, trace__path=f"{name}.csv", trace__limit=num, seed=0)
-    text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
-    assert "The loads are different traces, each to be read by itself: they differ in num\\_requests, path" in text
-    assert not (tmp_path / "report_files" / "throughput_latency.svg").exists(), "no curve joins two traces"
-    titles = [line for line in text.splitlines() if line.startswith("### ")]
-    for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
-        assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
-
-
-def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):
-    change_config(write_run(tmp_path / "another-sim", num_requests=8), cost__path="another.json")
-    for chunked in (False, True):
-        change_config(write_run(tmp_path / f"sim-{chunked}", chunked=chunked, num_requests=8), cost__path="one.json")
-        write_run(tmp_path / f"real-{chunked}", "real", chunked=chunked, num_requests=8)
-    pairs = infer_pairs(load_sweep(tmp_path).runs)
-    assert {pair.sim.path.name for pair in pairs} == {"sim-False", "sim-True"}
-
-
-def test_a_crossed_sweep_over_the_trace_or_the_device_is_one_experiment(tmp_path):
-    for device in ("h100", "a100"):
-        for chunked in (False, True):
-            folder = write_run(tmp_path / f"{device}-{chunked}", chunked=chunked, num_requests=8)
-            change_config(folder, device__name=device)
-    (members,) = experiments(load_sweep(tmp_path).runs)
-    assert len(infer_arms(members)) == 4
-
-
-def test_runs_that_differ_only_in_permissions_are_one_arm(tmp_path):
-    for index in (0, 1):
-        folder = write_run(tmp_path / str(index), seed=index, num_requests=8)
-        change_config(folder, overwrite=bool(index), allow_ignored=bool(index), experiment=f"e{index}")
-    assert [len(arm.runs) for arm in infer_arms(load_sweep(tmp_path).runs)] == [2]
-
-
-def test_when_nothing_can_be_compared_the_message_is_short_and_names_the_keys(tmp_path):
-    for chunked in (False, True):
-        write_run(tmp_path / str(chunked), chunked=chunked, seed=int(chunked), num_requests=8)
-    with pytest.raises(RunFolderError, match=r"different traces \(other seed\)\. Report them separately") as caught:
-        report_from_folders([tmp_path], tmp_path / "report.html")
-    assert len(str(caught.value)) <= 300
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
-    for rate in (4.0, 10.0):
-        folder = write_run(tmp_path / str(rate), rate=rate, num_requests=8)
-        change_config(folder, trace__name="synthetic", trace__max_turns=5)
-    path = report_from_folders([tmp_path], tmp_path / "report.html")
-    assert "Latency at rate = 4 sessions/s" in Page(path.read_text()).text
-
-
-@pytest.mark.usefixtures("unrendered")
 def test_a_noisy_machine_is_told_first(tmp_path):
     pair = Pair("p", *[load_run(write_run(tmp_path / kind, kind, num_requests=8)) for kind in ("sim", "real")])
     errors = {"p": fidelity.error_table(pair.sim, pair.real)}
@@ -405,19 +270,6 @@ def test_a_single_run_is_described_not_compared(tmp_path):
     assert re.search(r"\d+ % \[[\d.]+ %, [\d.]+ %\] of its requests kept the SLO: goodput [\d.]+ req/s", said)
 
 
-def test_arms_on_different_traces_are_refused(tmp_path):
-    runs = [load_run(write_run(tmp_path / str(n), seed=n, num_requests=8)) for n in (0, 1)]
-    arms = [Arm(f"arm {n}", {"n": n}, (run,)) for n, run in enumerate(runs)]
-    with pytest.raises(RunFolderError, match="different traces"):
-        write_report(ReportInput(arms), tmp_path / "report.html")
-    with pytest.raises(RunFolderError, match="different traces"):
-        write_report(ReportInput(arms[:1], [Pair("p", runs[0], runs[1])]), tmp_path / "report.html")
-    with pytest.raises(RunFolderError, match="at least one arm"):
-        write_report(ReportInput([]), tmp_path / "report.html")
-    with pytest.raises(RunFolderError, match="no run folder given"):
-        report_from_folders([], tmp_path / "report.html")
-
-
 def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):
     arms = infer_arms(load_sweep(sweep / "ablation").runs)
     assert [arm.name for arm in arms] == [
@@ -433,12 +285,6 @@ def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):
     pairs = infer_pairs(load_sweep(sweep / "pairs").runs)
     assert {pair.label for pair in pairs} == {"prefill_first", "decode_first"}
     assert all(pair.sim.config["scheduler"] == pair.real.config["scheduler"] for pair in pairs)
-
-
-def test_an_arm_equal_to_the_baseline_is_called_identical(tmp_path):
-    runs = tuple(load_run(write_run(tmp_path / str(s), seed=s, num_requests=10)) for s in (0, 1))
-    arms = [Arm("base", {}, runs), Arm("same", {}, runs)]
-    assert {row.verdict for row in compare(arms, arms[0], LATENCY)} == {"identical"}
 
 
 def test_main_effects_average_over_the_other_factor(sweep):

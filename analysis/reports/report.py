@@ -53,6 +53,7 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
+from analysis.output import written
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
@@ -68,7 +69,6 @@ from analysis.reports.parts import (
     what_ran,
 )
 from analysis.reports.trust import trust
-from analysis.timelines.chrome_trace import written
 from testbed.errors import RunFolderError
 
 _MAX_COMMANDS = 12  # with more, the list is folded

@@ -5,14 +5,10 @@ Does not know runs. The format is described in "Trace Event Format" (Google, 201
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +81,6 @@ class ChromeTrace:
     def _write(self, fields: str) -> None:
         self._file.write(f"{self._separator}{{{fields}}}")
         self._separator = ",\n"
-
-
-@contextmanager
-def written(out: Path) -> Iterator[TextIO]:
-    """Opens a text file that appears complete at the end, or not at all; compressed if its name ends in .gz."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f"{out.name}.part")
-    opener = gzip.open if out.suffix == ".gz" else open
-    try:
-        with opener(part, "wt", encoding="utf-8") as file:
-            yield cast(TextIO, file)
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _microseconds(ns: int) -> str:

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from analysis.load import Run, load_run, same_trace
 from analysis.measures.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.measures.replicas import split
+from analysis.output import written
 from analysis.reading.request_columns import Requests
 from analysis.reading.rows import FileRows, whole
-from analysis.timelines.chrome_trace import ChromeTrace, Track, written
+from analysis.timelines.chrome_trace import ChromeTrace, Track
 from analysis.timelines.device_trace import draw_profile, offset_ns, read_profile
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, shortened

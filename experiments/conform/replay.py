@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
+from experiments.configuration.own_class import told
 from experiments.conform.cases import SECOND_NS, Case, Decision
 from experiments.conform.systems import DecisionReader, System
 from experiments.wiring.build import build_scheduler, simulated_pools
@@ -230,7 +231,6 @@ def differing_fields(recorded: Decision, decided: Decision) -> list[str]:
 
 def _describe(error: Exception) -> str:
     """Describes an exception of our scheduler in one line, with the place where it was raised."""
-    message = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
+    return f"{told(error)}{where}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
+from experiments.configuration.own_class import told
 from experiments.conform.replay import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_own
@@ -74,7 +75,7 @@ def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | No
     except (KeyboardInterrupt, TestbedError) as error:
         return error
     except Exception as error:  # noqa: BLE001  (whatever vLLM raises: what it has done until then is kept)
-        failure = DeviceError(f"vLLM raised {type(error).__name__}: {' '.join(str(error).split())}")
+        failure = DeviceError(f"vLLM raised {told(error)}")
         failure.__cause__ = error
         return failure
     return None

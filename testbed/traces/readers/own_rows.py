@@ -84,7 +84,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     for name in given:
         if name in KNOWN or (meant := _meant(name)) is None:
             continue
-        if given.keys().isdisjoint((meant, _EXACT.get(meant))):
+        if meant not in given and _EXACT.get(meant) not in given:
             unit = ", in seconds" if meant in _EXACT else ""
             raise TraceError(
                 f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (a field of your own needs a "

@@ -43,7 +43,7 @@ def explain_request(run: Run, request_id: str) -> str:
     lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, block_size)}" for one in named)]
     if len(waits) > len(named):
         rest = sum(map(_ns, waits)) - sum(map(_ns, named))
-        lines.append(f"- {len(waits) - len(named)} shorter waits, {seconds(rest / 1e9)} in all")
+        lines.append(f"- {len(waits) - len(named)} shorter stretches, {seconds(rest / 1e9)} in all")
     lines += [*_admission(row), *(f"- {_preemption(one)}" for one in preempted), *_pace(stretches), _ending(row)]
     return "\n".join([*lines, "", *_table(stretches, request_id)])
 
@@ -65,7 +65,7 @@ def _answer(
     more = f", and {len(causes) - 3} more causes" if len(causes) > 3 else ""
     first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "
     longest = max(waits, key=_ns)
-    where = f"Its longest wait: {_wait(longest, row, block_size)}."
+    where = f"Its longest stretch of waiting for one cause: {_wait(longest, row, block_size)}."
     return [f"{first}{said}{more}{_place(name, waits)}.", where, _preempted(preempted, life)]
 
 

@@ -64,7 +64,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     worst = requests["wait_ns"].idxmax()
     if total:
         why = _one_line(requests.loc[str(worst)])
-        lines.append(f"The longest wait: {worst} {why}; `testbed explain <run> {worst}`.")
+        lines.append(f"Longest in all: {worst} {why}; `testbed explain <run> {worst}`.")
     return lines
 
 

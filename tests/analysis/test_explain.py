@@ -78,6 +78,9 @@ def test_behind_another_the_head_of_the_queue_is_named(tmp_path: Path) -> None:
         "c waited 12.0 s of its 14.0 s in the system (85.7 %): 12.0 s for max_num_seqs (9.00 s behind b and "
         "3.00 s at the head of the queue)."
     )
+    assert (
+        answer[1].replace("\xa0", " ").startswith("Its longest stretch of waiting for one cause: 9.00 s from 0.0000 s ")
+    )
     assert "behind b at the head of the queue, which waited for max_num_seqs" in answer[1]
     assert answer[2] == "It was never preempted."
 

@@ -19,11 +19,12 @@ import pyarrow.parquet as pq
 from analysis.describe import run_lines, sweep_lines
 from analysis.format import component
 from analysis.measures.metrics import SLO
+from analysis.measures.occupancy import run_end_ns
 from analysis.measures.summary import SUMMARY_VERSION, summarise
 from analysis.naming import SPEED, as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
-from analysis.reading.request_columns import STRINGS
+from analysis.reading.request_columns import STRINGS, RequestColumns
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
@@ -102,6 +103,16 @@ class Run:
         files are read in batches, so neither a long run nor a sweep needs to fit in memory."""
         requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
         return summarise(requests, steps, self.manifest, slo or self.slo, self.flat_config.get("report.warmup_s", 0.0))
+
+    @cached_property
+    def counted(self) -> tuple[RequestColumns, int]:
+        """The requests of which the summary's latencies are, those sent after the warm-up, and the run's end in ns."""
+        end_ns = run_end_ns(self.requests, FileRows(self.path / "steps.parquet"))
+        requests = RequestColumns.of(self.requests)
+        arrival = requests.whole("arrival_ns")
+        warmup_ns = round(self.flat_config.get("report.warmup_s", 0.0) * 1e9)
+        is_counted = (arrival >= arrival.min(initial=end_ns) + warmup_ns) & (arrival <= end_ns)
+        return requests.where(is_counted), end_ns
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:

@@ -9,18 +9,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
+from analysis.comparison.within import within_one_trace
 from analysis.load import Run
-from analysis.measures.classes import is_of
-from analysis.measures.metrics import SLO, request_metrics
+from analysis.measures.metrics import SLO
 from analysis.measures.statistics import (
     ALIKE,
     Estimate,
     Verdict,
-    circular_blocks,
     differences,
     effect_size,
     holm,
@@ -30,7 +28,6 @@ from analysis.measures.statistics import (
     verdict,
 )
 from analysis.measures.summary import summary_value
-from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
 
 
@@ -67,7 +64,6 @@ class Metric:
 
 _OF_CLASS = "classes."
 _MIN_FOR_EFFECT = 3  # replicates
-_MIN_BEYOND = 5 - 1e-9  # requests beyond a quantile; with fewer its bootstrap is meaningless
 LATENCY = (
     Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
     Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
@@ -244,7 +240,7 @@ def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Compa
     if (known := paired_values(pairs, metric, slo)) is None:
         return row
     diff, scale = differences(*known, are_shares=metric.is_share)
-    within = _within_one_trace(*pairs[0], metric) if diff.size == 1 and diff.any() else None
+    within = within_one_trace(*pairs[0], *metric.part) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
     return replace(row, estimate=within or mean_t(diff, scale), effect=effect, base=float(known[0].mean()))
 
@@ -292,31 +288,3 @@ def paired_values(pairs: Sequence[Pairing], metric: Metric, slo: SLO | None) -> 
 def ignored(run: Run) -> int:
     """The number of requests that could never fit or be admitted."""
     return int(run.summary["finish_reasons"]["ignored"])
-
-
-def _within_one_trace(baseline: Sequence[Run], arm: Sequence[Run], metric: Metric) -> Estimate | None:
-    """The log-ratio of a latency's mean or quantile (averaged over repeats), with a circular-block interval over the
-    requests of one trace that all runs have; None for other metrics, or with too few requests."""
-    name, which, of_class = metric.part
-    if name not in ("ttft_s", "tpot_s", "e2e_s"):
-        return None
-    by = baseline[0].summary["classes"]["by"] if of_class else ""
-    frames = []
-    for run in (*baseline, *arm):
-        requests = run.requests
-        mine = is_of(by, of_class)(RequestColumns.of(requests)) if of_class else slice(None)
-        frames.append(request_metrics(requests).set_index("request_id")[name][mine])
-    times = pd.concat(frames, axis=1, join="inner").dropna()
-    arrivals = [run.requests.set_index("request_id")["arrival_ns"] for run in baseline]
-    arrival = pd.concat(arrivals, axis=1, join="inner").mean(axis=1)
-    times = times.loc[arrival.loc[times.index].sort_values(kind="stable").index]
-    rows = times.to_numpy(dtype=np.float64)  # [num_requests, num_runs]
-    tail = 0.5 if which == "mean" else 1.0 - int(which[1:]) / 100
-    if len(rows) * tail < _MIN_BEYOND or (rows <= 0).any():
-        return None
-
-    def log_ratio(rows: FloatArray) -> float:
-        values = rows.mean(axis=0) if which == "mean" else np.quantile(rows, int(which[1:]) / 100, axis=0)
-        return float(np.log(values[len(baseline) :].mean() / values[: len(baseline)].mean()))
-
-    return circular_blocks(rows, log_ratio, num_resamples=400, scale="log_ratio")

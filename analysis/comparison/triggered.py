@@ -14,9 +14,9 @@ _PREEMPTS = ("preemption", "victim")
 # (parts of a key or of its value, whether a run certainly never used the setting, what never happened)
 _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (_PREEMPTS, lambda run: _preemptions(run) == 0, "nothing was preempted"),
-    (("watermark",), lambda run: _never_blocked(run), "no step lacked KV blocks"),
+    (("watermark",), lambda run: _never_blocked(run) and not _preemptions(run), "no step lacked KV blocks"),
     (("admission",), lambda run: _never_blocked(run), "no request was held back"),
-    (("prefix_caching", "eviction"), lambda run: run.summary["prefix_hit_rate"] == 0, "no prefix was hit"),
+    (("prefix_caching", "eviction"), lambda run: _never_hit(run), "no prefix was hit"),
     (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
     (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
     (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
@@ -43,6 +43,12 @@ def _is_alike(run: Run, field: str) -> bool:
 
 def _never_blocked(run: Run) -> bool:
     return len(run.steps) > 0 and not run.steps["blocked_by"].notna().any()
+
+
+def _never_hit(run: Run) -> bool:
+    """Whether no token was found in the prefix cache, by new requests or by preempted ones that came back."""
+    at_first = run.summary["prefix_hit_rate"] != 0
+    return not at_first and not (run.steps["num_cached_tokens"].any() if len(run.steps) else _preemptions(run))
 
 
 def _hardly_waited(run: Run) -> bool:

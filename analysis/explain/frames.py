@@ -63,7 +63,8 @@ class Told:
     def preemptions(self) -> pd.DataFrame:
         rows = [[getattr(one, name) for name in PREEMPTED] for one in self._preempted]
         whole = dict.fromkeys(("back_ns", "caught_up_ns"), "Int64")
-        return pd.DataFrame(rows, columns=PREEMPTED).astype(whole).sort_values("at_ns", ignore_index=True)
+        frame = pd.DataFrame(rows, columns=PREEMPTED).astype(whole)
+        return frame.sort_values("at_ns", kind="stable", ignore_index=True)
 
     def _engines(self, request_id: str | None) -> dict[int, Engine]:
         lives: dict[int, list[Life]] = {}

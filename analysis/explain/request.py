@@ -43,7 +43,7 @@ def explain_request(run: Run, request_id: str) -> str:
     lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, block_size)}" for one in named)]
     if len(waits) > len(named):
         rest = sum(map(_ns, waits)) - sum(map(_ns, named))
-        lines.append(f"- {len(waits) - len(named)} shorter waits, {seconds(rest / 1e9)} in all")
+        lines.append(f"- {len(waits) - len(named)} shorter stretches, {seconds(rest / 1e9)} in all")
     lines += [*_admission(row), *(f"- {_preemption(one)}" for one in preempted), *_pace(stretches), _ending(row)]
     return "\n".join([*lines, "", *_table(stretches, request_id)])
 
@@ -52,6 +52,8 @@ def _answer(
     name: str, stretches: list[Stretch], waits: list[Stretch], preempted: list[Preempted], row: Any, block_size: int
 ) -> list[str]:
     total, life = sum(map(_ns, waits)), sum(map(_ns, stretches))
+    if not life:
+        return [f"{name} ended at the instant that first saw it: it neither waited nor ran."]
     if not total:
         first = f"{name} did not wait: the first step that saw it admitted it, and none preempted it."
         return [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
@@ -63,7 +65,7 @@ def _answer(
     more = f", and {len(causes) - 3} more causes" if len(causes) > 3 else ""
     first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "
     longest = max(waits, key=_ns)
-    where = f"Its longest wait: {_wait(longest, row, block_size)}."
+    where = f"Its longest stretch of waiting for one cause: {_wait(longest, row, block_size)}."
     return [f"{first}{said}{more}{_place(name, waits)}.", where, _preempted(preempted, life)]
 
 
@@ -93,7 +95,8 @@ def _preempted(preempted: list[Preempted], life: int) -> str:
 
 def _wait(one: Stretch, row: Any, block_size: int) -> str:
     """One stretch of a wait: how long, when, for what, behind which request, and which requests held the resource."""
-    steps = f"step {one.first_step}" if one.num_steps == 1 else f"steps {one.first_step} to {one.last_step}"
+    first, last = one.first_step, one.last_step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     is_head, cause = one.ahead == (row["request_id"],), CAUSES.get(one.cause, one.cause)
     text = f"{seconds(_ns(one) / 1e9)} from {_at(one.start_ns)} ({steps}) "
     if one.ahead and not is_head:

@@ -64,7 +64,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     worst = requests["wait_ns"].idxmax()
     if total:
         why = _one_line(requests.loc[str(worst)])
-        lines.append(f"The longest wait: {worst} {why}; `testbed explain <run> {worst}`.")
+        lines.append(f"Longest in all: {worst} {why}; `testbed explain <run> {worst}`.")
     return lines
 
 
@@ -88,7 +88,8 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     whose = named.where(named != preemptions["request_id"], "itself")
     counts = preemptions["request_id"].value_counts(sort=False).sort_values(ascending=False, kind="stable")
     again = int((counts > 1).sum())
-    lines = [f"{again:,} were preempted more than once." if again else "Nobody was preempted twice."]
+    more = f"{again:,} {'was' if again == 1 else 'were'} preempted more than once."
+    lines = [more if again else "Nobody was preempted twice."]
     for name, num in counts.head(_NAMED).items():
         own = whose[preemptions["request_id"] == name].value_counts()
         num_told = len(own) if len(own) <= 4 else 3
@@ -106,11 +107,11 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
 
 def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
     """The longest chain of requests in which each was preempted for the next, which was itself preempted later."""
-    found: dict[str, list[str]] = {}  # from each request's next preemption on
+    found: dict[str, list[str]] = {}  # from one of each request's later preemptions on: the longest
     longest: list[str] = []
     for name, whose in zip(preemptions["request_id"][::-1], preemptions["for_request_id"][::-1], strict=True):
         if isinstance(whose, str) and whose != name:
-            found[name] = [name, *found.get(whose, [whose])][:1000]
+            found[name] = max([name, *found.get(whose, [whose])][:1000], found.get(name, []), key=len)
             longest = max(found[name], longest, key=len)
     return longest
 

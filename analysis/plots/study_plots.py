@@ -20,7 +20,6 @@ from matplotlib.ticker import MaxNLocator
 from analysis.comparison.arms import Runs, grouped, infer_arms, load_keys, stated_replicates
 from analysis.comparison.fidelity import pair_of
 from analysis.load import Run, Sweep, num_replicas
-from analysis.measures.occupancy import run_end_ns
 from analysis.measures.statistics import mean_of_all
 from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
@@ -29,7 +28,6 @@ from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.plots.sources import MAX_RUNS, require, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
-from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import FloatArray
 
 _PAGE = 84  # characters of a title that fit a page's width
@@ -55,10 +53,8 @@ def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
 
 
 def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
-    """(observed, censored) values of one latency of one run, in seconds, censored as by `summary.summarise`."""
-    requests, end_ns = RequestColumns.of(run.requests), run_end_ns(run.requests, run.steps)
-    sent = requests.where(requests.whole("arrival_ns") <= end_ns)
-    observed, censored = samples_of(sent, end_ns)[0][name]
+    """(observed, censored) values of one latency of one run, in seconds, of the requests that its summary counts."""
+    observed, censored = samples_of(*run.counted)[0][name]
     return observed[~np.isnan(observed)], censored
 
 

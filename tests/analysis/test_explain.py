@@ -10,7 +10,7 @@ import pytest
 
 from analysis.explain.frames import preemptions, stretches, waits
 from analysis.explain.request import explain_request
-from analysis.explain.whole_run import _preempted, explain_run
+from analysis.explain.whole_run import _longest_chain, _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
@@ -77,6 +77,9 @@ def test_behind_another_the_head_of_the_queue_is_named(tmp_path: Path) -> None:
     assert answer[0].replace("\xa0", " ") == (
         "c waited 12.0 s of its 14.0 s in the system (85.7 %): 12.0 s for max_num_seqs (9.00 s behind b and "
         "3.00 s at the head of the queue)."
+    )
+    assert (
+        answer[1].replace("\xa0", " ").startswith("Its longest stretch of waiting for one cause: 9.00 s from 0.0000 s ")
     )
     assert "behind b at the head of the queue, which waited for max_num_seqs" in answer[1]
     assert answer[2] == "It was never preempted."
@@ -159,6 +162,18 @@ def test_those_preempted_again_that_are_not_named_are_counted() -> None:
     gone = [{"request_id": f"r{i % 7}", "for_request_id": "x", "why": "blocks"} for i in range(14)]
     first, *named, rest, _ = _preempted(pd.DataFrame(gone))
     assert (first, len(named), rest) == ("7 were preempted more than once.", 5, "- and 2 more")
+
+
+def test_the_longest_chain_goes_on_from_any_later_preemption_not_only_from_the_next() -> None:
+    pairs = [("a", "b"), ("b", "c"), ("b", "d"), ("d", "e")]
+    gone = pd.DataFrame(pairs, columns=["request_id", "for_request_id"])
+    assert _longest_chain(gone) == ["a", "b", "d", "e"]
+
+
+def test_who_is_aborted_as_it_comes_is_not_said_to_have_run(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, [row("a", 12, 3), row("gone", 12, 3, at=1.5, cancel_after=0.1)])
+    answer, *_ = explain_request(load_run(folder), "gone").splitlines()
+    assert answer == "gone ended at the instant that first saw it: it neither waited nor ran."
 
 
 def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:

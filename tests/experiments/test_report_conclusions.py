@@ -227,6 +227,29 @@ def test_victims_that_were_chosen_alike_were_triggered(tmp_path: Path) -> None:
     assert answered(said) == ["- victim MostBlocks took the same decisions as victim most_blocks at every step."]
 
 
+GROWING = [{"arrival_time": 0.0, "prompt_tokens": 100, "output_tokens": 100} for _ in range(2)]
+GROWN = {"num_gpu_blocks": 20, "num_cpu_blocks": 20}  # one of the two is preempted; nobody else waits
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_prefix_that_only_preempted_requests_hit_was_hit(tmp_path: Path, *, steps: bool) -> None:
+    for eviction in ("lru", "fifo"):
+        ran(tmp_path / eviction, trace=GROWING, cache=GROWN | {"eviction": eviction}, record={"steps": steps})
+    summary = load_sweep(tmp_path).runs[0].summary
+    assert (summary["prefix_hit_rate"], summary["preemptions"]["total"]) == (0, 1)
+    (said,) = answered(report(tmp_path, baseline="eviction lru"))
+    assert said == "- eviction fifo took the same decisions as eviction lru at every step."
+
+
+def test_a_pool_that_ran_full_lacked_blocks_though_nobody_waited_for_them(tmp_path: Path) -> None:
+    scheduler = {"name": "vllm_v1", "preemption": "swap"}
+    for watermark in (0.0, 0.01):
+        ran(tmp_path / str(watermark), trace=GROWING, scheduler=scheduler, cache=GROWN | {"watermark": watermark})
+    assert not load_sweep(tmp_path).runs[0].steps["blocked_by"].notna().any()
+    (said,) = answered(report(tmp_path, baseline="watermark 0"))
+    assert said == "- watermark 0.01 took the same decisions as watermark 0 at every step."
+
+
 def test_what_was_hardly_triggered_is_told_with_how_often(tmp_path: Path) -> None:
     for mode in ("recompute", "swap"):
         scheduler = {"name": "vllm_v0", "preemption": mode}

@@ -72,12 +72,18 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
         ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 98.0 % of another's requests"),
         ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares 50.0 % of another's requests"),
+        ({"name": "sample_sessions", "num": 195}, "poor", " replicates, by sample_sessions: each shares 9"),
+        ({"name": "sample_sessions", "num": 40}, "fair", " replicates, by sample_sessions: each shares "),
         (
             {"name": "set_rate", "rate": 9, "by": "thin"},
             "fair",
             " replicates: each shares a part of another's requests",
         ),
-        ({"name": "bootstrap"}, "good", " replicates, by bootstrap"),
+        (
+            {"name": "bootstrap"},
+            "fair",
+            " replicates, by bootstrap: all are drawn from the same requests, so intervals",
+        ),
     ],
 )
 def test_replicates_that_share_requests_are_worth_less(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 
 from analysis import plots
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare
 from analysis.comparison.effects import Compared, Effect
 from analysis.comparison.triggered import _diluted
 from analysis.format import change, count, number
 from analysis.load import load, load_sweep
-from analysis.measures.metrics import SLO
+from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.cautions import cautions
 from analysis.reports.first_screen import answer
@@ -58,6 +59,26 @@ def test_starts_of_two_lengths_are_not_compared(tmp_path: Path) -> None:
     left = 2 * load_sweep(tmp_path).runs[0].summary["num_in_warmup"]
     assert f"came in the first 4 s of each run (report.warmup_s), {left} of 240, count in no latency and no SLO" in said
     assert "throughput and goodput are of all that ended after these seconds" in said
+
+
+@pytest.mark.parametrize("leaves_out", ["start", "aborted"])
+def test_a_change_on_one_trace_is_of_the_requests_that_its_values_are_of(tmp_path: Path, leaves_out: str) -> None:
+    rows = [{"arrival_time": 0.02 * (i + i // 100 * 20), "prompt_tokens": 200, "output_tokens": 60} for i in range(600)]
+    for row in rows[::2] if leaves_out == "aborted" else ():
+        row["cancel_after"] = 0.2
+    for seqs in (256, 4):
+        more = {"scheduler": {"name": "vllm_v1", "max_num_seqs": seqs}, "report": {"warmup_s": 2.0}}
+        ran(tmp_path / str(seqs), trace=rows, **(more if leaves_out == "start" else more | {"report": {}}))
+    arms = infer_arms(load_sweep(tmp_path).runs)
+    told = [row for row in compare(arms, arms[0], LATENCY) if row.estimate is not None and row.estimate.num > 1]
+    assert {row.metric.label for row in told} >= {"P99 TTFT", "P99 E2E", "mean TPOT"}
+    for row in told:
+        assert row.estimate is not None
+        assert row.base is not None
+        assert row.value == pytest.approx(row.base * math.exp(row.estimate.value)), row.metric.label
+    curve = plots.latency_cdf({"one": arms[0].runs[0]})[0].lines[0].get_xdata()
+    ttft_s = request_metrics(arms[0].runs[0].requests)["ttft_s"].to_numpy()
+    assert len(curve) - 1 == arms[0].runs[0].summary["ttft_s"]["count"] == len(ttft_s) - (leaves_out == "start") * 100
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from functools import cache
 
 from hypothesis import Phase, settings
+from triton.language import uint64
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 settings.register_profile(
@@ -15,3 +17,12 @@ settings.load_profile("interpreted")
 if hasattr(interpreter, "_LangPatchScope"):
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = cache(interpreter._patch_lang)
+
+# What Triton finds of a sum or product of integers, that it fits its type, it throws away unless kernels are debugged.
+if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *operation: None
+
+# Which type NumPy's is Triton looks up, for each operation, in a table that it makes anew.
+if hasattr(interpreter, "_get_np_dtype"):
+    _of_scalar = cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: _of_scalar(uint64 if dtype.scalar.is_ptr() else dtype.scalar)

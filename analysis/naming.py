@@ -29,6 +29,10 @@ def is_of_trace(key: str) -> bool:
     return key.startswith("trace.") or key == SPEED
 
 
+def is_of_router(key: str) -> bool:
+    return f"{key}.".startswith("backend.router.")
+
+
 def naming_keys(configs: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[str]:
     """Keys of `swept` that name the configurations: each one distinguishes some that the keys before it did not.
     Component names come first, then `DECIDES`; seeds come after all keys that may change decisions."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from unicodedata import category
 
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import nearest
@@ -94,6 +95,11 @@ def take_any_character() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def visible(text: str) -> str:
+    """The text with escapes for the characters that would steer a terminal instead of being seen on it."""
+    return "".join(ascii(one)[1:-1] if category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp") else one for one in text)
 
 
 def go_on_unheard() -> None:

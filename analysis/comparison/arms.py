@@ -11,7 +11,16 @@ from typing import Any, Protocol, TypeVar
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.measures.notes import BUSY, replay_notes
-from analysis.naming import DECIDES, is_of_trace, is_seed, labels_of, level_names, naming_keys, naming_rank
+from analysis.naming import (
+    DECIDES,
+    is_of_router,
+    is_of_trace,
+    is_seed,
+    labels_of,
+    level_names,
+    naming_keys,
+    naming_rank,
+)
 from testbed.errors import RunFolderError
 
 
@@ -130,8 +139,8 @@ def find_arm(arms: Sequence[N], name: str | None) -> N:
 
 
 def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Pairs every real run with the simulated run of its trace, model and policy (the swept scheduler.* and cache.*
-    settings).
+    """Pairs every real run with the simulated run of its trace, model, replicas and policy (the swept scheduler.* and
+    cache.* settings, and the router of several replicas).
 
     Memory sizes follow from the device and do not count. If several simulated runs fit, the one is taken that has the
     real run's device, and of these the one whose cost model fits most real runs, so that all pairs have the same cost
@@ -144,7 +153,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     device = [key for key in swept if key in _DEVICE]
 
     def policy(run: Run) -> str:
-        return repr((run.fingerprint, [run.flat_config.get(key) for key in keys]))
+        return repr((run.fingerprint, [run.flat_config.get(key) for key in keys], _fleet(run)))
 
     def is_of(sim: Run, real: Run) -> bool:
         """`testbed fidelity` may simulate another model; it keeps both runs beside each other."""
@@ -175,6 +184,12 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     found = _told_apart(found, lambda real: f"at {at[id(real)]}" if at[id(real)] else "")
     found = _told_apart(found, lambda real: f"seed {real.manifest.get('seed')}")
     return _told_apart(found, lambda real: f"({real.path.parent.name}/{real.path.name})")
+
+
+def _fleet(run: Run) -> tuple[int, list[tuple[str, Any]]]:
+    """The number of replicas and, if there are several, the settings of their router."""
+    num = run.flat_config.get("backend.num_replicas") or 1  # a run in vLLM has none
+    return num, [item for item in run.flat_config.items() if num > 1 and is_of_router(item[0])]
 
 
 def _told_apart(pairs: Sequence[Pair], by: Callable[[Run], str]) -> list[Pair]:

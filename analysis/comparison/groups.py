@@ -1,9 +1,9 @@
 """Groups runs into experiments: if a folder mixes several, the largest one is reported and the others are named.
 
 An experiment has one model, device, cost model and backend, and one trace except for its load and seed. If exactly the
-same policies ran on each of several platforms or traces, this is a crossed design and stays one experiment. In vLLM,
-this testbed's scheduler and vLLM's own are arms of one experiment. The runs may state the question, baseline and margin
-(`report.*`) and the SLO (`slo.*`) of their experiment.
+same policies ran on each of several platforms or traces, this is a crossed design and stays one experiment. Routers are
+arms of one experiment; so are, in vLLM, this testbed's scheduler and vLLM's own. The runs may state the question,
+baseline and margin (`report.*`) and the SLO (`slo.*`) of their experiment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_repl
 from analysis.format import count
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.metrics import SLO
-from analysis.naming import DECIDES, SPEED, is_of_trace
+from analysis.naming import DECIDES, SPEED, is_of_router, is_of_trace
 from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
@@ -33,7 +33,8 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
     platform = [key for key in keys if _is_platform(key) and key.split(".")[-1] != "seed"]
     replicated = stated_replicates(runs)
     trace = [key for key in keys if is_of_trace(key) and key not in (*LOAD_KEYS, *replicated, "trace.seed")]
-    policy = [key for key in keys if is_policy(key) and key not in (*platform, DECIDES)]
+    chosen = [key for key in keys if _is_chosen(key)]
+    policy = [key for key in keys if is_policy(key) and key not in (*platform, *chosen)]
 
     def settings(run: Run, of: Sequence[str]) -> str:
         return repr([run.flat_config.get(key) for key in of])
@@ -42,13 +43,18 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
         return repr(sorted({settings(run, of) for run in members}))
 
     groups = list(grouped(runs, lambda run: settings(run, [*platform, *trace])).values())
-    groups = _merged(groups, lambda members: policies(members, [*policy, DECIDES]) + settings(members[0], platform))
+    groups = _merged(groups, lambda members: policies(members, [*policy, *chosen]) + settings(members[0], platform))
     groups = _merged(groups, lambda members: policies(members) + repr(sorted({str(m.fingerprint) for m in members})))
     return sorted(groups, key=lambda members: (len(infer_arms(members)) < 2, -len(members)))
 
 
 def _is_platform(key: str) -> bool:
-    return key.split(".")[0] in _PLATFORM and key not in (DECIDES, SPEED)
+    return key.split(".")[0] in _PLATFORM and key != SPEED and not _is_chosen(key)
+
+
+def _is_chosen(key: str) -> bool:
+    """Whether a setting of the backend is a choice that is compared: the router, and who decides in vLLM."""
+    return key == DECIDES or is_of_router(key)
 
 
 def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:

@@ -18,7 +18,7 @@ from analysis.explain.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, num_replicas
 from experiments.commands.app import config_from
 from experiments.configuration.settings import RecordConfig
-from experiments.console import Parser, folder_named
+from experiments.console import Parser, folder_named, visible
 from experiments.runs.parity import check_parity, num_tapes
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     with explained(options.run, options.keep) as (run, source):
         text = explain_run(run) if options.request is None else explain_request(run, options.request)
         is_complete = run.is_complete
-    print(text)
+    print("\n".join(map(visible, text.split("\n"))))  # names of requests are whatever the trace says
     print(f"\nsource       {source}")
     if not is_complete:
         print("partial      the run did not finish: all this is of the steps that it had")

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.console import Parser, refuse_existing
+from experiments.console import Parser, refuse_existing, visible
 from experiments.runs.run_folder import is_same_file, writing
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
@@ -196,7 +196,7 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
         )
     if summary.tenants:
         ranked = sorted(summary.tenants.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{tenant} {count / summary.num_requests:.0%}" for tenant, count in ranked[:5])
+        named = ", ".join(f"{visible(tenant)} {count / summary.num_requests:.0%}" for tenant, count in ranked[:5])
         yield f"tenants         {len(ranked)}: {named}{', …' if len(ranked) > 5 else ''}"
     if summary.num_cancelled:
         yield f"cancelled       {count(summary.num_cancelled, 'request')} cancelled some time after arrival"

@@ -39,6 +39,14 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         raise ConfigError(f"{key}: {target!r} ends Python (SystemExit {error}); mend it") from None
 
 
+def has_method(made: Any, name: str, key: str, target: str) -> bool:
+    """Whether the object that a user's class made has a method. Raises ConfigError if the class fails to say."""
+    try:
+        return callable(getattr(made, name, None))
+    except Exception as error:  # noqa: BLE001  (what is looked up may be the user's code)
+        raise ConfigError(f"{key}: {_failure(error, target) or told(error)}") from None
+
+
 def missing_name(target: str) -> str:
     """Returns the error text if a class's module does not exist or lacks the name; empty for any other problem."""
     module, _, name = target.rpartition(".")
@@ -64,7 +72,11 @@ def place_in_own_code(error: BaseException) -> str:
 
 def told(error: BaseException) -> str:
     """Returns "<type>: <message>" in one line, with escapes for what a terminal would not print."""
-    return ": ".join([type(error).__name__, *filter(None, [_one_line(str(error))])])
+    try:
+        said = _one_line(str(error))
+    except Exception:  # noqa: BLE001  (a user's exception may fail to say anything)
+        said = "what it says cannot be read"
+    return ": ".join([type(error).__name__, *filter(None, [said])])
 
 
 def _one_line(text: str) -> str:

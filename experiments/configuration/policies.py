@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from experiments.configuration.foresight import foresight_of
-from experiments.configuration.own_class import instantiate
+from experiments.configuration.own_class import has_method, instantiate
 from testbed.blocks import eviction
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -96,11 +96,11 @@ def make_policy(key: str, choice: Any) -> Any:
             raise ConfigError(f"{key} has {found} where a class is named by _target_: {{_target_: your.Class}}")
         policy = instantiate(key, choice)
         wanted = set.intersection(*(set(_methods(example())) for example in named.values()))
-        missing = sorted(name for name in wanted if not hasattr(policy, name))
-        if missing:
-            raise ConfigError(f"{key}: {choice['_target_']} lacks {', '.join(missing)}; see docs/extending.md")
+        target = str(choice["_target_"])
+        if missing := [name for name in sorted(wanted) if not has_method(policy, name, key, target)]:
+            raise ConfigError(f"{key}: {target} lacks {', '.join(missing)}; see docs/extending.md")
         if key != "scheduler.oracle":
-            _refuse_foresight(key, str(choice["_target_"]), policy)
+            _refuse_foresight(key, target, policy)
         return policy
     if not isinstance(choice, str) or choice not in named:
         names = [*(["auto"] if key == "scheduler.victim" else []), *named]

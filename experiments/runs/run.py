@@ -237,7 +237,7 @@ def _drive(
             assert not any(scheduler.has_work for scheduler in schedulers), "the loops ended before their requests"
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         return error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a user's class may raise any
         failure = policy_failure(error, config) or (error if isinstance(error, OSError) else None)
         if failure is None:
             raise

@@ -126,6 +126,15 @@ def check_makeable(config: RunConfig) -> None:
 
 
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
+    try:
+        return _build(config, pools)
+    except TestbedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
+        raise policy_failure(error, config) or error from None
+
+
+def _build(config: RunConfig, pools: Pools) -> Scheduler:
     cache, scheduler = config.cache, config.scheduler
     check_plans_ahead(config)
     check_policies(config, pools)
@@ -147,15 +156,10 @@ def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
     is_ours = type(made.oracle).__module__.startswith("testbed.")
     oracle = made.oracle if is_ours else CheckedOracle(made.oracle)
     context = PolicyContext(blocks, config.limits, oracle, build_estimator(config), config.seed)
-    try:
-        for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
-            bind(policy, context)
-        if hasattr(made.victims, "bind_queue"):
-            made.victims.bind_queue(made.queue)
-    except TestbedError:
-        raise
-    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
-        raise policy_failure(error, config) or error from None
+    for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
+        bind(policy, context)
+    if hasattr(made.victims, "bind_queue"):
+        made.victims.bind_queue(made.queue)
     return Scheduler(
         limits=context.limits,
         blocks=blocks,

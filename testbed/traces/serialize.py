@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from testbed.errors import TraceError
 from testbed.traces.readers.open_text import open_bytes
 from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
@@ -58,17 +59,30 @@ def write_jsonl(trace: TraceSource, path: str | Path) -> None:
 
 
 def write_csv(trace: TraceSource, path: str | Path) -> None:
-    """Like write_jsonl, as a CSV: all columns, lists as JSON, absent values as empty cells."""
+    """Like write_jsonl, as a CSV: all columns, lists as JSON, absent values as empty cells.
+
+    Raises TraceError for a name that would be read back as another one.
+    """
     with _text_file(Path(path)) as out:
         writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
         writer.writeheader()
         for row in trace:
             cells = _fields(row)
+            _check_kept(cells)
             writer.writerow(
                 {
                     name: json.dumps(value, separators=(",", ":")) if isinstance(value, list | dict) else value
                     for name, value in cells.items()
                 }
+            )
+
+
+def _check_kept(cells: dict[str, Any]) -> None:
+    for name, value in cells.items():
+        if isinstance(value, str) and (value != value.strip() or "\n" in value or "\r" in value):
+            raise TraceError(
+                f"request {cells['request_id']!r}: {name} is {value!r}, and a CSV keeps no line break in a name and "
+                "no blank around it; write a .jsonl or .parquet"
             )
 
 

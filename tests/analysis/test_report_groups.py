@@ -62,6 +62,31 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_routers_are_arms_of_one_experiment_though_not_each_of_them_ran_under_every_policy(tmp_path):
+    places = [("round_robin", "lru"), ("round_robin", "lfu"), ("prefix_affinity", "lru")]  # the fourth did not end
+    for router, eviction in places:
+        folder = write_run(tmp_path / f"{router}-{eviction}", **FEW)
+        change_config(folder, backend__router=router, cache__eviction=eviction)
+    router = {"_target_": "mine.Router", "measure": "tokens"}
+    change_config(write_run(tmp_path / "own", **FEW), backend__router=router, cache__eviction="lru")
+    runs = load_sweep(tmp_path).runs
+    assert [len(group) for group in experiments(runs)] == [4]
+    text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
+    assert "another experiment" not in text
+
+
+def test_a_measured_fleet_is_paired_with_the_simulated_one_of_its_router_and_size(tmp_path):
+    fleets = [("round_robin", 2), ("prefix_affinity", 2), ("prefix_affinity", 4)]
+    for router, num in fleets:
+        for kind in ("sim", "real"):
+            folder = write_run(tmp_path / f"{router}-{num}" / kind, kind, **FEW)
+            change_config(folder, backend__router=router, backend__num_replicas=num)
+    pairs = infer_pairs(load_sweep(tmp_path).runs)
+    assert [pair.sim.path.parent for pair in pairs] == [pair.real.path.parent for pair in pairs]
+    assert len(pairs) == len(fleets)
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
     for chunked in (False, True):
         write_run(tmp_path / "a" / str(chunked), chunked=chunked, **FEW)

@@ -228,6 +228,20 @@ def test_where_nobody_waited_no_worst_wait_is_headed(tmp_path: Path, capsys: pyt
     assert "Worst waiting" not in said
 
 
+def test_a_name_that_would_steer_a_terminal_is_printed_with_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, shown = "\x1b[2Ja\u202eb\nc é", "\\x1b[2Ja\\u202eb\\nc é"
+    rows = [{"request_id": name, "tenant": name, "arrival_time": 0, "prompt_tokens": 4, "output_tokens": 2}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    inspected = say(capsys, "trace", "inspect", "jsonl", str(file)).out
+    assert f"tenants         1: {shown} 100%" in inspected
+    say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={file}", f"hydra.run.dir={tmp_path / 'run'}")
+    told = say(capsys, "explain", str(tmp_path / "run")).out
+    assert shown.partition("\\n")[0] in told
+    assert not {"\x1b", "\u202e"} & {*told, *inspected}
+
+
 def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unknown = say(capsys, "explain", str(plain), "r99").error()
     assert unknown == f"{plain} has no request 'r99' among its 16; nearest: r9, r8, r7"

@@ -171,6 +171,36 @@ class BindRaisesAtTwo(FCFS):
 class HoldsLongOnes:
     def allows(self, seq, running):
         return seq.num_prompt_tokens <= 12
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
+
+
+class RaisesMute:
+    def allows(self, seq, running):
+        raise Mute
+
+
+class Cancels:
+    def allows(self, seq, running):
+        raise GeneratorExit
+
+
+class AllowsNumber:
+    allows = 5
+
+
+class AllowsRaises:
+    @property
+    def allows(self):
+        raise ValueError("not today")
+
+
+class OthersRaise(FCFS):
+    def __getattr__(self, name):
+        raise KeyError(name)
 """
 
 
@@ -200,6 +230,15 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             ("int", "because scheduler.victim=misbehaving.ChoosesANumber returned what it may"),
         ),
         ("victim", "FindsNone", ("misbehaving.py:29: StopIteration (in", "partial results kept")),
+        ("admission", "RaisesMute", (": Mute: what it says cannot be read (in", "partial results kept")),
+        (
+            "admission",
+            "Cancels",
+            (": GeneratorExit (in scheduler.admission=", "partial results kept"),
+        ),
+        ("admission", "AllowsNumber", ("scheduler.admission: misbehaving.AllowsNumber lacks allows; ",)),
+        ("admission", "AllowsRaises", ("scheduler.admission: ", "ValueError: not today; mend it there")),
+        ("queue_order", "OthersRaise", ("misbehaving.py:", ": KeyError: '", "(in scheduler.queue_order=misbehaving.O")),
         ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
     ],
 )

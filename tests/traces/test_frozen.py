@@ -146,3 +146,16 @@ def test_csv_and_exact_parts_lose_nothing(seed, exact):
         write_csv(trace, file)
         assert fingerprint(read_trace("csv", file)) == fingerprint(trace)
     assert [row_from_fields(row_to_json(row, exact_parts=exact), row.place) for row in rows] == rows
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", " a", "a\t"])
+def test_a_name_that_a_csv_would_change_is_not_written_to_one(tmp_path, name):
+    row = next(iter(generate(CHAT, 1).rows))
+    for field in ("request_id", "tenant", "session_id", "cache_salt"):
+        trace = Trace("x", (row._replace(**{field: name}),))
+        with pytest.raises(TraceError, match=rf"request '.*': {field} is '.*; write a \.jsonl or \.parquet"):
+            write_csv(trace, tmp_path / "t.csv")
+        assert not list(tmp_path.iterdir())
+        write_jsonl(trace, tmp_path / "t.jsonl")
+        assert fingerprint(read_trace("jsonl", tmp_path / "t.jsonl")) == fingerprint(trace)
+        (tmp_path / "t.jsonl").unlink()

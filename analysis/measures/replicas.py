@@ -117,6 +117,9 @@ def _replica(
     cached = started.sum(lambda piece: np.nansum(piece.numbers("num_cached_tokens")))
     num_ttft = requests.sum(lambda piece: piece.is_known("ttft_s").sum())
     ttft_s = requests.sum(lambda piece: np.nansum(piece.numbers("ttft_s")))
+    num_unserved = requests.sum(
+        lambda piece: (piece.reasons.among(("abort", "unfinished")) & ~piece.is_known("ttft_s")).sum()
+    )  # a mean without them would flatter
     return {
         "num_requests": len(requests),
         "num_finished": requests.sum(lambda piece: piece.is_completed.sum()),
@@ -124,7 +127,7 @@ def _replica(
         **{name: rates[name] for name in ("requests_per_s", "output_tokens_per_s")},
         "prefix_hit_rate": cached / prompt if len(started) else None,
         "num_preemptions": requests.sum(lambda piece: piece.whole("num_preemptions").sum()),
-        "ttft_mean_s": ttft_s / num_ttft if num_ttft else None,
+        "ttft_mean_s": ttft_s / num_ttft if num_ttft and not num_unserved else None,
         **{name: metrics[name] for name in ("num_steps", "mean_running", "mean_waiting", "busy_share", "kv")},
     }
 

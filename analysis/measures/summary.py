@@ -24,7 +24,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 19
+SUMMARY_VERSION = 20
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -270,7 +270,8 @@ def _cache_and_preemptions(
     recomputed = requests.sum(lambda piece: piece.whole("num_recomputed_tokens").sum())
     num_preempted = requests.sum(lambda piece: (piece.whole("num_preemptions") > 0).sum())
     if num_computed is None:
-        computed = prompt - cached + admitted.sum(lambda piece: piece.whole("num_output_tokens").sum()) + recomputed
+        emitted = admitted.sum(lambda piece: np.maximum(piece.whole("num_output_tokens") - 1, 0).sum())
+        computed = prompt - cached + emitted + recomputed  # nobody attends to a last token: it is not computed
     else:
         known = [tokens for tokens in num_computed if tokens is not None]
         computed = sum(known) if len(known) == len(num_computed) else 0

@@ -77,7 +77,7 @@ class TraceSummary:
             return None
         places = ((self.arrivals_s - self.arrivals_s[0]) / window_s).astype(np.int64)
         counts = np.bincount(places)[: int(self.duration_s / window_s)]
-        return float(counts.var() / counts.mean()) if counts.sum() else None
+        return float(counts.var(ddof=1) / counts.mean()) if counts.sum() else None
 
     def shared(self, block_size: int = 1) -> float:
         """Returns the share of all prompt tokens that hit in an infinite cache of such blocks (whole blocks only)."""

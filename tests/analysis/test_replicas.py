@@ -75,6 +75,10 @@ def test_a_replica_that_did_nothing_counts() -> None:
     assert [one["num_computed_tokens"] for one in replicas["each"]] == [0, 11, 0, 0]
     assert [one["ttft_mean_s"] for one in replicas["each"]] == [None, 1.0, None, None]
     assert summarise(table([], REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest)["replicas"]["jain"]["busy"] is None
+    gone = request_row(request_id="b", replica=1, arrival_ns=0, token_ns=[], finish_ns=1 * S, finish_reason="abort")
+    both = table([request_row(request_id="a", replica=1, **row), gone], REQUEST_COLUMNS)
+    served = summarise(both, table(steps, STEP_COLUMNS), manifest)["replicas"]["each"]
+    assert served[1]["ttft_mean_s"] is None, "one was aborted before its first token"
 
 
 def test_how_requests_were_routed_is_told_where_it_misleads() -> None:

@@ -17,6 +17,7 @@ from analysis.format import change, count, number
 from analysis.load import load, load_sweep
 from analysis.measures.metrics import SLO, request_metrics
 from analysis.measures.statistics import Estimate, Verdict
+from analysis.measures.summary import summarise
 from analysis.reports.cautions import cautions
 from analysis.reports.first_screen import answer
 from analysis.reports.load_cautions import change_by_warm_up
@@ -79,6 +80,14 @@ def test_a_change_on_one_trace_is_of_the_requests_that_its_values_are_of(tmp_pat
     curve = plots.latency_cdf({"one": arms[0].runs[0]})[0].lines[0].get_xdata()
     ttft_s = request_metrics(arms[0].runs[0].requests)["ttft_s"].to_numpy()
     assert len(curve) - 1 == arms[0].runs[0].summary["ttft_s"]["count"] == len(ttft_s) - (leaves_out == "start") * 100
+
+
+def test_what_was_computed_is_counted_alike_by_requests_and_by_steps(tmp_path: Path) -> None:
+    ran(tmp_path, trace=LIGHT | {"rate": 60.0}, cache={"num_gpu_blocks": 300, "prefix_caching": False})
+    (run,) = load_sweep(tmp_path).runs
+    by_steps, by_requests = (summarise(run.requests, run.steps, run.manifest, None, warm) for warm in (0.0, 1e-12))
+    assert by_steps["preemptions"]["recomputed_share"] > 0
+    assert by_requests["preemptions"]["recomputed_share"] == by_steps["preemptions"]["recomputed_share"]
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,6 +290,14 @@ def test_bursts_have_the_rate_and_the_dispersion_of_their_process():
     assert summary_of(instants(rate=10.0)).dispersion(10.0) == pytest.approx(1, abs=0.25)
 
 
+def test_poisson_arrivals_have_the_dispersion_1_also_over_few_windows():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(1000):
+        times = np.append(np.sort(rng.uniform(0.0, 5.0, rng.poisson(50.0))), (5.0,))
+        found.append(summary_of(np.append(0.0, times)).dispersion(1.0))
+    assert np.mean(found) == pytest.approx(1, abs=0.1)
+
+
 def summary_of(times):
     rows = [TraceRequest(str(i), round(at * S), (Span(i, 0, 1),), None) for i, at in enumerate(times)]
     return summarise(rows)

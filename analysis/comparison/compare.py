@@ -12,6 +12,7 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
+from analysis.comparison.sharing import correlation
 from analysis.comparison.within import within_one_trace
 from analysis.load import Run
 from analysis.measures.metrics import SLO
@@ -219,8 +220,8 @@ def compare(
     """Compares every arm except the baseline, in every metric. `margin`: a relative change up to this counts as none.
 
     With several replicates: Student's interval on the mean log-ratio of paired replicates (on the mean difference for
-    shares, and if a value is 0). p-values are Holm's over the arms of a metric; arms that are `alike` count once. With
-    one replicate: circular blocks over its requests, for latencies only.
+    shares, and if a value is 0), wider if replicates have requests in common. p-values are Holm's over the arms of a
+    metric; arms that are `alike` count once. With one replicate: circular blocks over its requests, for latencies only.
     Measured repeats on one trace are one replicate, and a change within the `engine_noise` is never claimed.
     """
     found = []
@@ -242,7 +243,8 @@ def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Compa
     diff, scale = differences(*known, are_shares=metric.is_share)
     within = within_one_trace(*pairs[0], *metric.part) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
-    return replace(row, estimate=within or mean_t(diff, scale), effect=effect, base=float(known[0].mean()))
+    estimate = within or mean_t(diff, scale, correlation=correlation([ours[0] for ours, _ in pairs]))
+    return replace(row, estimate=estimate, effect=effect, base=float(known[0].mean()))
 
 
 def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable]) -> list[Comparison]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates, same_prices
 from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
+from analysis.comparison.sharing import correlation
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
@@ -152,14 +153,18 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
     if (known := _cells(step.pairs, metric, slo)) is not None:
         rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
-        comparison = replace(comparison, value=value, base=base, estimate=mean_t(rows.mean(axis=0), scale))
+        shared = correlation([ours[0] for ours, _ in paired_replicates(*step.pairs[0])])
+        estimate = mean_t(rows.mean(axis=0), scale, correlation=shared)
+        comparison = replace(comparison, value=value, base=base, estimate=estimate)
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]
         apart = replace(comparison, noise=None)
         cells = [
-            replace(apart, arm=name, value=float(theirs.mean()), base=float(ours.mean()), estimate=mean_t(row, scale))
-            for name, row, ours, theirs in zip(names, rows, *known, strict=True)
+            replace(apart, arm=name, value=float(theirs.mean()), base=float(ours.mean()), estimate=one)
+            for name, one, ours, theirs in zip(
+                names, [mean_t(row, scale, correlation=shared) for row in rows], *known, strict=True
+            )
         ]
-        interaction = _interaction(rows, scale, cells)
+        interaction = _interaction(rows, scale, cells, shared)
     pairs = tuple((first[one.name], first[other.name]) for one, other in step.pairs)
     return Effect(step.factor, base_level, level, comparison, pairs, interaction)
 
@@ -176,8 +181,9 @@ def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) ->
     return np.array([base for base, _ in known]), np.array([other for _, other in known])
 
 
-def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison]) -> Interaction | None:
-    """The interaction of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates."""
+def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison], correlation: float) -> Interaction | None:
+    """The interaction of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates.
+    correlation: between the replicates."""
     num_cells, num_replicates = rows.shape
     if num_cells < 2 or num_replicates < 2:
         return None
@@ -185,7 +191,7 @@ def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison]) ->
     low, high = int(means.argmin()), int(means.argmax())
     if low == high:
         return None
-    estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs)
+    estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs, correlation)
     if estimate.p_value is not None:
         estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
     return Interaction(tuple(cells), estimate)

@@ -93,20 +93,27 @@ def widened(spread: float, num_repeats: int) -> float:
     return math.expm1(math.log1p(spread) * few / enough)
 
 
-def mean_t(differences: FloatArray, scale: Scale = "difference", level: float = LEVEL) -> Estimate:
+def mean_t(
+    differences: FloatArray, scale: Scale = "difference", level: float = LEVEL, correlation: float = 0.0
+) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 
+    correlation: between the replicates, below 1; above 0 if they are drawn from one record. They then differ less from
+    each other than from other records: the variance of their mean is not s^2 / num, but s^2 (1 / num + correlation /
+    (1 - correlation)) (Nadeau and Bengio, 2003).
     One replicate gives an infinite interval and no p-value. If all values are equal and not 0, there is no spread to
     judge by. With enough replicates for the sign test (2^(1 - num) < 1 - level: six at 95 %) the interval is a point
-    with that test's p-value (Arbuthnot, 1710); with fewer it is infinite, without a p-value. All 0: a point at 0.
+    with that test's p-value (Arbuthnot, 1710); with fewer, or correlated ones, it is infinite, without a p-value. All
+    0: a point at 0.
     """
     mean, num = float(differences.mean()), differences.size
-    error = float(differences.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    variance = 1.0 / num + correlation / (1.0 - correlation)  # of the mean, relative to that of a replicate
+    error = float(differences.std(ddof=1)) * math.sqrt(variance) if num > 1 else 0.0
     if mean == error == 0.0:
         return Estimate(0.0, 0.0, 0.0, num, EQUAL, scale, level)
     if error <= 1e-12 * abs(mean):
         p_value = 2.0 ** (1 - num)
-        if num > 1 and p_value < 1 - level:
+        if num > 1 and not correlation and p_value < 1 - level:
             return Estimate(mean, mean, mean, num, ALIKE, scale, level, p_value)
         return Estimate(mean, -math.inf, math.inf, num, ALIKE if num > 1 else "paired t", scale, level)
     from scipy import stats  # slow to import

@@ -12,13 +12,14 @@ from analysis.comparison.arms import Arm, Pair, grouped, num_replicates, was_bus
 from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
+from analysis.comparison.sharing import drawn_by
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.measures.steadiness import ends_growing
 from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, is_closed_loop, judged, serves_nothing, who
-from analysis.reports.replicates import Level, drawn_by, shared
+from analysis.reports.replicates import Level, shared
 from testbed.records.schema import GOOD_FIT, POOR_FIT
 
 _FEW = 5  # replicates; with fewer, intervals are wide

@@ -61,6 +61,29 @@ def test_a_difference_without_spread_counts_from_as_many_replicates_on_as_chance
     assert is_rare == (num >= 6)
 
 
+@pytest.mark.parametrize("num", [4, 16])
+@pytest.mark.parametrize("kept", [None, 0.3, 0.8])
+def test_intervals_over_draws_from_one_record_hold_what_other_records_give(num, kept):
+    """Of means of normal variables whose mean is 0. kept: the share of a record in a draw; None: with replacement."""
+    rng, size, correlation = np.random.default_rng(3), 300, 0.5 if kept is None else kept
+    held = {0.0: 0, correlation: 0}
+    for _ in range(500):
+        record = rng.normal(size=size)
+        draws = [
+            rng.choice(record, size if kept is None else round(kept * size), replace=kept is None) for _ in range(num)
+        ]
+        for each in held:
+            estimate = mean_t(np.array([draw.mean() for draw in draws]), correlation=each)
+            held[each] += estimate.low <= 0 <= estimate.high
+    assert held[correlation] / 500 == pytest.approx(0.95, abs=0.03)
+    assert held[0.0] / 500 < 0.9
+
+
+def test_equal_differences_of_draws_from_one_record_are_no_sign_test():
+    assert mean_t(np.full(8, 0.1), correlation=0.5).p_value is None
+    assert verdict(mean_t(np.zeros(8), correlation=0.5)) == "identical"
+
+
 def test_a_bootstrap_is_deterministic_in_its_seed():
     series = np.sin(np.arange(200.0))
     assert circular_blocks(series, seed=1) == circular_blocks(series, seed=1)

@@ -6,17 +6,19 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, mean_over_replicates
-from analysis.comparison.effects import Compared
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, mean_over_replicates
+from analysis.comparison.effects import Compared, main_effects
+from analysis.comparison.sharing import correlation
 from analysis.comparison.triggered import never_triggered
 from analysis.load import load_run, load_sweep
 from analysis.measures.metrics import SLO
-from analysis.measures.statistics import Estimate, Verdict
+from analysis.measures.statistics import Estimate, Verdict, mean_t
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
@@ -70,20 +72,12 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     ("steps", "level", "words"),
     [
         ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
-        ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 98.0 % of another's requests"),
-        ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares 50.0 % of another's requests"),
+        ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 9"),
+        ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares "),
         ({"name": "sample_sessions", "num": 195}, "poor", " replicates, by sample_sessions: each shares 9"),
         ({"name": "sample_sessions", "num": 40}, "fair", " replicates, by sample_sessions: each shares "),
-        (
-            {"name": "set_rate", "rate": 9, "by": "thin"},
-            "fair",
-            " replicates: each shares a part of another's requests",
-        ),
-        (
-            {"name": "bootstrap"},
-            "fair",
-            " replicates, by bootstrap: all are drawn from the same requests, so intervals",
-        ),
+        ({"name": "set_rate", "rate": 9, "by": "thin"}, "fair", " replicates: each shares "),
+        ({"name": "bootstrap"}, "fair", " replicates, by bootstrap: all are drawn from the same requests"),
     ],
 )
 def test_replicates_that_share_requests_are_worth_less(
@@ -94,8 +88,10 @@ def test_replicates_that_share_requests_are_worth_less(
     file = str(tmp_path / "once" / "trace.jsonl")
     for seed in range(6):
         ran(tmp_path / "runs" / str(seed), trace={"name": "jsonl", "path": file, "transforms": [steps]}, seed=seed)
-    found, why = light(arms_of(tmp_path / "runs"), "replicates")
+    arms = arms_of(tmp_path / "runs")
+    found, why = light(arms, "replicates")
     assert (found, why[1 : 1 + len(words)]) == (level, words)
+    assert (", and intervals are widened for that" in why) is (correlation(arms[0].runs) > 0)
 
 
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
@@ -171,16 +167,49 @@ def test_sessions_beyond_capacity_are_shown_by_how_many_there_are_and_by_no_rate
 
 
 @pytest.mark.parametrize("is_overlapping", [False, True])
-def test_windows_that_overlap_are_no_replicates_of_each_other(tmp_path: Path, is_overlapping: bool) -> None:
+def test_windows_that_overlap_share_requests(tmp_path: Path, is_overlapping: bool) -> None:
     for start in range(5):
         trace = {**LIGHT, "start_s": start, "end_s": start + 1.5 if is_overlapping else start + 1}
         ran(tmp_path / str(start), trace=trace, report={"replicates": ["trace.start_s", "trace.end_s"]})
-    level, why = light(arms_of(tmp_path), "replicates")
-    assert (level == "poor") is ("their windows overlap" in why) is is_overlapping
     arms = arms_of(tmp_path)
-    rows = [Comparison("b", LATENCY[0], 1.0, CHANGE, "lower")]
-    (said,) = answer([Compared("", arms, rows, ())], None)
-    assert said.startswith("On poor replicates, which share requests, b against ") is is_overlapping
+    level, why = light(arms, "replicates")
+    assert (level == "fair") is ("each shares " in why) is is_overlapping
+    ids = [set(run.requests["request_id"]) for run in arms[0].runs]
+    shares = [2 * len(one & other) / (len(one) + len(other)) for one, other in itertools.combinations(ids, 2)]
+    assert correlation(arms[0].runs) == pytest.approx(np.mean(shares), rel=0.1)
+
+
+def run_of(arm: Arm, name: str, chunk: int) -> bool:
+    config = arm.runs[0].flat_config
+    return (config["scheduler.name"], config["scheduler.max_num_batched_tokens"]) == (name, chunk)
+
+
+def ends(estimate: Estimate) -> tuple[float, float]:
+    return estimate.low, estimate.high
+
+
+def test_a_change_over_draws_from_one_record_has_an_interval_that_allows_for_it(tmp_path: Path) -> None:
+    rows = [{"arrival_time": 0.01 * i, "prompt_tokens": 50 + i, "output_tokens": 5 + i % 40} for i in range(200)]
+    ran(tmp_path / "once", trace=rows)
+    trace = {"name": "jsonl", "path": str(tmp_path / "once" / "trace.jsonl"), "transforms": [{"name": "bootstrap"}]}
+    arms, metric, times = ("vllm_v1", "prefill_first"), LATENCY[4], {}
+    for name, chunk, seed in itertools.product(arms, (512, 2048), range(4)):
+        folder, scheduler = (
+            tmp_path / "runs" / f"{name}-{chunk}-{seed}",
+            {"name": name, "max_num_batched_tokens": chunk},
+        )
+        ran(folder, trace=trace, scheduler=scheduler, seed=seed)
+        times[name, chunk, seed] = metric.of(load_run(folder).summary)
+    change = np.array([[np.log(times[arms[1], n, i] / times[arms[0], n, i]) for i in range(4)] for n in (512, 2048)])
+    found = arms_of(tmp_path / "runs")
+    baseline, other = (next(arm for arm in found if run_of(arm, name, 2048)) for name in arms)
+    (row,) = compare([baseline, other], baseline, [metric])
+    (effect, *_) = (one for one in main_effects(found, baseline, [metric]) if one.level == arms[1])
+    for estimate, expected in (row.estimate, change[1]), (effect.comparison.estimate, change.mean(axis=0)):
+        assert estimate is not None
+        alone = mean_t(expected, "log_ratio", correlation=0.5)
+        assert (estimate.low, estimate.high) == pytest.approx((alone.low, alone.high))
+        assert alone.high - alone.low == pytest.approx(5**0.5 * np.diff(ends(mean_t(expected)))[0])
 
 
 def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_path: Path) -> None:

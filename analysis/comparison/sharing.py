@@ -1,0 +1,66 @@
+"""How much of their requests replicates have in common.
+
+Replicates that are drawn from one record (by thinning, by bootstraps, by windows that overlap) differ less from each
+other than from what another record would give. `correlation` is for intervals that allow for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from analysis.comparison.arms import grouped
+from analysis.load import Run, read_frame
+
+_DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
+# Of two draws with replacement: half of the variance of a draw's mean is that of the record, which both have.
+_OF_BOOTSTRAPS = 0.5
+
+
+def drawn_by(runs: Sequence[Run]) -> list[str]:
+    """The transformations of the trace that make the runs replicates."""
+    steps = [step for run in runs for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
+    given = grouped(steps, lambda step: str(step.get("name")))
+    return [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
+
+
+def correlation(runs: Sequence[Run]) -> float:
+    """The correlation between replicates, as their `common_share`. 0 if all have the same requests: an interval then
+    is of what else differs, such as the arrivals, and says nothing of other traces, which reports tell."""
+    share = common_share(runs)
+    return share if share < 1 else 0.0
+
+
+def common_share(runs: Sequence[Run]) -> float:
+    """The share of its requests that a trace has in common with another, on average over all pairs. Bootstraps of one
+    record count as sharing half. Generated traces of different seeds share nothing."""
+    traces = {str(run.fingerprint): (run.path, str(run.fingerprint), _record(run)) for run in runs}
+    num, records = len(traces), Counter(record for _, _, record in traces.values())
+    same = sum(each * (each - 1) for each in records.values())
+    if not same:
+        return 0.0
+    if "bootstrap" in drawn_by(runs):
+        return _OF_BOOTSTRAPS * same / (num * (num - 1))
+    return _share_of_ids(tuple(sorted(traces.values())))
+
+
+@lru_cache(maxsize=64)
+def _share_of_ids(traces: tuple[tuple[Path, str, str], ...]) -> float:
+    """`common_share` by the requests' ids. traces: (a run's folder, fingerprint, record) of each."""
+    times: Counter[tuple[str, str]] = Counter()
+    for folder, _, record in traces:
+        ids = read_frame(folder / "requests.parquet", ["request_id"])["request_id"]
+        times.update((record, name) for name in ids)
+    in_common = sum(num * (num - 1) for num in times.values()) / (len(traces) - 1)
+    return in_common / max(1, sum(times.values()))
+
+
+def _record(run: Run) -> str:
+    """What the trace is drawn from: a file, or a generator and its seed."""
+    config = run.flat_config
+    is_generated = "trace.arrival" in config or config.get("trace.name") == "servegen"
+    seed = config.get("trace.seed")
+    seeds = (config.get("seed") if seed is None else seed) if is_generated else None
+    return repr((config.get("trace.name"), config.get("trace.path"), seeds))

@@ -396,6 +396,13 @@ def num_replicates(arms: Sequence[Arm]) -> int:
     return min(len(paired_replicates(arms[0], arm)) for arm in arms[1:])
 
 
+def on_one_replicate(arms: Sequence[Arm]) -> list[str]:
+    """The names of the arms that share one replicate with the first, if others share more; else none."""
+    shared = {arm.name: len(paired_replicates(arms[0], arm)) for arm in arms[1:]}
+    single = [name for name, num in shared.items() if num == 1]
+    return single if len(single) < len(shared) else []
+
+
 def comparable(arms: Sequence[Arm], baseline: Arm) -> list[Arm]:
     """The arms that share a trace with `baseline`, which is one of them."""
     known = {run.fingerprint for run in baseline.runs} - {None}

@@ -119,28 +119,33 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
 }
 
 
-def interval_method(rows: Sequence[Comparison], num_replicates: int) -> str:
-    """A text on how the intervals were computed, and to what they generalise."""
+def interval_method(rows: Sequence[Comparison], num_replicates: int, single: list[str]) -> str:
+    """A text on how the intervals were computed, and to what they generalise. single: the arms with one replicate, if
+    others have several."""
     methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
-    if num_replicates >= 2:
+    if num_replicates >= 2 or single:
+        over = f"{num_replicates} replicates" if num_replicates >= 2 else "an arm's replicates"
+        one = f" Of {fmt.listing(single)} there is one replicate: {_ONE_TRACE}" if single else ""
         return (
-            f"Changes are relative: means of log-ratios over {num_replicates} replicates, paired on the same "
+            f"Changes are relative: means of log-ratios over {over}, paired on the same "
             "trace, with 95 % Student intervals; of shares, and where a value is 0, they are differences. A change "
             "counts when its p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does "
             "how much a factor's effect depends on the others, and its effect in single cells); arms that took the "
             "same decisions at every step are one comparison; the intervals are those of single comparisons. Holm's "
             "correction raises the p-values so that among all arms of a metric even one false claim has a chance below "
             "5 %; over many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' "
-            "correction: the mean paired difference over its standard deviation."
+            f"correction: the mean paired difference over its standard deviation.{one}"
         )
     if "circular blocks" in methods:
-        return (
-            "There is one replicate. Changes are relative; their 95 % intervals are of a circular-block bootstrap over "
-            "the requests of that one trace: they cover the variation within it, not that between traces or seeds, and "
-            "are not corrected for the number of comparisons. Rates of a single run, and tails beyond which fewer than "
-            "five requests lie, have no interval."
-        )
+        return f"There is one replicate. Changes are relative; {_ONE_TRACE}"
     return "There is one replicate and too few requests for an interval: the changes are observations, not estimates."
+
+
+_ONE_TRACE = (
+    "their 95 % intervals are of a circular-block bootstrap over the requests of that one trace: they cover the "
+    "variation within it, not that between traces or seeds, and are not corrected for the number of comparisons. Rates "
+    "of a single run, and tails beyond which fewer than five requests lie, have no interval."
+)
 
 
 def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | None) -> Iterator[str]:

@@ -26,6 +26,7 @@ from analysis.comparison.arms import (
     infer_pairs,
     join_repeats,
     num_replicates,
+    on_one_replicate,
     paired_replicates,
 )
 from analysis.comparison.compare import (
@@ -218,7 +219,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
         made.append(replace(table, note=tables.ASSUMED_FAIR) if what == "tenants" else table)
     made += class_tables(arms, classes, where, report.margin, slo)
-    method = findings.interval_method(rows, num) if len(arms) > 1 else ""
+    method = findings.interval_method(rows, num, on_one_replicate(arms)) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, grouped, num_replicates, was_busy
+from analysis.comparison.arms import Arm, Pair, grouped, num_replicates, on_one_replicate, was_busy
 from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
@@ -62,7 +62,10 @@ def trust(
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     num = min((num_replicates(group.arms) for group in groups if group.arms), default=0)
     if num < 2:
-        return Trust("replicates", "poor", "one replicate: nothing says how the result varies between traces")
+        few = [on_one_replicate(group.arms) for group in groups if group.arms and num_replicates(group.arms) < 2]
+        names = list(dict.fromkeys(name for one in few for name in one)) if all(few) else []
+        of = f" of {fmt.listing(names, _MAX_NAMED)}" if names else ""
+        return Trust("replicates", "poor", f"one replicate{of}: nothing says how the result varies between traces")
     drawn = drawn_by(runs)
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
     others = [f"other {name}" for name in dict.fromkeys(stated) if name != "trace.transforms" or not drawn]

@@ -41,7 +41,7 @@ def json_value(text: str, place: str) -> Any:
 
 def json_lines(text: str, file: Path) -> Iterator[Fields]:
     """The object on each line that is not empty. Raises TraceError if a line is no object."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield Fields(json_object(line, f"{file}:{number}"), f"{file}:{number}")
 

@@ -29,7 +29,7 @@ def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun
 
 def _documents(text: str, file: Path) -> Iterator[Fields]:
     """Each result: the whole file, or each of its lines."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if len(lines) > 1 and lines[0][1].rstrip().endswith("}"):
         for number, line in lines:
             place = f"{file}:{number}"

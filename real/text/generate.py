@@ -43,12 +43,13 @@ def read_prompts_file(file: Path) -> list[Asked]:
     is bad.
     """
     try:
-        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
     except OSError as error:
         raise RequestError(f"--prompts-file {file} cannot be read: {error.strerror}") from None
-    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(text.split("\n"), 1)  # splitlines would also end one at U+2028 or a form feed
+    rows = [(f"{file}:{number}", line) for number, line in lines if line.strip()]
     if file.suffix in (".jsonl", ".json"):
         return [_json_row(place, line) for place, line in rows]
     return [Asked(line, {}, place) for place, line in rows]

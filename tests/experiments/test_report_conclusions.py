@@ -393,3 +393,14 @@ def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path:
     assert not {*told_of_each} & {*_never_used("scheduler.queue_order", orders, runs)}, (
         "one priority does not say why edf was alike"
     )
+
+
+def test_of_several_arms_with_replicates_the_one_that_has_a_single_one_is_named(tmp_path: Path) -> None:
+    for scheduler, seeds in (("vllm_v1", 3), ("sarathi", 3), ("orca", 1)):
+        for seed in range(seeds):
+            ran(tmp_path / f"{scheduler}-{seed}", scheduler=scheduler, cache=TIGHT, seed=seed)
+    said = report(tmp_path, baseline="vllm_v1")
+    assert "There is one replicate" not in said
+    assert "means of log-ratios over an arm's replicates" in said
+    assert "Of orca there is one replicate: their 95 % intervals are of a circular-block bootstrap" in said
+    assert "| poor | one replicate of orca: nothing says how the result varies between traces |" in said

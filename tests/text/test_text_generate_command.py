@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from experiments.fidelity.fields import json_lines
 from experiments.runs.interrupt import ended_as_interrupted
 from experiments.text import LLM
 from real.text import generate as text_generate
@@ -174,6 +175,17 @@ def test_a_bad_row_is_named_by_file_and_line(
 ) -> None:
     (tmp_path / name).write_text(text)
     assert says in generate(capsys, folder, "--prompts-file", str(tmp_path / name)).error()
+
+
+def test_a_line_of_a_file_ends_at_line_feeds_only(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x0cd", "e\x85f"]  # str.splitlines ends a line at each of these
+    (tmp_path / "p.txt").write_bytes("\r\n".join(texts).encode())
+    rows = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
+    (tmp_path / "p.jsonl").write_text(rows)
+    assert [asked.prompt for asked in text_generate.read_prompts_file(tmp_path / "p.txt")] == texts
+    asked = text_generate.read_prompts_file(tmp_path / "p.jsonl")
+    assert [(one.prompt["prompt"], one.place.rpartition(":")[2]) for one in asked] == [*zip(texts, "123", strict=True)]
+    assert [fields.values for fields in json_lines(rows, tmp_path)] == [{"prompt": text} for text in texts]
 
 
 def test_files_that_are_not_there_or_not_text(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:

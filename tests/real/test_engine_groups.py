@@ -103,13 +103,18 @@ def test_searches_in_one_batch_do_not_touch_each_other(spec, reference, chunk):
         assert best(reference, prompt, group) == expected_beams(reference, prompt, group.sampling.n, 12)
 
 
+@pytest.fixture(scope="module")
+def met(reference) -> list[list[int]]:
+    """By prompt, tokens that many beams meet."""
+    return [sorted({beam[5] for beam in expected_beams(reference, prompt, 4, 16)}) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 3, 4])
-def test_finished_hypotheses_equal_those_of_transformers(spec, reference, width, length_penalty):
+def test_finished_hypotheses_equal_those_of_transformers(spec, reference, met, width, length_penalty):
     """Stop tokens that many beams meet; transformers pads what ends early with 0, which is never met."""
     num_ended = 0
-    for prompt in PROMPTS:
-        stops = sorted({beam[5] for beam in expected_beams(reference, prompt, 4, 16)})
+    for prompt, stops in zip(PROMPTS, met, strict=True):
         core, sampling = hand_core(EOS), search(width, ignore_eos=False, stop_token_ids=tuple(stops))
         group = core.add(prompt, sampling, 16)
         backend = tiny_backend(spec)

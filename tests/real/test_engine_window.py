@@ -39,23 +39,26 @@ def spec(tmp_path_factory):
 @pytest.fixture(scope="module")
 def references(spec):
     """By window, a function from a whole sequence to its logits at each position, by Hugging Face's eager attention."""
-    models: dict[int, Qwen3ForCausalLM] = {}
 
-    def logits(window: int, tokens: list[int]) -> torch.Tensor:
-        if window not in models:
-            config = Qwen3Config.from_pretrained(
-                spec.path,
-                use_sliding_window=True,
-                sliding_window=window,
-                layer_types=["sliding_attention"] * spec.num_hidden_layers,
-                attn_implementation="eager",
-            )
-            models[window] = Qwen3ForCausalLM.from_pretrained(spec.path, config=config, dtype=torch.float32).eval()
-            assert models[window].model.layers[0].self_attn.sliding_window == window
+    @cache
+    def model(window: int) -> Qwen3ForCausalLM:
+        config = Qwen3Config.from_pretrained(
+            spec.path,
+            use_sliding_window=True,
+            sliding_window=window,
+            layer_types=["sliding_attention"] * spec.num_hidden_layers,
+            attn_implementation="eager",
+        )
+        made = Qwen3ForCausalLM.from_pretrained(spec.path, config=config, dtype=torch.float32).eval()
+        assert made.model.layers[0].self_attn.sliding_window == window
+        return made
+
+    @cache
+    def logits(window: int, *tokens: int) -> torch.Tensor:
         with torch.inference_mode():
-            return models[window](torch.tensor([tokens])).logits[0]
+            return model(window)(torch.tensor([tokens])).logits[0]
 
-    return logits
+    return lambda window, tokens: logits(window, *tokens)
 
 
 @pytest.fixture

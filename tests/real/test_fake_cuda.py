@@ -47,13 +47,17 @@ def serve_all(backend: Any, num_blocks: int, num_cpu_blocks: int, plans: int = 1
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def of_a_cpu() -> Requests:
+    return serve_all(on_cpu(num_gpu_blocks=24), 24, 32)
+
+
 @pytest.mark.parametrize("attention", PROVIDERS)
 @pytest.mark.parametrize("plans", [1, 2], ids=["one plan", "a plan ahead"])
-def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, plans, attention):
-    expected = serve_all(on_cpu(num_gpu_blocks=24), 24, 32)
+def test_a_run_with_chunks_swaps_and_mixed_batches_gives_the_tokens_of_a_cpu(gpu, plans, attention, of_a_cpu):
     engine = on_gpu(gpu, attention=attention, num_gpu_blocks=24, num_cpu_blocks=32)
     found = serve_all(engine, 24, 32, plans)
-    assert found.outputs == expected.outputs
+    assert found.outputs == of_a_cpu.outputs
     assert found.num_preemptions
     assert found.num_cached_tokens
     assert (num_replays(gpu) > 10) == (attention == "triton")

@@ -39,7 +39,8 @@ def effect_finding(effects: Sequence[Effect], margin: float) -> str:
     said = [f"{name}: {'; '.join([cells_text(effect, interval_text) for effect in turned])}."] if turned else []
     even = [effect for effect in effects if effect not in turned]
     if even:
-        subject = f"On average over the other factors, {'it' if turned else name}"
+        average = "on average over the other factors"
+        subject = f"In other metrics, {average}, it" if turned else f"{average.capitalize()}, {name}"
         said.append(finding(subject, [effect.comparison for effect in even], margin))
     uneven = [_interaction_text(effect) for effect in even if effect.interaction is not None]
     return " ".join([*said, *([f"Its size depends on the other factors: {'; '.join(uneven)}."] if uneven else [])])

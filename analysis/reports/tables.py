@@ -95,7 +95,7 @@ def _is_unlike(row: Comparison, base: float | None) -> bool:
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:
-    """Factors x metrics: the main effect, its interval and verdict."""
+    """Factors x metrics: the main effect, its interval and verdict; no average that hides what cells disagree on."""
     groups = by_factor(effects)
     metrics = list(dict.fromkeys(effect.comparison.metric.label for effect in effects))
     rows = []
@@ -105,11 +105,15 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
         cells = [
             Cell(factor_name(first.factor), (step, f"mean of {fmt.count(len(first.pairs), 'pair')} of arms"), "head")
         ]
-        found = {effect.comparison.metric.label: effect.comparison for effect in group}
+        found = {effect.comparison.metric.label: effect for effect in group}
         for label in metrics:
-            row = found.get(label)
-            if row is None or row.estimate is None:
+            effect = found.get(label)
+            row = None if effect is None else effect.comparison
+            if effect is None or row is None or row.estimate is None:
                 cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
+            elif effect.is_uneven:
+                ends = [change_text(end) for end in effect.ends]
+                cells.append(Cell(" to ".join(ends), ("depends on the other factors",), "noise"))
             else:
                 cells.append(_judged(change_text(row), bounds_text(row), verdict_text(row, margin)))
         rows.append(tuple(cells))

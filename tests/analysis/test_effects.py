@@ -15,11 +15,13 @@ import pytest
 from analysis.comparison.arms import Arm
 from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
 from analysis.comparison.effects import Compared, Effect, main_effects
+from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.reports.cautions import _ambiguous
 from analysis.reports.findings import effect_finding
 from analysis.reports.first_screen import answer
+from analysis.reports.tables import effects_table
 
 NUM = 6  # replicates
 
@@ -33,7 +35,7 @@ class Known:
         self.summary = {
             "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}
         }  # fmt: skip
-        self.flat_config: dict[str, Any] = {}
+        self.flat_config: dict[str, Any] = {"trace.arrival": "poisson", "seed": seed}
         self._value = value
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
@@ -148,8 +150,12 @@ def test_an_effect_that_turns_with_another_factor_is_answered_by_cells_and_by_no
     turned = first_effect(arms, LATENCY[0])
     even = replace(turned, comparison=replace(turned.comparison, metric=LATENCY[2]), interaction=None)
     finding = effect_finding([turned, even], 0.02)
-    assert "On average over the other factors, it " in finding
+    assert " In other metrics, on average over the other factors, it " in finding
     assert "average" not in finding.partition(". ")[0]
+    (row,) = effects_table("", [turned, even], 0.02).rows
+    assert row[1].notes == ("depends on the other factors",)
+    assert row[1].text == " to ".join(change_text(end) for end in turned.ends)
+    assert row[2].notes != row[1].notes
 
 
 def test_arms_that_decided_alike_are_one_comparison_of_a_metric() -> None:

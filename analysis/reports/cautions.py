@@ -40,11 +40,15 @@ def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequ
 
 def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> Iterator[str]:
     """Sentences on the arms that lack a run, or requests of a run. start: the folder that paths are relative to."""
-    for name, entries in grouped(incomplete, lambda entry: _arm_of(entry[0], arms)).items():
-        first, reason = entries[0]
+    whose = grouped(incomplete, lambda entry: _arm_of(entry[0], arms))
+    if len(whose) > _MAX_KEYS:  # of a sweep that was interrupted
+        whose = {fmt.count(len(whose), "arm"): list(incomplete)}
+    for name, entries in whose.items():
         runs = fmt.count(len(entries), "run") + (f" of {name} failed" if name else " failed")
         are = "is" if len(entries) == 1 else "are"
-        yield f"{runs} or did not end, and {are} left out ({relative(first, start)}: {reason})."
+        by_reason = grouped(entries, lambda entry: entry[1])
+        why = [_where([path for path, _ in those], start) + f": {reason}" for reason, those in by_reason.items()]
+        yield f"{runs} or did not end, and {are} left out ({'; '.join(why)})."
     yield from _ignoring(arms)
     yield from _cut(arms)
     for arm in arms:
@@ -53,6 +57,11 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
                 f"{fmt.share(num_aborted / _num_sent(arm))} of the requests of {arm.name} were aborted: they have no "
                 "E2E, and their TTFT and TPOT are of what came before."
             )
+
+
+def _where(folders: Sequence[Path], start: Path) -> str:
+    first = relative(folders[0], start)
+    return first if len(folders) == 1 else f"{first} and {len(folders) - 1} more"
 
 
 def _ignoring(arms: Sequence[Arm]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from analysis import format as fmt
 from analysis import plots
-from analysis.comparison.arms import Arm, repeats, replicates, unsaid_keys
+from analysis.comparison.arms import Arm, decided_alike, grouped, repeats, replicates, unsaid_keys
 from analysis.comparison.compare import Comparison
 from analysis.load import Run, num_replicas
 from analysis.measures.summary import summary_value
@@ -96,12 +96,20 @@ def _mean_ttft_s(run: Run) -> float:
 
 
 def _timeline_choice(typical: Mapping[str, Run]) -> dict[str, Run]:
-    """The baseline, which is the first, and the arms whose mean TTFT is furthest from it, in order."""
+    """The baseline, which is the first, and the arms whose mean TTFT is furthest from it, in order. One that took the
+    same decisions as another comes after all others."""
     reference = _mean_ttft_s(next(iter(typical.values())))
 
     def distance(name: str) -> float:
         return abs((_mean_ttft_s(typical[name]) or reference) - reference)
 
-    _, *others = typical
-    near = sorted(others, key=distance)[: -(_MAX_TIMELINES - 1)]
-    return {name: run for name, run in typical.items() if name not in near}
+    baseline, *others = typical
+    as_decided = grouped(
+        [baseline, *sorted(others, key=distance, reverse=True)], lambda name: decided_alike(typical[name])
+    )
+    firsts, copies = (
+        [names[0] for names in as_decided.values()],
+        [name for _, *more in as_decided.values() for name in more],
+    )
+    shown = [*firsts, *copies][:_MAX_TIMELINES]
+    return {name: run for name, run in typical.items() if name in shown}

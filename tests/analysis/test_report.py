@@ -120,6 +120,9 @@ def test_of_four_arms_the_timeline_shows_three_and_says_which(page, sweep):
         run.summary["ttft_s"]["mean"] = ttft_s
     assert list(_timeline_choice(runs)) == ["a", "b", "d"]
     assert list(_timeline_choice(dict(list(runs.items())[:3]))) == ["a", "b", "c"]
+    runs["d"].manifest["digest"] = runs["b"].manifest["digest"] = "one"
+    assert list(_timeline_choice(runs)) == ["a", "b", "c"], "b and d took the same decisions"
+    assert list(_timeline_choice({name: runs[name] for name in "abd"})) == ["a", "b", "d"]
 
 
 def test_a_timeline_is_chosen_from_all_arms_though_few_have_curves(sweep, monkeypatch):
@@ -327,3 +330,22 @@ def test_a_run_that_left_no_configuration_is_called_what_its_sweep_gave_it(tmp_p
     (tmp_path / "manifest.json").write_text(json.dumps({"swept": {"cache.watermark": "0.1", "seed": "3"}}))
     (said,) = lost([], [(tmp_path, "config.yaml missing")], tmp_path)
     assert said == "1 run of watermark 0.1 failed or did not end, and is left out (.: config.yaml missing)."
+
+
+def test_runs_that_an_interrupted_sweep_left_are_one_sentence(tmp_path):
+    for eviction in ("lru", "fifo"):
+        change_config(write_run(tmp_path / "done" / eviction, **FEW), cache__eviction=eviction)
+    arms = infer_arms(load_sweep(tmp_path / "done").runs)
+    missing = []
+    for num in range(1, 9):
+        for seed in range(2):
+            folder = tmp_path / f"{num}-{seed}"
+            folder.mkdir()
+            (folder / "manifest.json").write_text(json.dumps({"swept": {"cache.block_size": num}}))
+            missing.append((folder, "interrupted" if num == 1 else "interrupted before it began"))
+    (said,) = lost(arms, missing, tmp_path)
+    assert said == (
+        "16 runs of 8 arms failed or did not end, and are left out (1-0 and 1 more: interrupted; 2-0 and 13 more: "
+        "interrupted before it began)."
+    )
+    assert len([*lost(arms, missing[:4], tmp_path)]) == 2, "an arm each"

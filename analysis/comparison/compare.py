@@ -12,7 +12,7 @@ import numpy as np
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
-from analysis.comparison.sharing import correlation
+from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.within import within_one_trace
 from analysis.load import Run
 from analysis.measures.metrics import SLO
@@ -243,7 +243,7 @@ def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Compa
     diff, scale = differences(*known, are_shares=metric.is_share)
     within = within_one_trace(*pairs[0], *metric.part) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
-    estimate = within or mean_t(diff, scale, correlation=correlation([ours[0] for ours, _ in pairs]))
+    estimate = within or mean_t(diff, scale, correlation=correlation(common_share([ours[0] for ours, _ in pairs])))
     return replace(row, estimate=estimate, effect=effect, base=float(known[0].mean()))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates, same_prices
 from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
-from analysis.comparison.sharing import correlation
+from analysis.comparison.sharing import common_share, correlation
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
@@ -153,7 +153,7 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
     if (known := _cells(step.pairs, metric, slo)) is not None:
         rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
-        shared = correlation([ours[0] for ours, _ in paired_replicates(*step.pairs[0])])
+        shared = correlation(common_share([ours[0] for ours, _ in paired_replicates(*step.pairs[0])]))
         estimate = mean_t(rows.mean(axis=0), scale, correlation=shared)
         comparison = replace(comparison, value=value, base=base, estimate=estimate)
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]

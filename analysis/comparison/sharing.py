@@ -7,9 +7,10 @@ other than from what another record would give. `correlation` is for intervals t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from analysis.comparison.arms import grouped
 from analysis.load import Run, read_frame
@@ -19,47 +20,60 @@ _DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transfo
 _OF_BOOTSTRAPS = 0.5
 
 
-def drawn_by(runs: Sequence[Run]) -> list[str]:
-    """The transformations of the trace that make the runs replicates."""
-    steps = [step for run in runs for step in run.flat_config.get("trace.transforms") or () if isinstance(step, dict)]
+def drawn_by(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The transformations of the trace that make these flat configurations replicates."""
+    steps = [step for config in configs for step in config.get("trace.transforms") or () if isinstance(step, dict)]
     given = grouped(steps, lambda step: str(step.get("name")))
     return [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
 
 
-def correlation(runs: Sequence[Run]) -> float:
-    """The correlation between replicates, as their `common_share`. 0 if all have the same requests: an interval then
-    is of what else differs, such as the arrivals, and says nothing of other traces, which reports tell."""
-    share = common_share(runs)
+def correlation(share: float) -> float:
+    """The correlation between replicates with this share of requests in common. 0 if all have the same requests: an
+    interval then is of what else differs, such as the arrivals, and says nothing of other traces, which reports tell.
+    """
     return share if share < 1 else 0.0
 
 
 def common_share(runs: Sequence[Run]) -> float:
-    """The share of its requests that a trace has in common with another, on average over all pairs. Bootstraps of one
-    record count as sharing half. Generated traces of different seeds share nothing."""
-    traces = {str(run.fingerprint): (run.path, str(run.fingerprint), _record(run)) for run in runs}
-    num, records = len(traces), Counter(record for _, _, record in traces.values())
-    same = sum(each * (each - 1) for each in records.values())
-    if not same:
-        return 0.0
-    if "bootstrap" in drawn_by(runs):
-        return _OF_BOOTSTRAPS * same / (num * (num - 1))
-    return _share_of_ids(tuple(sorted(traces.values())))
+    """`share_between` the runs' traces."""
+    traces = {str(run.fingerprint): run for run in runs}
+    configs = [run.flat_config for run in traces.values()]
+    return _of_folders(tuple((run.path, name) for name, run in traces.items()), *_drawn(configs))
 
 
 @lru_cache(maxsize=64)
-def _share_of_ids(traces: tuple[tuple[Path, str, str], ...]) -> float:
-    """`common_share` by the requests' ids. traces: (a run's folder, fingerprint, record) of each."""
-    times: Counter[tuple[str, str]] = Counter()
-    for folder, _, record in traces:
-        ids = read_frame(folder / "requests.parquet", ["request_id"])["request_id"]
-        times.update((record, name) for name in ids)
-    in_common = sum(num * (num - 1) for num in times.values()) / (len(traces) - 1)
-    return in_common / max(1, sum(times.values()))
+def _of_folders(traces: tuple[tuple[Path, str], ...], records: tuple[str, ...], are_bootstraps: bool) -> float:
+    """traces: the folder and the trace's fingerprint of each run."""
+    files = [folder / "requests.parquet" for folder, _ in traces]
+    return _share(records, are_bootstraps, lambda index: read_frame(files[index], ["request_id"])["request_id"])
 
 
-def _record(run: Run) -> str:
+def share_between(configs: Sequence[Mapping[str, Any]], ids: Callable[[int], Iterable[str]]) -> float:
+    """The share of its requests that a trace has in common with another, on average over all pairs. Bootstraps of one
+    record count as sharing half. Generated traces of different seeds share nothing.
+
+    configs: flat, one for each trace. ids: of the requests of the trace at this index.
+    """
+    return _share(*_drawn(configs), ids)
+
+
+def _drawn(configs: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], bool]:
+    """(the record of each trace, whether they are bootstraps)."""
+    return tuple(map(_record, configs)), "bootstrap" in drawn_by(configs)
+
+
+def _share(records: Sequence[str], are_bootstraps: bool, ids: Callable[[int], Iterable[str]]) -> float:
+    num, same = len(records), sum(each * (each - 1) for each in Counter(records).values())
+    if not same:
+        return 0.0
+    if are_bootstraps:
+        return _OF_BOOTSTRAPS * same / (num * (num - 1))
+    times = Counter((record, name) for index, record in enumerate(records) for name in ids(index))
+    return sum(each * (each - 1) for each in times.values()) / (num - 1) / max(1, times.total())
+
+
+def _record(config: Mapping[str, Any]) -> str:
     """What the trace is drawn from: a file, or a generator and its seed."""
-    config = run.flat_config
     is_generated = "trace.arrival" in config or config.get("trace.name") == "servegen"
     seed = config.get("trace.seed")
     seeds = (config.get("seed") if seed is None else seed) if is_generated else None

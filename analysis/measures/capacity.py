@@ -198,21 +198,22 @@ class Edge:
         return Edge(self.kept * factor, self.failed * factor, self.read * factor)
 
 
-def mean_edge(edges: Sequence[Edge]) -> Estimate:
+def mean_edge(edges: Sequence[Edge], correlation: float = 0.0) -> Estimate:
     """The logarithm of the replicates' geometric mean: of the rates read, with the interval over replicates, widened
-    by what the tested rates leave open."""
+    by what the tested rates leave open. correlation: between the replicates."""
     read, kept, failed = np.log([(edge.read, edge.kept, edge.failed) for edge in edges]).T
-    return _over_replicates(read, kept, failed)
+    return _over_replicates(read, kept, failed, correlation)
 
 
-def edge_change(base: Sequence[Edge], other: Sequence[Edge]) -> Estimate:
+def edge_change(base: Sequence[Edge], other: Sequence[Edge], correlation: float = 0.0) -> Estimate:
     """The mean change from `base` to `other`, paired by replicate, on the scale "log_ratio"; widened as `mean_edge`."""
     pairs = list(zip(base, other, strict=True))
     ratios = [(b.read / a.read, b.kept / a.failed, b.failed / a.kept) for a, b in pairs]
-    return _over_replicates(*np.log(ratios).T)
+    read, lowest, highest = np.log(ratios).T
+    return _over_replicates(read, lowest, highest, correlation)
 
 
-def _over_replicates(read: FloatArray, lowest: FloatArray, highest: FloatArray) -> Estimate:
-    found = mean_t(read, "log_ratio")
+def _over_replicates(read: FloatArray, lowest: FloatArray, highest: FloatArray, correlation: float) -> Estimate:
+    found = mean_t(read, "log_ratio", correlation=correlation)
     low, high = float((read - lowest).mean()), float((highest - read).mean())
     return replace(found, low=found.low - low, high=found.high + high)

@@ -25,5 +25,7 @@ def shared(runs: Sequence[Run]) -> tuple[Level, str]:
     if share <= _HARDLY:
         return "good", ""
     each = f"each shares {fmt.share(share)} of another's requests"
-    which = "all are drawn from the same requests" if "bootstrap" in drawn_by(runs) else each
+    which = (
+        "all are drawn from the same requests" if "bootstrap" in drawn_by([run.flat_config for run in runs]) else each
+    )
     return "poor" if share > _MOSTLY else "fair", f": {which}, and intervals are widened for that"

@@ -66,7 +66,7 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
         names = list(dict.fromkeys(name for one in few for name in one)) if all(few) else []
         of = f" of {fmt.listing(names, _MAX_NAMED)}" if names else ""
         return Trust("replicates", "poor", f"one replicate{of}: nothing says how the result varies between traces")
-    drawn = drawn_by(runs)
+    drawn = drawn_by([run.flat_config for run in runs])
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
     others = [f"other {name}" for name in dict.fromkeys(stated) if name != "trace.transforms" or not drawn]
     how = f", by {fmt.listing([*drawn, *others])}" if drawn or others else ""

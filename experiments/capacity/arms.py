@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from analysis.comparison.sharing import correlation, share_between
 from analysis.load import align, differing_keys, flatten
 from analysis.measures.metrics import SLO
 from analysis.naming import labels_of
@@ -40,7 +41,8 @@ _UNRECORDED: dict[str, Any] = {
 class Arm:
     """One policy. raw: its configuration. A value of `rate_key` times `per_value` is the rate in `unit`.
 
-    num_requests: of its traces at the start value, one number for each seed.
+    num_requests: of its traces at the start value, one number for each seed. correlation: between the seeds' traces,
+    which are drawn from one record.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Arm:
     per_value: float
     is_of_sessions: bool  # the rate is that of sessions, with all their turns
     num_requests: tuple[int, ...]
+    correlation: float
     is_simulated: bool
 
     @property
@@ -165,7 +168,7 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * config.speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
-        config.is_simulated,
+        _correlation([_at(raw, key, start, seed) for seed in seeds]), config.is_simulated,
     )  # fmt: skip
 
 
@@ -220,6 +223,15 @@ def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
         rate = (started - 1) / (last_ns - first_ns) * 1e9 if last_ns > first_ns else 0.0
         seen[key] = _Arrivals(num, rate, started < num, has_turns, has_deadlines, digest.hexdigest())
     return seen[key]
+
+
+def _correlation(raws: Sequence[dict[str, Any]]) -> float:
+    """The correlation between the traces of these configurations, by the requests that they share."""
+
+    def ids(index: int) -> Iterator[str]:
+        return (row.request_id for row in build_source(RunConfig.from_container(raws[index])))
+
+    return correlation(share_between(list(map(flatten, raws)), ids))
 
 
 def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:

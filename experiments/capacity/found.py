@@ -76,7 +76,7 @@ class Found:
         """The 95 % interval of the capacity over the seeds; None for one seed, or if a seed has no capacity."""
         if len(self.replicates) < 2 or (edges := self.edges) is None:
             return None
-        found = mean_edge(edges)
+        found = mean_edge(edges, self.arm.correlation)
         low, high = (math.exp(min(end, 700.0)) * self.arm.per_value for end in (found.low, found.high))
         return (low, high) if math.isfinite(found.high) else None
 
@@ -157,7 +157,7 @@ def _change(base: Found, other: Found) -> Comparison:
     estimate = None
     if base.arm.unit == other.arm.unit and base.edges is not None and other.edges is not None:
         scale = other.arm.per_value / base.arm.per_value
-        estimate = edge_change(base.edges, [edge.times(scale) for edge in other.edges])
+        estimate = edge_change(base.edges, [edge.times(scale) for edge in other.edges], base.arm.correlation)
     return Comparison(
         other.arm.name, metric, other.capacity, estimate, "unknown", base=base.capacity,
         is_of_prices=base.arm.raw["cost"] != other.arm.raw["cost"],

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.load import load_run
-from analysis.measures.capacity import Load, count_load
+from analysis.measures.capacity import Edge, Load, count_load, edge_change, mean_edge
 from analysis.measures.metrics import SLO
 from experiments import find_capacity
 from experiments.capacity.arms import parse
@@ -146,6 +146,28 @@ def test_a_recorded_trace_is_scaled_and_its_rate_reported(tmp_path: Path) -> Non
     made = ("trace.arrival=deterministic", "trace.rate=25", "trace.num_requests=500")
     generated = capacity_of(tmp_path / "b", *server, *ONE_TOKEN[6:], *made)
     assert ends(recorded) == pytest.approx(ends(generated), rel=1e-3)
+
+
+def test_seeds_that_draw_from_one_record_have_intervals_that_allow_for_it(tmp_path: Path) -> None:
+    rows = [{"arrival_time": i / 25, "prompt_tokens": 1, "output_tokens": 1 + i % 4} for i in range(300)]
+    recorded = (*ONE_TOKEN[:6], "trace=jsonl", f"trace.path={write_rows(tmp_path / 't.jsonl', rows)}")
+    for drawn, known in (
+        ((*recorded, "trace.transforms=[{name: bootstrap}]"), 0.5),
+        ((*recorded, "trace.transforms=[{name: thin, fraction: 0.3}]"), 0.3),
+        ((*TINY, "trace.num_requests=20"), 0.0),
+    ):
+        ((arm,), _) = parse([*drawn, "slo.ttft_s=0.05", "seed=0,1,2"])
+        assert arm.correlation == pytest.approx(known, abs=0.05), drawn
+    edges = [Edge(rate, rate * 1.0001, rate) for rate in (10.0, 11.0, 12.5)]
+    alone, shared = mean_edge(edges), mean_edge(edges, 0.5)
+    assert shared.high - shared.low == pytest.approx(2 * (alone.high - alone.low), rel=1e-2)
+    assert edge_change(edges, edges[::-1], 0.5).high > edge_change(edges, edges[::-1]).high
+    found = find_capacity(
+        *recorded, "trace.transforms=[{name: bootstrap}]", "slo.ttft_s=0.05", "seed=0,1,2", folder=tmp_path / "out"
+    ).found[0]
+    assert found.edges is not None
+    assert found.interval is not None
+    assert math.log(found.interval[1] / found.arm.per_value) == pytest.approx(mean_edge(found.edges, 0.5).high)
 
 
 def test_the_rate_of_a_transformed_trace_is_that_of_its_requests() -> None:

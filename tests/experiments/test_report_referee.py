@@ -14,7 +14,7 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, Pair, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, main_effects
-from analysis.comparison.sharing import correlation
+from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.triggered import never_triggered
 from analysis.load import load_run, load_sweep
 from analysis.measures.metrics import SLO
@@ -91,7 +91,7 @@ def test_replicates_that_share_requests_are_worth_less(
     arms = arms_of(tmp_path / "runs")
     found, why = light(arms, "replicates")
     assert (found, why[1 : 1 + len(words)]) == (level, words)
-    assert (", and intervals are widened for that" in why) is (correlation(arms[0].runs) > 0)
+    assert (", and intervals are widened for that" in why) is (correlation(common_share(arms[0].runs)) > 0)
 
 
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_windows_that_overlap_share_requests(tmp_path: Path, is_overlapping: boo
     assert (level == "fair") is ("each shares " in why) is is_overlapping
     ids = [set(run.requests["request_id"]) for run in arms[0].runs]
     shares = [2 * len(one & other) / (len(one) + len(other)) for one, other in itertools.combinations(ids, 2)]
-    assert correlation(arms[0].runs) == pytest.approx(np.mean(shares), rel=0.1)
+    assert correlation(common_share(arms[0].runs)) == pytest.approx(np.mean(shares), rel=0.1)
 
 
 def run_of(arm: Arm, name: str, chunk: int) -> bool:

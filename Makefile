@@ -11,7 +11,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BOTH_WAYS := tests/conformance tests/properties tests/parity tests/golden \
   tests/experiments/test_own_classes.py tests/experiments/test_documented_policies.py \
   tests/experiments/test_misbehaving_classes.py tests/cost/test_own_prices.py
-BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/test_compiled.py
+BUILT_ON_IT := tests/experiments tests/analysis tests/sim tests/real tests/text tests/test_compiled.py
 INTERPRETED := $(filter-out $(BUILT_ON_IT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
   $(filter-out $(BUILT_ON_IT),$(wildcard tests/test_*.py)) $(filter tests/experiments/%,$(BOTH_WAYS))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from analysis.comparison.arms import grouped
 from analysis.load import Run, read_frame
+from analysis.naming import is_of_trace
 
 _DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
 # Of two draws with replacement: half of the variance of a draw's mean is that of the record, which both have.
@@ -73,8 +74,11 @@ def _share(records: Sequence[str], are_bootstraps: bool, ids: Callable[[int], It
 
 
 def _record(config: Mapping[str, Any]) -> str:
-    """What the trace is drawn from: a file, or a generator and its seed."""
-    is_generated = "trace.arrival" in config or config.get("trace.name") == "servegen"
+    """What the trace is drawn from: a file (of which `lengths` and `agentic` draw only the arrivals), a generator and
+    its seed, or a user's class and its arguments."""
+    if "trace._target_" in config:
+        return repr([(key, value) for key, value in config.items() if is_of_trace(key) and key != "trace.transforms"])
     seed = config.get("trace.seed")
+    is_generated = config.get("trace.name") in ("synthetic", "servegen")
     seeds = (config.get("seed") if seed is None else seed) if is_generated else None
     return repr((config.get("trace.name"), config.get("trace.path"), seeds))

@@ -35,7 +35,7 @@ class Known:
         self.summary = {
             "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}
         }  # fmt: skip
-        self.flat_config: dict[str, Any] = {"trace.arrival": "poisson", "seed": seed}
+        self.flat_config: dict[str, Any] = {"trace.name": "synthetic", "seed": seed}
         self._value = value
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:

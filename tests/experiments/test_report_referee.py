@@ -94,6 +94,23 @@ def test_replicates_that_share_requests_are_worth_less(
     assert (", and intervals are widened for that" in why) is (correlation(common_share(arms[0].runs)) > 0)
 
 
+def test_new_arrivals_of_a_file_are_no_new_record_and_each_seed_of_ones_own_generator_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("num_prefill_tokens,num_decode_tokens\n" + "60,5\n" * 50)
+    of_lengths = {"name": "lengths", "path": str(file), "rate": 20.0}
+    config = {"_target_": "testbed.traces.generators.SyntheticConfig", "num_requests": 30, "rate": 20.0}
+    own = {"_target_": "testbed.traces.generators.generate", "config": config}
+    traces = {
+        "arrivals": [of_lengths] * 2,
+        "bootstraps": [{**of_lengths, "transforms": [{"name": "bootstrap"}]}] * 2,
+        "own": [{**own, "seed": seed} for seed in range(2)],
+    }
+    for (name, given), seed in itertools.product(traces.items(), range(2)):
+        ran(tmp_path / "runs" / name / str(seed), trace=given[seed], seed=seed, allow_ignored=True)
+    shares = {name: common_share(load_sweep(tmp_path / "runs" / name).runs) for name in traces}
+    assert shares == {"arrivals": 1.0, "bootstraps": 0.5, "own": 0.0}
+
+
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
     for name in ("vllm_v1", "sarathi"):
         ran(tmp_path / name, trace=LIGHT, scheduler=name)

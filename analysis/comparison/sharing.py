@@ -79,6 +79,6 @@ def _record(config: Mapping[str, Any]) -> str:
     if "trace._target_" in config:
         return repr([(key, value) for key, value in config.items() if is_of_trace(key) and key != "trace.transforms"])
     seed = config.get("trace.seed")
-    is_generated = config.get("trace.name") in ("synthetic", "servegen")
+    is_generated = config.get("trace.path") is None or config.get("trace.name") == "servegen"
     seeds = (config.get("seed") if seed is None else seed) if is_generated else None
     return repr((config.get("trace.name"), config.get("trace.path"), seeds))

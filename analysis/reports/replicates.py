@@ -9,10 +9,8 @@ from analysis import format as fmt
 from analysis.comparison.sharing import common_share, drawn_by
 from analysis.load import Run
 
-_HARDLY, _MOSTLY = (
-    0.05,
-    0.75,
-)  # shares of common requests up to which replicates are good, and above which they are poor
+_HARDLY = 0.05  # share of common requests up to which replicates are good
+_MOSTLY = 0.75  # and above which they are poor
 
 Level = Literal["good", "fair", "poor"]
 

@@ -72,6 +72,11 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     ("steps", "level", "words"),
     [
         ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
+        (
+            [{"name": "jitter", "within_s": 0.1}, {"name": "window", "end_s": 3.5}],
+            "poor",
+            " replicates, by jitter of the same",
+        ),
         ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 9"),
         ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares "),
         ({"name": "sample_sessions", "num": 195}, "poor", " replicates, by sample_sessions: each shares 9"),
@@ -81,13 +86,14 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     ],
 )
 def test_replicates_that_share_requests_are_worth_less(
-    tmp_path: Path, steps: dict[str, Any], level: str, words: str
+    tmp_path: Path, steps: dict[str, Any] | list[dict[str, Any]], level: str, words: str
 ) -> None:
     rows = [{"arrival_time": 0.02 * i, "prompt_tokens": 50 + i, "output_tokens": 5} for i in range(200)]
     ran(tmp_path / "once", trace=rows)
     file = str(tmp_path / "once" / "trace.jsonl")
+    transforms = steps if isinstance(steps, list) else [steps]
     for seed in range(6):
-        ran(tmp_path / "runs" / str(seed), trace={"name": "jsonl", "path": file, "transforms": [steps]}, seed=seed)
+        ran(tmp_path / "runs" / str(seed), trace={"name": "jsonl", "path": file, "transforms": transforms}, seed=seed)
     arms = arms_of(tmp_path / "runs")
     found, why = light(arms, "replicates")
     assert (found, why[1 : 1 + len(words)]) == (level, words)
@@ -102,13 +108,14 @@ def test_new_arrivals_of_a_file_are_no_new_record_and_each_seed_of_ones_own_gene
     own = {"_target_": "testbed.traces.generators.generate", "config": config}
     traces = {
         "arrivals": [of_lengths] * 2,
+        "first second": [{**of_lengths, "end_s": 1.0}] * 2,
         "bootstraps": [{**of_lengths, "transforms": [{"name": "bootstrap"}]}] * 2,
         "own": [{**own, "seed": seed} for seed in range(2)],
     }
     for (name, given), seed in itertools.product(traces.items(), range(2)):
         ran(tmp_path / "runs" / name / str(seed), trace=given[seed], seed=seed, allow_ignored=True)
     shares = {name: common_share(load_sweep(tmp_path / "runs" / name).runs) for name in traces}
-    assert shares == {"arrivals": 1.0, "bootstraps": 0.5, "own": 0.0}
+    assert shares == {"arrivals": 1.0, "first second": 1.0, "bootstraps": 0.5, "own": 0.0}
 
 
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, grouped, is_measured, num_repeats, repeats, replicates
+from analysis.comparison.arms import Arm, grouped, is_measured, num_repeats, repeats, replicates
 from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of
 from analysis.comparison.fidelity import StepErrors, alike_policies, worst_errors
+from analysis.comparison.pairs import Pair
 from analysis.load import Run
 from analysis.measures.statistics import ENOUGH
 from analysis.reading.frames import numbers

@@ -10,7 +10,8 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import engine_of, grouped
+from analysis.comparison.arms import grouped
+from analysis.comparison.pairs import engine_of
 from analysis.load import relative
 from analysis.plots import study_plots as plots
 from analysis.reports import fidelity_findings, tables

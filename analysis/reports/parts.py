@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.comparison.arms import Arm, Pair
+from analysis.comparison.arms import Arm
 from analysis.comparison.effects import Compared
+from analysis.comparison.pairs import Pair
 from analysis.load import Run, relative
 from analysis.measures.metrics import SLO
 from analysis.plots import style

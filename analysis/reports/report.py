@@ -23,8 +23,6 @@ from analysis.comparison.arms import (
     find_arm,
     grouped,
     infer_arms,
-    infer_pairs,
-    join_repeats,
     num_replicates,
     on_one_replicate,
     paired_replicates,
@@ -50,6 +48,7 @@ from analysis.comparison.groups import (
     stated,
     stated_slo,
 )
+from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all

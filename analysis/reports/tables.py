@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, counted, engine_of, infer_arms, stated_replicates
+from analysis.comparison.arms import Arm, counted, infer_arms, stated_replicates
 from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
+from analysis.comparison.pairs import Pair, engine_of
 from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text, winner_text
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline

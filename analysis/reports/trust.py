@@ -8,10 +8,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, grouped, num_replicates, on_one_replicate, was_busy
+from analysis.comparison.arms import Arm, grouped, num_replicates, on_one_replicate, was_busy
 from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
+from analysis.comparison.pairs import Pair
 from analysis.comparison.sharing import drawn_by
 from analysis.load import Run
 from analysis.measures.checks import failures

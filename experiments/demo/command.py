@@ -11,7 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.comparison.arms import Arm, Pair, infer_arms
+from analysis.comparison.arms import Arm, infer_arms
+from analysis.comparison.pairs import Pair
 from analysis.load import Run, load_run
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report

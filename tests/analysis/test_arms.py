@@ -7,8 +7,9 @@ import json
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import by_load, infer_arms, infer_pairs, join_repeats
+from analysis.comparison.arms import by_load, infer_arms
 from analysis.comparison.groups import experiments
+from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import load_run, load_sweep
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run

@@ -14,7 +14,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import Pair
+from analysis.comparison.pairs import Pair
 from analysis.comparison.wording import winner_text
 from analysis.load import Run, load_run
 from analysis.measures.statistics import spread

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis.comparison.arms import Arm, Pair, infer_arms
+from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
+from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict

@@ -10,9 +10,10 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import Pair, find_arm, infer_arms, infer_pairs, level_groups
+from analysis.comparison.arms import find_arm, infer_arms, level_groups
 from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.effects import main_effects
+from analysis.comparison.pairs import Pair, infer_pairs
 from analysis.load import load_run, load_sweep
 from analysis.reports import fidelity_findings, tables
 from analysis.reports.cautions import lost

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from analysis.comparison.arms import Arm, Pair, infer_arms, infer_pairs
+from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.groups import experiments
+from analysis.comparison.pairs import Pair, infer_pairs
 from analysis.load import load_run, load_sweep
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from analysis.comparison.arms import infer_pairs
+from analysis.comparison.pairs import infer_pairs
 from analysis.load import load_run
 from experiments.commands.app import _speed_of, config_from
 from experiments.configuration.settings import FORCED

@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pair, infer_arms
+from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, main_effects
+from analysis.comparison.pairs import Pair
 from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.triggered import never_triggered
 from analysis.load import load_run, load_sweep

@@ -99,7 +99,9 @@ def take_any_character() -> None:
 
 def visible(text: str) -> str:
     """The text with escapes for the characters that would steer a terminal instead of being seen on it."""
-    return "".join(ascii(one)[1:-1] if category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp") else one for one in text)
+    return "".join(
+        ascii(one)[1:-1] if category(one)[0] == "C" or category(one) in ("Zl", "Zp") else one for one in text
+    )
 
 
 def go_on_unheard() -> None:

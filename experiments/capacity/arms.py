@@ -81,13 +81,14 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     arms: dict[str, Arm] = {}
     options: dict[str, dict[str, Any]] = {}  # of the groups that are swept, as the words that choose them
     seen: dict[str, _Arrivals] = {}
+    shares: dict[tuple[str, ...], float] = {}
     for items in product(*choices.values()):
         own = of_one_point(items, library)
         said = {key: item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own}
         name = " ".join(said.values()).removeprefix("scheduler=")
         if name in arms and len(own) < len(items):
             continue  # differs from an earlier policy only in keys that do not apply to it
-        arm = _arm(name, own, seeds, seen)
+        arm = _arm(name, own, seeds, seen, shares)
         if arm.name in arms:
             raise ConfigError(f"{' '.join(said.values())} is given twice; name each policy once")
         arms[arm.name] = arm
@@ -126,7 +127,13 @@ def _whole(item: str) -> int:
         raise ConfigError(f"seed is {value!r}; it must be whole numbers, as seed=0,1,2") from None
 
 
-def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str, _Arrivals]) -> Arm:
+def _arm(
+    name: str,
+    overrides: list[str],
+    seeds: tuple[int, ...],
+    seen: dict[str, _Arrivals],
+    shares: dict[tuple[str, ...], float],
+) -> Arm:
     raw = RunConfig.from_container(compose_raw(overrides)).raw
     raw["record"] |= _UNRECORDED
     config = RunConfig.from_container(raw)
@@ -168,7 +175,7 @@ def _arm(name: str, overrides: list[str], seeds: tuple[int, ...], seen: dict[str
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * config.speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
-        _correlation([_at(raw, key, start, seed) for seed in seeds]), config.is_simulated,
+        _correlation([_at(raw, key, start, seed) for seed in seeds], arrivals, shares), config.is_simulated,
     )  # fmt: skip
 
 
@@ -225,13 +232,19 @@ def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
     return seen[key]
 
 
-def _correlation(raws: Sequence[dict[str, Any]]) -> float:
-    """The correlation between the traces of these configurations, by the requests that they share."""
+def _correlation(
+    raws: Sequence[dict[str, Any]], arrivals: Sequence[_Arrivals], shares: dict[tuple[str, ...], float]
+) -> float:
+    """The correlation between the traces of these configurations, by the requests that they share. shares: what is
+    known, by the traces' fingerprints: policies have the same traces."""
 
     def ids(index: int) -> Iterator[str]:
         return (row.request_id for row in build_source(RunConfig.from_container(raws[index])))
 
-    return correlation(share_between(list(map(flatten, raws)), ids))
+    traces = tuple(one.fingerprint for one in arrivals)
+    if traces not in shares:
+        shares[traces] = share_between(list(map(flatten, raws)), ids)
+    return correlation(shares[traces])
 
 
 def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:

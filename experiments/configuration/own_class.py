@@ -13,6 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from experiments.console import visible
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest, unknown
 
@@ -32,7 +33,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
-        said = told(error.__cause__) if error.__cause__ else _one_line(str(error))
+        said = told(error.__cause__) if error.__cause__ else visible(" ".join(str(error).split()))
         reason = missing_name(target) or _failure(error, target) or _stray(target, values) or said
         raise ConfigError(f"{key}: cannot make {target!r}: {reason}") from None
     except SystemExit as error:
@@ -73,14 +74,10 @@ def place_in_own_code(error: BaseException) -> str:
 def told(error: BaseException) -> str:
     """Returns "<type>: <message>" in one line, with escapes for what a terminal would not print."""
     try:
-        said = _one_line(str(error))
+        said = visible(" ".join(str(error).split()))
     except Exception:  # noqa: BLE001  (a user's exception may fail to say anything)
         said = "what it says cannot be read"
     return ": ".join([type(error).__name__, *filter(None, [said])])
-
-
-def _one_line(text: str) -> str:
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(text.split()))
 
 
 def _is_ours(file: Path | str) -> bool:

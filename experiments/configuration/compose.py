@@ -126,12 +126,29 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     return node
 
 
+_PARTS: dict[tuple[str, str | None], DictConfig] = {}  # by group and its choice: a composition that has this part
+
+
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
     """Composes and caches. stamps: part of the cache key, as a user's own files may be edited between two calls. An
-    option that is stored again under its name in Hydra's ConfigStore is not noticed."""
+    option that is stored again under its name in Hydra's ConfigStore is not noticed.
+
+    Our own options have no part in each other's groups, so that a combination of options that were composed before is
+    put together from them. The user's own may have, and overlays do.
+    """
+    chosen: dict[str, str | None] = {item.partition("=")[0]: item for item in choices}
+    parts = [(group, chosen.get(group)) for group in GROUPS]
+    is_ours = not stamps and chosen.keys() <= {*GROUPS}
+    if is_ours and all(part in _PARTS for part in parts):
+        node = deepcopy(_PARTS[parts[0]])
+        for group, choice in parts[1:]:
+            node[group] = deepcopy(_PARTS[group, choice][group])
+        return node
     with hydra_app():
-        return compose("config", overrides=list(choices))
+        node = compose("config", overrides=list(choices))
+    _PARTS.update(dict.fromkeys(parts, node) if is_ours else {})
+    return node
 
 
 def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:

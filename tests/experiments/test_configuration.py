@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, zip_longest
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, cast
 
+import hydra
 import pytest
 import yaml
+from omegaconf import DictConfig
 
+from experiments.configuration import compose
 from experiments.configuration.compose import compose_config, to_overrides
-from experiments.configuration.config import RunConfig, register
+from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.options import options
 from experiments.runs.run import execute
 from experiments.wiring.costs import build_cost
@@ -104,11 +108,6 @@ def chosen(option: str) -> dict[str, Any]:
     return config_of((option,), cache__num_gpu_blocks=100, trace__num_requests=1).raw
 
 
-def pair(model: str, device: str) -> dict[str, Any]:
-    """A model on a device, each as it is composed alone: a composition takes a tenth of a second."""
-    return chosen(f"model={model}") | {"device": chosen(f"device={device}")["device"]}
-
-
 @cache
 def typed(option: str) -> RunConfig:
     return RunConfig.from_container(chosen(option))
@@ -122,10 +121,29 @@ def test_every_model_is_priced_on_every_device(device: str) -> None:
         assert cost.price(BatchShape(3, 900, (), 3)).forward_ns >= 1, model
 
 
-@pytest.mark.parametrize(("model", "device"), zip_longest(options("model"), options("device"), fillvalue="cpu"))
-def test_a_model_and_a_device_are_chosen_without_each_other(model: str, device: str) -> None:
-    together = config_of((f"model={model}", f"device={device}"), cache__num_gpu_blocks=100, trace__num_requests=1)
-    assert together.raw == pair(model, device)
+@pytest.mark.parametrize("seed", range(3))
+def test_options_put_together_are_what_hydra_composes_of_them(seed: int) -> None:
+    draw = Random(seed)
+    one, other = ([f"{group}={draw.choice(options(group))}" for group in GROUPS] for _ in range(2))
+    mixed = tuple(draw.choice(pair) for pair in zip(one, other, strict=True))
+    for choices in (tuple(one), tuple(other)):
+        compose._composed(choices, ())
+    with compose.hydra_app():
+        expected = hydra.compose("config", overrides=list(mixed))
+    found = compose._composed(mixed, ())
+    assert found == expected
+    assert types(found) == types(expected)
+
+
+def types(node: DictConfig) -> dict[str, Any]:
+    """The type that each key must have, and the types of those in it."""
+    return {
+        key: (type(child), child._metadata.ref_type, child._metadata.object_type, child._metadata.optional)
+        if not isinstance(child, DictConfig) or child._is_none()
+        else (child._metadata.object_type, types(child))
+        for key in map(str, node)
+        for child in [cast(Any, node._get_node(key))]
+    }
 
 
 @pytest.mark.parametrize(("scheduler", "cost"), zip(options("scheduler"), cycle(["roofline", "linear", "constant"])))

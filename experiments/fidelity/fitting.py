@@ -136,7 +136,7 @@ def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
                 f"{', '.join(others[:-1])} or {others[-1]}"
             )
     fitted, notes = _search(loss, given)
-    losses = loss(given), loss(fitted)
+    losses = base, loss(fitted)
     if losses[1] > losses[0]:  # the search missed the given values
         fitted, losses = dict(given), (losses[0], losses[0])
     return Found(given, fitted, losses, (*notes, *_at_edge(given, fitted)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,12 @@ def main(arguments: list[str]) -> int:
         for name, caching in itertools.product(SCHEDULERS, CACHING)
     }
     print(f"replaying   {len(policies)} policies on the real engine of this machine: a few minutes", flush=True)
-    fidelity = measure_fidelity(out, policies, quick=options.quick)
-    print(f"replayed    {len(policies)} policies on the real engine, each with its simulation: {fidelity.description}")
+    pairs, made_by = measure_fidelity(out, policies, quick=options.quick)
+    print(f"replayed    {len(policies)} policies on the real engine, each with its simulation: {made_by}")
     report = write_report(
         ReportInput(
             arms,
-            fidelity.pairs,
+            pairs,
             title="Chunked prefill, watermark and prefix caching: an ablation",
             question=QUESTION,
             baseline=arms[0].name,
@@ -71,7 +70,7 @@ def main(arguments: list[str]) -> int:
             notes=(
                 "The ablation's prices are the roofline model's for Qwen3-8B on an H100, not measured on one. "
                 "The sim-against-real section measures the simulator's error on this machine, with a small model.",
-                f"How the sim-against-real section was made: {fidelity.description}.",
+                f"How the sim-against-real section was made: {made_by}.",
             ),
         ),
         out / "report.html",
@@ -122,14 +121,6 @@ def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
 # --- the real engine ---
 
 
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """Real runs with their simulations and repeats, and a description of how they were made."""
-
-    pairs: list[Pair]
-    description: str
-
-
 def run_point(overrides: list[str], folder: Path) -> Run:
     """Makes one run in `folder`. Raises TestbedError if it failed."""
     command = shlex.join(["testbed", "run", *overrides])
@@ -139,13 +130,17 @@ def run_point(overrides: list[str], folder: Path) -> Run:
     return load_run(folder)
 
 
-def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> Fidelity:
-    """Replays the shortened trace under each policy ({name: overrides}) with a newly made small model.
+def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) -> tuple[list[Pair], str]:
+    """Replays the shortened trace under each policy ({name: overrides}) with a newly made small model. Returns the real
+    runs with their simulations and repeats, and how they were made.
 
     The engine is profiled before, between and after the two rounds of replays, so that the fit reflects the speed of
     the machine in that time. Each policy is replayed twice, so that the report can state how much runs vary.
     """
-    base = _real_overrides(_make_model(out / "small_qwen3"), quick=quick)
+    with real_packages("the real half"):
+        from real.checkpoint import make_checkpoint
+    model = make_checkpoint(out / "small_qwen3", compose_config(["model=tiny"]).model, seed=0)
+    base = _real_overrides(model, quick=quick)
     extent = Extent(is_quick=True, repeats=1, num_requests=10 if quick else 16, max_s=30 if quick else 60)
     profiles = [profile(compose_config(base), extent)]
     if (probe_ns := profiles[0].manifest.probe_ns) is not None:
@@ -165,7 +160,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
         Pair(name, run_point(_simulated(point, fitted), out / "sim-of-real" / _slug(name)), first, tuple(again))
         for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
-    return Fidelity(pairs, f"{limit} requests, {scale:g} x the rate, {_scaled_by(reals)}{fitted.description}")
+    return pairs, f"{limit} requests, {scale:g} x the rate, {_scaled_by(reals)}{fitted.description}"
 
 
 def _scaled_by(reals: dict[str, list[Run]]) -> str:
@@ -178,12 +173,6 @@ def _scaled_by(reals: dict[str, list[Run]]) -> str:
         f"time scaled by a probe (a step of one token), which took {min(medians):.2f} to {max(medians):.2f} times its "
         f"{probes[0]['probe_ns'] / 1e6:.2g} ms, "
     )
-
-
-def _make_model(folder: Path) -> Path:
-    with real_packages("the real half"):
-        from real.checkpoint import make_checkpoint
-    return make_checkpoint(folder, compose_config(["model=tiny"]).model, seed=0)
 
 
 def _real_overrides(model: Path, *, quick: bool) -> list[str]:

@@ -78,10 +78,10 @@ class ObservedStep(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """A reset of the prefix cache. preempts: whether it preempted all running requests; None: not in older logs."""
+    """A reset of the prefix cache. preempts: whether it preempted all running requests."""
 
     place: Place
-    preempts: bool | None
+    preempts: bool
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class _Reader:
                 request.reason, request.ended_ns = "abort", self._at(fields["ns"])
         elif kind == "reset_prefix_cache":
             if fields.get("is_reset", True):  # False: vLLM did not reset it, as requests held blocks
-                self._resets.append(Reset((int(fields["plans"]), int(fields["commits"])), fields.get("preempts")))
+                self._resets.append(Reset((int(fields["plans"]), int(fields["commits"])), bool(fields["preempts"])))
         else:
             raise ValueError(f"a line of kind {shown(kind)}")
 
@@ -216,7 +216,7 @@ class _Reader:
         if num != self._num_live:
             return f"in step {step} vLLM had {num} requests, and {self._num_live} by its lines before: one is missing"
         ran = {name for name in self._running if self._requests[name].reason is None}
-        is_reset = any(one.place[0] == step and one.preempts is not False for one in self._resets)
+        is_reset = any(one.place[0] == step and one.preempts for one in self._resets)
         if ran and ran <= {*plan["preempted"]} and not is_reset:
             return f"step {step} preempted all that ran, as only a reset of the prefix cache does: its line is missing"
         return ""

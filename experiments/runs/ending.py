@@ -40,7 +40,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     failed, outrun = failures(summary["checks"]), outrun_note(summary)
     sized = [*([] if outrun is None else [outrun]), *doubts_of(manifest)]
     notes = [*routing_notes(summary), *manifest["trace"]["notes"], *build.unused_settings(config)]
-    notes += build.without_classes(config, manifest["trace"].get("differ_in"))  # absent in older folders
+    notes += build.without_classes(config, manifest["trace"]["differ_in"])
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from analysis.reading.files import read_said
 from experiments.configuration.config import RunConfig
@@ -30,21 +30,24 @@ from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class DivergedError(TestbedError):
     """The first step at which the replay's decisions differ. recorded, replayed: both sides; None if one has ended."""
 
-    step: int
-    recorded: dict[str, Any] | None
-    replayed: dict[str, Any] | None
-    reason: str
+    def __init__(
+        self, step: int, recorded: dict[str, Any] | None, replayed: dict[str, Any] | None, reason: str
+    ) -> None:  # fmt: skip
+        super().__init__(
+            f"the replay diverges from the recorded run at step {step}: {reason}; "
+            "cost=recorded needs that run's own scheduler, cache and trace"
+        )
+        self.step, self.recorded, self.replayed, self.reason = step, recorded, replayed, reason
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
     num_steps: int  # number of equal steps
     digest: int
-    divergence: Divergence | None
+    divergence: DivergedError | None
     is_cut: bool = False  # the real run ended early: the replay agrees up to the end of its tape
     failure: TestbedError | None = None  # the failure that ended the real run, which the replay repeated
 
@@ -63,27 +66,8 @@ def print_divergence(report: ParityReport) -> None:
             print(f"  {'':<14} replayed {json.dumps(right)}")
 
 
-class _DivergedError(TestbedError):
-    def __init__(
-        self, step: int, recorded: dict[str, Any] | None, replayed: dict[str, Any] | None, reason: str
-    ) -> None:  # fmt: skip
-        super().__init__(
-            f"the replay diverges from the recorded run at step {step}: {reason}; "
-            "cost=recorded needs that run's own scheduler, cache and trace"
-        )
-        self.divergence = Divergence(step, recorded, replayed, reason)
-
-
 class _TapeEndedError(TestbedError):
     """The tape of an interrupted run has ended; the rest of the run is not known."""
-
-
-class RecordedInputs(NamedTuple):
-    """The inputs that `cost=recorded` reads from a real run's folder. checker: drives the loop and records it."""
-
-    checker: _Checker
-    inbox: TapeInbox
-    pools: build.Pools
 
 
 def num_tapes(folder: Path) -> int:
@@ -91,9 +75,12 @@ def num_tapes(folder: Path) -> int:
     return int(_manifest(folder).get("num_replicas") or 1)
 
 
-def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int = 0) -> RecordedInputs:
-    """Reads a real run's folder for the replay of one replica. trace: that of the whole run. Raises RunFolderError if
-    the run had another trace, model, device or number of KV blocks."""
+def recorded_inputs(
+    folder: Path, config: RunConfig, trace: Trace, replica: int = 0
+) -> tuple[_Checker, TapeInbox, build.Pools]:
+    """Returns what `cost=recorded` reads from a real run's folder for one replica: what drives the loop and compares,
+    the inbox, the pools. trace: that of the whole run. Raises RunFolderError if the run had another trace, model,
+    device or number of KV blocks."""
     manifest, num = _manifest(folder), num_tapes(folder)
     file = folder / tape_names(num)[replica]
     tape = read_tape(file)
@@ -125,7 +112,7 @@ def recorded_inputs(folder: Path, config: RunConfig, trace: Trace, replica: int 
                 "another cost model"
             )
     forced = own.forced  # as in the real run: its tape has all other tokens
-    return RecordedInputs(checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools)
+    return checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools
 
 
 def _as_it_was(folder: Path) -> str:
@@ -143,15 +130,15 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
         raise RunFolderError(
             f"{folder} is a simulated run; parity replays the tape of a run with backend=real or backend=vllm"
         )
-    inputs = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
-    scheduler, checker = build.build_scheduler(config, inputs.pools), inputs.checker
-    divergence: Divergence | None = None
+    checker, inbox, pools = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
+    scheduler = build.build_scheduler(config, pools)
+    divergence: DivergedError | None = None
     is_cut = False
     failure: TestbedError | None = None
     try:
-        checker.drive(serve(inputs.inbox, scheduler, together([*recorders, checker])))
-    except _DivergedError as diverged:
-        divergence = diverged.divergence
+        checker.drive(serve(inbox, scheduler, together([*recorders, checker])))
+    except DivergedError as diverged:
+        divergence = diverged
     except _TapeEndedError:
         is_cut = True
     except LivelockError as error:
@@ -182,12 +169,12 @@ class _Checker(Recorder):
         self._is_whole = is_whole
 
     def drive(self, loop: Loop) -> None:
-        """Runs the loop in the simulator. Raises _DivergedError if a decision differs or the loop ends before the tape,
+        """Runs the loop in the simulator. Raises DivergedError if a decision differs or the loop ends before the tape,
         _TapeEndedError at the end of an interrupted run's tape."""
         drive(loop, self)
         if self.num_steps != len(self._tape.steps):
             recorded = self._tape.steps[self.num_steps]
-            raise _DivergedError(self.num_steps, recorded.decision, None, "the replay ended before the tape")
+            raise DivergedError(self.num_steps, recorded.decision, None, "the replay ended before the tape")
         self._refuse_cut()
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
@@ -196,10 +183,10 @@ class _Checker(Recorder):
             return self._device.execute(command, now_ns)
         if plan.step >= len(self._tape.steps):
             self._refuse_cut()
-            raise _DivergedError(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
+            raise DivergedError(plan.step, None, _plan_part(plan), "the tape has ended, the replay goes on")
         recorded, replayed = self._tape.steps[plan.step].decision, _plan_part(plan)
         if any(recorded[key] != value for key, value in replayed.items()):
-            raise _DivergedError(plan.step, recorded, replayed, "another batch was decided")
+            raise DivergedError(plan.step, recorded, replayed, "another batch was decided")
         return self._device.execute(command, now_ns)
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
@@ -214,7 +201,7 @@ class _Checker(Recorder):
             ("the decision digests differ", step.digest, recorded.digest),
         ):
             if ours != theirs:
-                raise _DivergedError(step.plan.step, recorded.decision, decided, reason)
+                raise DivergedError(step.plan.step, recorded.decision, decided, reason)
         self.num_steps += 1
 
     @property

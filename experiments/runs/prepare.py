@@ -143,10 +143,8 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
                 f"{folder} is a run of {num} replicas, and cost=recorded replays one engine; `testbed parity` "
                 "replays each of them"
             )
-        inputs = recorded_inputs(folder, config, whole(trace))
-        return Prepared(
-            inputs.pools, lambda loops, _: inputs.checker.drive(loops[0]), [inputs.inbox], description, inputs.checker,
-        )  # fmt: skip
+        checker, taped, pools = recorded_inputs(folder, config, whole(trace))
+        return Prepared(pools, lambda loops, _: checker.drive(loops[0]), [taped], description, checker)
     check_simulated_output(config.trace.forced)
     priced = build.build_sim_backend(config, trace)
     assert isinstance(config.backend, SimConfig)
@@ -155,20 +153,16 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
     inbox = trace_inbox(config, trace)
     if takes_ns or sender is not None:
         inbox = FrontEnd(inbox, takes_ns, sender)
-    fleet = engines.build_fleet(config, inbox, priced)
+    fleet, file = engines.build_fleet(config, inbox, priced), fit_file(config)
+    fit = None if file is None else {"file": file.name, "digest": xxh64_hexdigest(file.read_bytes())}
     return Prepared(
         build.simulated_pools(config),
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
-        description | {"cost_fit": _fit_of(config), "cost_error": _error_of(config, priced.cost)},
+        description | {"cost_fit": fit, "cost_error": _error_of(config, priced.cost)},
         cost=priced.cost,
         sender=sender,
     )
-
-
-def _fit_of(config: RunConfig) -> dict[str, str] | None:
-    file = fit_file(config)
-    return None if file is None else {"file": file.name, "digest": xxh64_hexdigest(file.read_bytes())}
 
 
 def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:

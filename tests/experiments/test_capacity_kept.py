@@ -27,19 +27,20 @@ TWO = (
     *(item for item in BUSY if not item.startswith("scheduler")), "scheduler=vllm_v1,sarathi", "slo.ttft_s=0.2",
     "slo.attainment=0.9", "seed=0,1",
 )  # fmt: skip
+COARSE = 0.1  # tolerance: what is looked at here shows in a few rates
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Capacity:
     """At once, by one process."""
-    return find_capacity(*TWO, folder=tmp_path_factory.mktemp("searched"))
+    return find_capacity(*TWO, folder=tmp_path_factory.mktemp("searched"), tolerance=COARSE)
 
 
 def test_the_same_command_goes_on_and_comes_to_the_same(
     tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
-    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
     said = say(capsys, *command)
     assert said.status == 0, said.err
     before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
@@ -65,7 +66,7 @@ def test_a_damaged_point_is_named(text: str, tmp_path: Path, searched: Capacity)
 
 
 def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
-    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2).points)
+    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2, tolerance=COARSE).points)
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -81,13 +82,13 @@ def test_an_interrupt_keeps_what_was_done(
         run_point(*given)
 
     monkeypatch.setattr(study, "run_point", interrupted)
-    command = ("capacity", *TWO, "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
     said = say(capsys, *command)
     assert said.status == 130
     assert "go on with: testbed capacity" in said.error()
     assert len(list((tmp_path / "a" / "points").iterdir())) == 7
     monkeypatch.setattr(study, "run_point", run_point)
-    assert find_capacity(*TWO, folder=tmp_path / "a").points.equals(searched.points)
+    assert find_capacity(*TWO, folder=tmp_path / "a", tolerance=COARSE).points.equals(searched.points)
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -140,7 +141,8 @@ def test_seeds_are_searched_each_and_policies_compared_by_them(
     searched: Capacity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
-    said = say(capsys, "capacity", *TWO, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
+    coarse = ("--tolerance", str(COARSE))
+    said = say(capsys, "capacity", *TWO, *coarse, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
     result = json.loads((tmp_path / "a" / "capacity.json").read_text())
     first, base = result["policies"]
     assert (result["baseline"], base["change"]) == ("sarathi", None)

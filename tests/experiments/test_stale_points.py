@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ import pytest
 from analysis.load import load_sweep
 from experiments.runs import identity
 from experiments.runs.identity import identity_of
-from tests.experiments.kit import SHORT, TINY, config_of, latest, manifest_of, say, write_rows
+from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
-from tests.source_tree import ROOT
 
+InFolder = Callable[..., str]
 ROWS = [{"arrival_time": 0.01 * n, "prompt_tokens": 8 + n, "output_tokens": 3} for n in range(6)]
-ORDER = "from testbed.policies.orders import KeyedQueue\nfrom helpers import sign\n\n\n"
+ORDER = "from testbed.policies.orders import KeyedQueue\nfrom stale_helpers import sign\n\n\n"
 ORDER += "def mine():\n    return KeyedQueue(lambda seq: (sign * seq.num_prompt_tokens, seq.seq_id))\n"
 
 
@@ -26,14 +25,21 @@ def of_file(file: Path) -> tuple[str, ...]:
     return ("trace=jsonl", f"trace.path={file}")
 
 
-def in_folder(folder: Path, *arguments: str) -> str:
-    """What a sweep in a process of its own says: modules are imported anew."""
-    given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
-    command = [sys.executable, "-m", "experiments", "run", "-m", *given]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InFolder:
+    """Runs a sweep in a folder of the user's, and returns what it says: modules there are imported anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def swept(*arguments: str) -> str:
+        for name in ("stale_mine", "stale_helpers"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        said = say(capsys, "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
+        assert said.status == 0, said.err
+        return said.out
+
+    return swept
 
 
 def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,20 +60,22 @@ def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, capsys: pyte
     assert "done before  2 of 2" in say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}").out
 
 
-def test_a_changed_class_runs_its_points_again_also_where_it_only_imports_what_changed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ORDER)
-    (tmp_path / "helpers.py").write_text("sign = 1\n")
+def test_a_changed_class_runs_its_points_again_also_where_it_only_imports_what_changed(
+    tmp_path: Path, in_folder: InFolder
+) -> None:
+    (tmp_path / "stale_mine.py").write_text(ORDER)
+    (tmp_path / "stale_helpers.py").write_text("sign = 1\n")
     (tmp_path / "unrelated.py").write_text("")
-    arguments = ("scheduler.queue_order={_target_: mine.mine},fcfs",)
-    assert "complete     2 points" in in_folder(tmp_path, *arguments)
+    arguments = ("scheduler.queue_order={_target_: stale_mine.mine},fcfs",)
+    assert "complete     2 points" in in_folder(*arguments)
     (tmp_path / "unrelated.py").write_text("x = 1\n")
-    assert "done before  2 of 2" in in_folder(tmp_path, *arguments)
-    (tmp_path / "helpers.py").write_text("sign = -1\n")
-    said = in_folder(tmp_path, *arguments)
-    assert "set aside    1 point (stale: the class file helpers.py changed)" in said
+    assert "done before  2 of 2" in in_folder(*arguments)
+    (tmp_path / "stale_helpers.py").write_text("sign = -1\n")
+    said = in_folder(*arguments)
+    assert "set aside    1 point (stale: the class file stale_helpers.py changed)" in said
     assert "done before  1 of 2" in said
-    (tmp_path / "mine.py").write_text("# again\n" + ORDER)
-    assert "set aside    1 point (stale: the class file mine.py changed)" in in_folder(tmp_path, *arguments)
+    (tmp_path / "stale_mine.py").write_text("# again\n" + ORDER)
+    assert "set aside    1 point (stale: the class file stale_mine.py changed)" in in_folder(*arguments)
 
 
 def test_changed_code_runs_every_point_again(

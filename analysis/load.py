@@ -21,14 +21,14 @@ from analysis.format import component
 from analysis.measures.metrics import SLO
 from analysis.measures.occupancy import run_end_ns
 from analysis.measures.summary import SUMMARY_VERSION, summarise
-from analysis.naming import SPEED, as_cell
+from analysis.naming import as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import STRINGS, RequestColumns
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
-from testbed.records.schema import NEWER, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
+from testbed.records.schema import REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,13 +54,9 @@ class Run:
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the trace as it was sent: two runs have the same load if and only if these are equal. In
-        older runs at another speed than 1 it is known only as that of the trace and its speed."""
-        trace, speed = self.manifest.get("trace"), self.flat_config.get(SPEED, 1.0)
-        if not isinstance(trace, dict):
-            return None
-        known = trace.get("fingerprint")
-        return trace.get("sent_fingerprint", known if known is None or speed == 1 else f"{known} at speed {speed:g}")
+        """The fingerprint of the trace as it was sent: two runs have the same load if and only if these are equal."""
+        trace: dict[str, str | None] = self.manifest["trace"]
+        return trace.get("sent_fingerprint", trace.get("fingerprint"))
 
     @cached_property
     def requests(self) -> pd.DataFrame:
@@ -116,21 +112,12 @@ class Run:
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """The configuration with dotted keys; keys that older runs lack get the value that was in effect. The trace's
-        are those of the measured run that this one repeats, if it does. The model's recommended sampling is left out:
-        it has no effect by itself, as `sampling` states what was used."""
+        """The configuration with dotted keys. The trace's are those of the measured run that this one repeats, if it
+        does. The model's recommended sampling is left out: it has no effect by itself, as `sampling` states what was
+        used."""
         repeated = self.manifest.get("measured_trace")
         config = self.config if repeated is None else {**self.config, "trace": repeated}
-        flat = {key: value for key, value in flatten(config).items() if not key.startswith("model.recommended.")}
-        if "sampling" in self.config:
-            flat.setdefault("sampling.name", "default")
-        if flat.get("cost.name") in ("roofline", "tables"):
-            flat.setdefault("cost.filtering", "select")
-        if flat.get("cost.name") == "calibrated":
-            flat.setdefault("cost.repeated_saving", None)
-        if flat.get("backend.name") == "sim":
-            flat.setdefault("backend.frontend_ns_per_token", 0)
-        return flat
+        return {key: value for key, value in flatten(config).items() if not key.startswith("model.recommended.")}
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -400,7 +387,7 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
     with naming(file):
         names = set(pq.read_schema(file).names)
-    missing = [name for name in columns if name not in names and name not in NEWER]
+    missing = [name for name in columns if name not in names]
     if missing:
         raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
 

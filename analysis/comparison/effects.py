@@ -103,14 +103,8 @@ def is_full_design(arms: Sequence[Arm]) -> bool:
 
 def meanings(arms: Iterable[Arm]) -> dict[str, str]:
     """Arm -> what `auto` as its victim stands for, which depends on its queue order; without arms of other victims."""
-    found = {}
-    for arm in arms:
-        run = arm.runs[0]
-        if arm.levels.get(_VICTIM) == "auto":
-            is_by_priority = run.flat_config.get("scheduler.queue_order") == "priority"
-            guess = "lowest_priority" if is_by_priority else "most_recently_admitted"  # of older runs
-            found[arm.name] = str(run.manifest.get("victim_of_auto") or guess)
-    return found
+    auto = [arm for arm in arms if arm.levels.get(_VICTIM) == "auto"]
+    return {arm.name: str(arm.runs[0].manifest.get("victim_of_auto")) for arm in auto}
 
 
 def _means_one_thing(factor: Sequence[str], arms: Iterable[Arm]) -> bool:

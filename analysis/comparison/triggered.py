@@ -36,8 +36,7 @@ def _is_one(run: Run, column: str) -> bool:
 
 def _is_alike(run: Run, field: str) -> bool:
     """Whether the requests are known not to differ in a field, by what the manifest says of the trace."""
-    trace = run.manifest.get("trace")
-    differ_in = trace.get("differ_in") if isinstance(trace, dict) else None
+    differ_in = run.manifest["trace"].get("differ_in")
     return differ_in is not None and field not in differ_in
 
 

@@ -205,7 +205,7 @@ def _ending(row: Any) -> str:
 
 def behind_ns(row: Any, sent: str, done: str) -> int:
     """The time between an event in the engine (`done`) and its token at the client (`sent`), ns; 0 if unknown."""
-    if sent not in row or pd.isna(row[sent]) or pd.isna(row[done]) or row["finish_reason"] == "abort":
+    if pd.isna(row[sent]) or pd.isna(row[done]) or row["finish_reason"] == "abort":
         return 0
     return max(0, int(row[sent]) - int(row[done]))
 

@@ -47,7 +47,7 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
     seen = Requests.of(requests).where(lambda piece: piece.is_known("queued_ns"))
     replicas = _replicas(seen, step_rows)
     if len(replicas) < 2:
-        engines = {0: EngineCheck(seen, manifest, is_one_engine=bool(replicas_of(step_rows)))}
+        engines = {0: EngineCheck(seen, manifest)}
     else:
         engines = {number: EngineCheck(seen.where(of_replica(number)), manifest) for number in replicas}
     for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
@@ -64,10 +64,9 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
 def _replicas(requests: Requests, steps: Rows) -> list[int]:
     """Every replica that took a step or admitted a request; a request that was aborted at once may have had no step."""
     found = set(replicas_of(steps))
-    if "replica" in requests.rows.names:
-        for piece in requests.pieces():
-            started = piece.is_known("first_scheduled_ns") & piece.is_known("replica")
-            found |= set(piece.whole("replica")[started].tolist())
+    for piece in requests.pieces():
+        started = piece.is_known("first_scheduled_ns") & piece.is_known("replica")
+        found |= set(piece.whole("replica")[started].tolist())
     return sorted(found)
 
 

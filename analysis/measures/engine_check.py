@@ -38,12 +38,11 @@ def verdict(holds: bool | None, why: str | None, **numbers: Any) -> Check:
 class EngineCheck:
     """Checks Little's law, conservation of work and never being idle for one engine's requests and steps.
 
-    requests: those that reached the scheduler. is_one_engine: the records state the replica of each step, so steps that
-    overlap or last no time are contradictory. Otherwise such steps may be those of several engines: nothing is checked.
+    requests: those that reached the scheduler.
     """
 
-    def __init__(self, requests: Requests, manifest: Mapping[str, Any], *, is_one_engine: bool = True) -> None:
-        self._requests, self._is_one_engine = requests, is_one_engine
+    def __init__(self, requests: Requests, manifest: Mapping[str, Any]) -> None:
+        self._requests = requests
         # the engine may not be idle from a request's arrival on; else from the step boundary that first saw it
         self._from_arrival = manifest.get("backend") == "sim" and manifest.get("cost") != "recorded"
         # a step is planned while the one before it runs, and starts at the end of that one
@@ -185,9 +184,6 @@ class EngineCheck:
             return None, f"not applicable: {', '.join(nulls)} not recorded"
         if not self._num_impossible:
             return None, None
-        if not self._is_one_engine:
-            why = "steps overlap or last no time, and no replica is recorded: whose they are is unknown"
-            return None, f"not applicable: {why}"
         row, start_ns, end_ns = self._first_impossible
         return False, (
             f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "

@@ -93,8 +93,7 @@ def latency(requests: RequestColumns, name: str) -> FloatArray:
     end = np.fmax(finish, _at_client_ns(requests, "last_sent_ns", finish))
     completed = np.where(requests.is_completed, end, np.nan)
     if name == "lateness_s":
-        has_deadlines = "deadline_ns" in requests.rows.names  # older runs do not have them
-        return (completed - requests.numbers("deadline_ns")) / 1e9 if has_deadlines else np.full(len(requests), np.nan)
+        return (completed - requests.numbers("deadline_ns")) / 1e9
     n = requests.numbers("num_token_steps")  # not tokens: sequences of a group may emit in one step
     if name in ("e2e_s", "normalised_latency_s"):
         e2e = (completed - arrival) / 1e9
@@ -113,9 +112,7 @@ def itl_pooled(requests: Any) -> FloatArray:
 
 
 def _at_client_ns(requests: RequestColumns, sent: str, emitted: FloatArray) -> FloatArray:
-    """When the token was at the client: as recorded in column `sent`, which older runs lack; else when emitted."""
-    if sent not in requests.rows.names:
-        return emitted
+    """When the token was at the client: as recorded in column `sent`, else when emitted."""
     found = requests.numbers(sent)
     return np.where(np.isnan(found), emitted, found)
 

@@ -77,5 +77,5 @@ def _in_manifest(text: str, manifest: Mapping[str, Any]) -> Note:
         return Note(text, kind)
     section, part, whole = _SIZES[kind]
     numbers = manifest if section is None else manifest.get(section) or {}
-    size = numbers.get(part)  # absent from older runs
+    size = numbers.get(part)
     return Note(text, kind, size if whole is None or not size else size / numbers[whole])

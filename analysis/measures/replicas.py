@@ -104,7 +104,7 @@ def routing_notes(summary: Mapping[str, Any]) -> list[str]:
     idle = sum(one["num_requests"] == 0 for one in fleet["each"])
     if idle and summary["num_requests"] >= FEW * fleet["num"]:
         notes.append(f"{idle} of {fleet['num']} replicas served no request (router {router})")
-    if str(router).rpartition(".")[2] in ("session_sticky", "SessionSticky") and not fleet.get("num_in_sessions", 1):
+    if str(router).rpartition(".")[2] in ("session_sticky", "SessionSticky") and not fleet["num_in_sessions"]:
         notes.append(f"no request was in a session: router {router} had none to keep together, and its `others` chose")
     return notes
 

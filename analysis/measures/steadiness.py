@@ -259,7 +259,7 @@ def outrun_note(summary: Mapping[str, Any]) -> Note | None:
     what = (
         f"{before:,.0f} requests were in the system in the second quarter of their time, and {after:,.0f} in the last"
     )
-    work = found.get("waiting_work") or (0.0, 0.0, 0.0)
+    work = found["waiting_work"]
     rise, of_work = after - before, work[2] - work[0]
     if of_work > rise:  # few requests wait, but the long ones
         what = (

@@ -11,7 +11,7 @@ import yaml
 from testbed.errors import RunFolderError
 from testbed.foreign_text import not_yaml, parsed
 
-_SAID: dict[str, dict[str, type]] = {  # keys that these files have for every run, whichever version wrote them
+_SAID: dict[str, dict[str, type]] = {  # keys that these files have for every run
     "config.yaml": dict.fromkeys(("backend", "scheduler", "cache", "trace"), dict),
     "manifest.json": {"status": str, "backend": str, "trace": dict, "num_gpu_blocks": object},
 }

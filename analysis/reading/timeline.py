@@ -72,9 +72,8 @@ def step_runs(steps: Rows, names: Sequence[str], engines: Sequence[int] | None) 
 
 def replicas_of(steps: Rows) -> list[int]:
     found: set[int] = set()
-    if "replica" in steps.names:
-        for (array,) in steps.batches(["replica"]):
-            found |= set(np.flatnonzero(np.bincount(whole(array)[is_known(array)])).tolist())
+    for (array,) in steps.batches(["replica"]):
+        found |= set(np.flatnonzero(np.bincount(whole(array)[is_known(array)])).tolist())
     return sorted(found)
 
 

@@ -82,7 +82,7 @@ def _cut(arms: Sequence[Arm]) -> Iterator[str]:
     """Sentences on outputs that were cut at the model's maximum length: one for all arms with the same counts."""
 
     def cut(arm: Arm) -> tuple[int, int, int]:
-        runs = [run.manifest for run in arm.runs]  # older manifests lack these
+        runs = [run.manifest for run in arm.runs]
         num, tokens = (sum(run.get(f"num_cut_output{what}") or 0 for run in runs) for what in ("s", "_tokens"))
         return num, _num_sent(arm), tokens
 
@@ -167,7 +167,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     if not named:
         return  # one arm, or arms with given names
     bundles = {key.rpartition(".")[0] for key in named if key.split(".")[-1] in NAMING_KEYS}
-    given = {key for run in runs for key in run.manifest.get("given") or ()}  # unknown for older runs
+    given = {key for run in runs for key in run.manifest.get("given") or ()}
     found = [
         key
         for key in swept_keys(runs)
@@ -202,7 +202,7 @@ def _ambiguous(arms: Sequence[Arm]) -> Iterator[str]:
 
 def changed_sources(runs: Sequence[Run]) -> list[str]:
     """A sentence if compared runs used files, classes or code of the same name with different content."""
-    made = [run.manifest.get("identity") or {} for run in runs]  # older runs lack it
+    made = [run.manifest.get("identity") or {} for run in runs]
     by_name: dict[str, set[str]] = {}
     for part in ("classes", "files"):
         for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):

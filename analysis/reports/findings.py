@@ -173,6 +173,6 @@ def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | No
         runs = [run for arm in arms for run in arm.runs]
         if num := sum(run.summary["deadlines"] is None for run in runs):
             yield (
-                f"{fmt.number(num)} of {fmt.number(len(runs))} runs recorded no deadline (an older version never did): "
+                f"{fmt.number(num)} of {fmt.number(len(runs))} runs recorded no deadline: "
                 "the limit on lateness binds no request of theirs."
             )

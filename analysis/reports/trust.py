@@ -192,7 +192,7 @@ def _step_times(runs: Sequence[Run]) -> Trust:
 
 def _source_of(run: Run) -> tuple[Level, str]:
     """The level of a run's step times, and a text: their source, the error of a fit, the steps outside its range."""
-    cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")  # absent from older runs
+    cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")
     level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
     if {run.flat_config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
         level, said = (

@@ -55,8 +55,6 @@ REQUEST_COLUMNS: dict[str, str] = {
     "e2e_s": "double",  # finish, or last token at the client - intended arrival; null unless it ended by stop or length
 }
 
-NEWER = ("first_sent_ns", "last_sent_ns", "deadline_ns")  # older runs do not have these columns
-
 STEP_COLUMNS: dict[str, str] = {
     "replica": "int32",  # the replica of the step; 0 if there is only one. Rows of several are mixed, each in its order
     "step": "int64",  # counted by each replica separately

@@ -290,10 +290,6 @@ def test_what_cannot_be_checked_says_why(sound: Records) -> None:
     cases = {
         "no step": (sound.requests, sound.steps.iloc[:0]),
         "no request": (sound.requests.iloc[:0], sound.steps),
-        "no replica is recorded": (
-            sound.requests,
-            pd.concat([sound.steps, sound.steps]).drop(columns="replica"),
-        ),
         "num_ignored not recorded": (sound.requests, sound.steps.assign(num_ignored=None)),
     }
     for why, (requests, steps) in cases.items():
@@ -367,8 +363,15 @@ def test_sums_beyond_64_bits_are_exact() -> None:
     num, length = 6000, 21 * 86_400 * 10**9
     request = {"arrival_ns": 0, "queued_ns": 0, "first_scheduled_ns": 0, "first_token_ns": length, "finish_ns": length}
     request |= {"finish_reason": "length", "num_prompt_tokens": 1, "num_output_tokens": 1, "num_token_steps": 1}
-    request |= {"num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0}
-    step = {"start_ns": 0, "end_ns": length, "num_running": num, "num_prefill_tokens": num, "num_emitted": num}
+    request |= {"num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "replica": 0}
+    step = {
+        "replica": 0,
+        "start_ns": 0,
+        "end_ns": length,
+        "num_running": num,
+        "num_prefill_tokens": num,
+        "num_emitted": num,
+    }
     names = ("num_decode_tokens", "num_waiting", "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored")
     checks = run_checks(pd.DataFrame([request] * num), pd.DataFrame([step | dict.fromkeys(names, 0)]), SIM)
     assert [check["holds"] for check in checks.values()] == [True, True, True]

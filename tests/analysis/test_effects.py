@@ -97,7 +97,9 @@ def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None
     ]
     factors = [{effect.factor for effect in main_effects(arms, arms[0], [LATENCY[0]])}]
     for arm in arms:
-        arm.runs[0].manifest["victim_of_auto"] = "lowest_priority" if arm.name.endswith("b 2") else None
+        arm.runs[0].manifest["victim_of_auto"] = (
+            "lowest_priority" if arm.name.endswith("b 2") else "most_recently_admitted"
+        )
     factors += [{effect.factor for effect in main_effects(arms, base, [LATENCY[0]])} for base in (arms[0], arms[-1])]
     assert factors == [{"scheduler.victim", "scheduler.queue_order"}, *[{"scheduler.queue_order"}] * 2]
     (said,) = _ambiguous(arms)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.explain.request import explain_request
 from analysis.explain.whole_run import explain_run
-from analysis.load import load_run
 from analysis.measures.metrics import request_metrics
-from analysis.measures.summary import summarise
 from experiments import simulate
 from experiments.cli import main
 from testbed.core.commands import Abort, Arrive
@@ -216,19 +213,3 @@ def test_explanations_tell_of_the_way_out():
     assert "The front end brought it its first token 8.00 ms and its last token 8.00 ms after" in told
     told = explain_run(behind).replace("\u00a0", " ")
     assert "- r7: 208 ms, 8.00 ms of it for the front end to send it; did not wait" in told
-
-
-def test_runs_from_before_there_was_such_an_instant_are_read_as_they_were(tmp_path):
-    run = simulate(at_once(5, 9), cost=COST, folder=tmp_path / "run", record={"decisions": True})
-    told, summary, file = explain_run(run), run.summary, run.path / "requests.parquet"
-    pq.write_table(pq.read_table(file).drop_columns(["first_sent_ns", "last_sent_ns"]), file)
-    config = run.path / "config.yaml"
-    config.write_text(config.read_text().replace("  frontend_ns_per_token: 0\n", ""))
-    older = load_run(run.path)
-    assert "frontend_ns_per_token" not in older.config["backend"]
-    assert "first_sent_ns" not in older.requests
-    assert explain_run(older) == told
-    assert older.flat_config["backend.frontend_ns_per_token"] == 0
-    again = summarise(older.requests, older.steps, older.manifest)
-    for name in ("ttft_s", "tpot_s", "e2e_s", "itl_s", "throughput"):
-        assert again[name] == summary[name]

@@ -43,8 +43,9 @@ def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     with style.styled():
         height_in = style.height(2.3, 3, list(runs), is_narrow=is_narrow)
         figure, (panels,) = style.grid(1, 3, height_in, is_narrow=is_narrow, sharey=True)
+        samples = [samples_of(*run.counted)[0] for run in runs.values()]  # of the requests that the summaries count
         for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
-            _cdf_panel(axes, {label: _latency_values(run, name) for label, run in runs.items()}, title)
+            _cdf_panel(axes, [one[name] for one in samples], title)
         for axes in panels if is_narrow else panels[:1]:
             axes.set_ylabel("share of requests")
         handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
@@ -52,21 +53,17 @@ def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     return cast(AxesArray, panels)
 
 
-def _latency_values(run: Run, name: str) -> tuple[FloatArray, FloatArray]:
-    """(observed, censored) values of one latency of one run, in seconds, of the requests that its summary counts."""
-    observed, censored = samples_of(*run.counted)[0][name]
-    return observed[~np.isnan(observed)], censored
-
-
-def _cdf_panel(axes: Axes, curves: Mapping[str, tuple[FloatArray, FloatArray]], title: str) -> None:
+def _cdf_panel(axes: Axes, samples: Sequence[tuple[FloatArray, FloatArray]], title: str) -> None:
+    """samples: (observed, NaN for none; censored) values of each run, in seconds."""
     axes.set_title(title)
-    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves.values()]])
+    curves = [(observed[~np.isnan(observed)], censored) for observed, censored in samples]
+    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves]])
     if not everything.size:
         axes.text(0.5, 0.5, "no request has one", transform=axes.transAxes, ha="center", color=style.GREY)
         axes.set_xlabel(f"{title} (ms)")
         return
     factor, unit = style.time_unit(everything)
-    for index, (observed, censored) in enumerate(curves.values()):
+    for index, (observed, censored) in enumerate(curves):
         if observed.size:
             values, cdf = km_steps(observed, censored)
             keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))

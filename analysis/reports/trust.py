@@ -173,12 +173,6 @@ _SOURCES: dict[str, tuple[Level, str]] = {
 _MANY = 0.1  # share of steps outside of the profile above which step times are poor
 
 
-def _extrapolated(run: Run) -> float:
-    """The share of the run's steps whose time is extrapolated."""
-    num_outside, num_steps = (run.manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
-    return num_outside / max(1, num_steps)
-
-
 def _step_times(runs: Sequence[Run]) -> Trust:
     """The worst of the simulated runs decides the level; of each cost model the worst run is described."""
     worst: dict[str, tuple[Level, str]] = {}
@@ -208,7 +202,9 @@ def _source_of(run: Run) -> tuple[Level, str]:
         said += fmt.percent(p90)
     if (saving := run.flat_config.get("cost.repeated_saving")) is not None:
         said += f"; that shared reads save {fmt.share(saving)} is given, not fitted"
-    if share := _extrapolated(run):
+    num_outside, num_steps = (run.manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
+    if num_outside:
+        share = num_outside / max(1, num_steps)
         notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
         level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
     return level, said

@@ -178,11 +178,11 @@ def _set(node: DictConfig, item: Override) -> None:
 
 
 def _may_be_null(node: DictConfig, key: str) -> bool:
-    """Whether the type of a key says that it may be null; False for a key without a type."""
+    """Whether the type of a key says that it may be null; False for a key without a type, and for a name."""
     above, _, name = key.rpartition(".")
     parent = OmegaConf.select(node, above) if above else node
     leaf: Any = parent._get_node(name, validate_access=False) if isinstance(parent, DictConfig) else None
-    return leaf is not None and not isinstance(leaf, AnyNode) and leaf._is_optional()
+    return name != "name" and leaf is not None and not isinstance(leaf, AnyNode) and leaf._is_optional()
 
 
 def _given(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ their own), and writes texts to standard output as they grow, or to a file as JS
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,8 @@ def generate(
             printer.flush()
             kept = f"; what is finished is in {output}" if num_done and output is not None else ""
             raise KeyboardInterrupt(f"interrupted after {num_done} of {_counted(len(asked), 'prompt')}{kept}") from None
+        except RequestError as error:
+            raise RequestError(_placed(str(error), asked)) from None
     span_s = time.monotonic() - began
     said = f"{_counted(len(asked), 'prompt')}, {_counted(num_tokens, 'token')} generated in {span_s:.2f} s"
     return f"{said} ({num_tokens / span_s:,.1f} tok/s)"
@@ -174,11 +177,19 @@ def _line(index: int, asked: Asked, output: RequestOutput) -> str:
     )
 
 
+def _placed(said: str, asked: list[Asked]) -> str:
+    """The message, with the place of a prompt instead of its number."""
+    numbered = re.match(r"prompt (\d+)\b", said)
+    return said if numbered is None else asked[int(numbered[1])].place + said[numbered.end() :]
+
+
 def _label(asked: Asked) -> str:
     prompt = asked.prompt
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
-    text = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
+    if isinstance(prompt, list):
+        return f"{len(prompt)} token ids"
+    text = " ".join(str(prompt).split())
     return text if len(text) <= 72 else f"{text[:69]}..."
 
 

@@ -119,6 +119,7 @@ class ModelSpec:
     path: str | None = None
 
     def __post_init__(self) -> None:
+        require("model.name", self.name, isinstance(self.name, str) and bool(self.name), "a name")
         for field in (
             "hidden_size",
             "intermediate_size",

@@ -20,7 +20,9 @@ WRONG = [
     ("seed=x", "seed is 'x'; it must be a whole number"),
     ("cache.num_gpu_blocks=", "cache.num_gpu_blocks has no value; give one, or null for none"),
     ("cache={num_gpu_blocks: ''}", "cache.num_gpu_blocks has no value; give one, or null for none"),
-    ("model.name=", "model.name has no value; give one, or null for none"),
+    ("model.name=", "model.name is ''; it must be a name"),
+    ("model.name=null", "model.name is None; it must be a name"),
+    ("device.name=", "device.name is ''; it must be a name"),
     (
         "scheduler={kv_rules: {full_length_must_fit: 2}}",
         "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",

@@ -167,6 +167,8 @@ def test_mistakes_are_one_line(
         ("p.jsonl", '\n{"promt": "a"}', "p.jsonl:2: unknown key 'promt'; did you mean 'prompt'?"),
         ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: the prompt is empty"),
         ("p.jsonl", '{"prompt": "a", "top_p": 2}', "p.jsonl:1: sampling.top_p is 2"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 5}', "p.jsonl:3 is 5; it must be a string, token ids, or a dict"),
+        ("p.jsonl", '{"prompt_token_ids": [999999]}', "p.jsonl:1 has token id 999999; the model's vocabulary has ids"),
         ("p.txt", "\n\n", "nothing to generate from"),
     ],
 )

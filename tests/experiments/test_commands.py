@@ -17,6 +17,7 @@ from experiments.configuration.options import options
 from experiments.demo import command as demo_real
 from experiments.runs.environment import describe_versions
 from testbed import compiled
+from testbed.errors import TestbedError
 from tests.experiments.kit import SHORT, TINY, manifest_of, say, write_rows
 
 
@@ -129,6 +130,8 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
         assert case in said.out
     assert "did you mean 'core'" in say(capsys, "bench", "cor").error()
     assert "no file" in say(capsys, "bench", "simulator", "--trace", "nowhere.csv").error()
+    with pytest.raises(TestbedError, match=r"^trace.rate is 'x'; it must be a number$"):
+        simulator._measure(["trace.rate=x"], {})
 
 
 @pytest.mark.parametrize(

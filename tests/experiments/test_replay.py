@@ -74,8 +74,6 @@ def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_wi
     saved = {"backend": {"speed": 4.0}, "trace": {"_target_": "mine.make"}}
     assert not _speed_of(saved, keys)
     assert "note: simulated at speed 1 and not 4" in capsys.readouterr().err
-    del real.manifest["trace"]["sent_fingerprint"]  # of before it was recorded
-    assert not infer_pairs([*sims, real])
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True])

@@ -386,7 +386,7 @@ def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path:
     assert told.endswith(" and all have one deadline after arrival, or none.")
     runs, orders = load_sweep(tmp_path).runs, {"fcfs", "priority", "edf"}
     (limit,) = limits([], infer_arms(runs), SLO(lateness_s=0.0))
-    assert limit.startswith("2 of 2 runs recorded no deadline (an older version never did): the limit on lateness")
+    assert limit.startswith("2 of 2 runs recorded no deadline: the limit on lateness")
     told_of_each = ["all have one priority", "all have one deadline after arrival, or none"]
     assert _never_used("scheduler.queue_order", orders, runs)[-2:] == told_of_each
     runs[0].manifest["trace"]["differ_in"] = ["deadline"]

@@ -126,7 +126,7 @@ def _loads(
     names = [run.name for run in files]
     if (doubled := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ConfigError(f"two measured files are called {doubled!r}; give them different names")
-    loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, runs, options.format)]
+    loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, overrides, runs, options.format)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
     text = "\n".join(lines)
@@ -139,7 +139,7 @@ def _loads(
     return text
 
 
-def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> list[Load]:
+def _folder_loads(folders: list[Path], overrides: list[str], runs: Path, format_name: str | None) -> list[Load]:
     if folders and format_name not in (None, RUN_FOLDER):
         raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
     found: dict[str, Run] = {}  # by the name of the folder in the output
@@ -163,7 +163,8 @@ def _folder_loads(folders: list[Path], runs: Path, format_name: str | None) -> l
     shared = {name for name, num in Counter(names.values()).items() if num > 1}
     loads: list[Load] = []
     for place, run in found.items():
-        loads.append(folder_load(run, place if names[place] in shared else names[place], place, runs, loads))
+        name = place if names[place] in shared else names[place]
+        loads.append(folder_load(run, name, place, runs, loads, overrides))
     return loads
 
 

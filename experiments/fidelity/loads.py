@@ -111,9 +111,11 @@ def _is_repeat(one: Trace, other: Trace) -> bool:
 # --- from run folders ---
 
 
-def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence[Load]) -> Load:
+def folder_load(
+    run: Run, name: str, place: str, folder: Path, earlier: Sequence[Load], overrides: Sequence[str]
+) -> Load:
     """The load of a run folder: backend real, vllm (also imported), or sim. earlier: the loads that it may repeat.
-    Raises TestbedError with one line."""
+    overrides: the user's; a warm-up among them holds for the measured run too. Raises TestbedError with one line."""
     if run.manifest.get("status") != "complete":
         raise RunFolderError(
             f"{run.path}: the run is partial, so its load is not known; measure it again, or leave it out"
@@ -154,7 +156,10 @@ def folder_load(run: Run, name: str, place: str, folder: Path, earlier: Sequence
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
     said = {"measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed)}
-    written = write_folder(folder / place / "measured", kept, steps, run.config, run.manifest | said, trace)
+    config = run.config
+    if warmup := [item for item in overrides if item.startswith("report.warmup_s=")]:
+        config = {**config, "report": compose_from({**saved, "trace": kept_trace}, warmup).raw["report"]}
+    written = write_folder(folder / place / "measured", kept, steps, config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
         {**saved, "trace": kept_trace}, key, policy, tuple(notes),

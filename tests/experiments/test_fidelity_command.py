@@ -71,6 +71,17 @@ def test_closed_loops_and_aborted_requests_are_replayed_as_they_came(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path):
+    assert fidelity(base.path, "report.warmup_s=2", "--out", tmp_path / "out") == 0
+    (load,) = result(tmp_path / "out")["loads"]
+    assert {row["error"] for row in load["errors"]} == {0.0}
+    late = base.requests[base.requests.arrival_ns >= base.requests.arrival_ns.min() + 2 * 10**9]
+    assert 0 < len(late) < 60
+    real = {row["metric"]: row["real"] for row in load["errors"]}
+    assert real["ttft_s.mean"] == pytest.approx(late.ttft_s.mean())
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path):
     folder = copied(base, tmp_path / "cut")
     table = pq.read_table(folder / "requests.parquet")
@@ -256,7 +267,7 @@ def test_simulations_of_measured_loads_are_as_many_loads(tmp_path, is_own, said)
         if is_own:
             config = read_yaml(folder / "config.yaml") | {"trace": {"name": "jsonl", "path": f"{folder}/trace.jsonl"}}
             (folder / "config.yaml").write_text(json.dumps(config))
-        loads.append(folder_load(load_run(folder), name, name, tmp_path / "out", loads))
+        loads.append(folder_load(load_run(folder), name, name, tmp_path / "out", loads, []))
     sims = [simulate(one.config([]), one.trace, tmp_path / "sims" / one.name, "", one.measured) for one in loads]
     found = by_load(infer_arms(sims), [])
     assert [(load.partition(" (")[0], len(arms)) for load, arms in found.items()] == list(

@@ -37,24 +37,28 @@ FIDELITY_METRICS: dict[str, int] = {  # dotted path in a summary -> +1 if more i
 
 def match_requests(sim: Run, real: Run) -> pd.DataFrame:
     """One row for each request: request_id, and with the prefixes sim_ and real_ the columns of `request_metrics`,
-    num_output_tokens, num_cached_tokens and num_preemptions.
+    num_output_tokens, num_cached_tokens and num_preemptions. Requests of the warm-up of either run are left out.
 
     Raises RunFolderError if the traces or the request ids of the two runs differ.
     """
     same_trace([sim, real])
-    frames = []
+    frames, counted = [], []
     for run in (sim, real):
         frame = request_metrics(run.requests).set_index("request_id")
         for name in ("num_output_tokens", "num_cached_tokens", "num_preemptions"):
             frame[name] = numbers(run.requests, name)
         frames.append(frame)
+        arrival = numbers(run.requests, "arrival_ns")
+        since_ns = arrival.min(initial=np.inf) + 1e9 * run.flat_config.get("report.warmup_s", 0.0)
+        counted.append(frame.index[arrival >= since_ns])
     only = set(frames[0].index) ^ set(frames[1].index)
     if only:
         raise RunFolderError(
             f"{sim.path} and {real.path}: {len(only)} requests are in one run only, the first {min(only)}; "
             "match runs of the same requests"
         )
-    return frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_")).reset_index()
+    matched = frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_"))
+    return matched[matched.index.isin(counted[0]) & matched.index.isin(counted[1])].reset_index()
 
 
 def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:

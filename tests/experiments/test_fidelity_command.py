@@ -79,6 +79,7 @@ def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path):
     assert 0 < len(late) < 60
     real = {row["metric"]: row["real"] for row in load["errors"]}
     assert real["ttft_s.mean"] == pytest.approx(late.ttft_s.mean())
+    assert {row["num"] for row in load["requests"]} == {load["num_requests"]} == {len(late)}
 
 
 @pytest.mark.usefixtures("unrendered")

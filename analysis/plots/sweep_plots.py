@@ -118,10 +118,11 @@ def pareto(
 
 
 def _front(costs: FloatArray) -> list[int]:
-    """The indices of points that no other dominates, by the first cost. costs: `[num_points, 2]`, less is better."""
+    """The indices of points that no other dominates, by the first cost; equal points do not dominate each other. costs:
+    `[num_points, 2]`, less is better."""
     front: list[int] = []
     for place in np.lexsort((costs[:, 1], costs[:, 0])).tolist():
-        if not front or costs[place, 1] < costs[front[-1], 1]:
+        if not front or costs[place, 1] < costs[front[-1], 1] or (costs[place] == costs[front[-1]]).all():
             front.append(place)
     return front
 

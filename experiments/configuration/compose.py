@@ -139,7 +139,7 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
     """
     chosen: dict[str, str | None] = {item.partition("=")[0]: item for item in choices}
     parts = [(group, chosen.get(group)) for group in GROUPS]
-    is_ours = not stamps and chosen.keys() <= {*GROUPS}
+    is_ours = not stamps and len(chosen) == len(choices) and chosen.keys() <= {*GROUPS}
     if is_ours and all(part in _PARTS for part in parts):
         node = deepcopy(_PARTS[parts[0]])
         for group, choice in parts[1:]:

@@ -186,7 +186,7 @@ def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
         wall_s = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            last = (said.strip().splitlines() or [f"{' '.join(command[1:])}: exit status {process.returncode}"])[-1]
             raise TestbedError(last.removeprefix("error: "))
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     peak_mib = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

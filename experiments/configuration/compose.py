@@ -23,7 +23,7 @@ from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
-from experiments.configuration.options import options
+from experiments.configuration.options import CONF, options
 from experiments.configuration.overrides import check, chooses, covering, is_value
 from testbed import errors
 from testbed.errors import ConfigError
@@ -139,7 +139,7 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
     """
     chosen: dict[str, str | None] = {item.partition("=")[0]: item for item in choices}
     parts = [(group, chosen.get(group)) for group in GROUPS]
-    is_ours = not stamps and len(chosen) == len(choices) and chosen.keys() <= {*GROUPS}
+    is_ours = not stamps and len(chosen) == len(choices) and all(map(_is_shipped, choices))
     if is_ours and all(part in _PARTS for part in parts):
         node = deepcopy(_PARTS[parts[0]])
         for group, choice in parts[1:]:
@@ -149,6 +149,12 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
         node = compose("config", overrides=list(choices))
     _PARTS.update(dict.fromkeys(parts, node) if is_ours else {})
     return node
+
+
+def _is_shipped(choice: str) -> bool:
+    """Whether a choice names an option of ours: others come from the user's folders, or from Hydra's ConfigStore."""
+    group, _, option = choice.partition("=")
+    return group in GROUPS and (CONF / group / f"{option}.yaml").is_file()
 
 
 def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:

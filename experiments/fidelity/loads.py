@@ -157,8 +157,8 @@ def folder_load(
     steps = pq.read_table(run.path / "steps.parquet")
     said = {"measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed)}
     config = run.config
-    if warmup := [item for item in overrides if item.startswith("report.warmup_s=")]:
-        config = {**config, "report": compose_from({**saved, "trace": kept_trace}, warmup).raw["report"]}
+    if of_report := [item for item in overrides if item.startswith(("report.", "report=", "hydra.searchpath="))]:
+        config = {**config, "report": compose_from({**saved, "trace": kept_trace}, of_report).raw["report"]}
     written = write_folder(folder / place / "measured", kept, steps, config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),

@@ -14,6 +14,7 @@ from experiments.configuration.names import device_named
 from experiments.configuration.options import options
 from experiments.runs.environment import describe_versions, versions_in_vllm
 from experiments.runs.run_folder import ABSENT, write_json
+from experiments.wiring import build
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import ARCHITECTURES
 from testbed.specs.model import DTYPE_BYTES
@@ -76,7 +77,8 @@ def manifest_in_vllm(said: dict[str, Any], config: RunConfig, command: str) -> d
         **ABSENT, "backend": "vllm", **versions_in_vllm(said["vllm"]),
         "code_version": describe_versions()["llm-serving-testbed"],
         "command": command, "seed": config.seed, "tensor_parallel_size": said["device"]["tensor_parallel_size"],
-        "scheduler": config.scheduler.name, "async_scheduling": config.scheduler.async_scheduling,
+        "scheduler": config.scheduler.name, "victim_of_auto": build.victim_of_auto(config),
+        "async_scheduling": config.scheduler.async_scheduling,
         "device": said["device"]["name"], "num_gpu_blocks": said["config"]["num_gpu_blocks"], "num_cpu_blocks": 0,
         "block_size": said["config"]["block_size"], "num_replicas": 1, "num_unsent": 0, "cost_notes": [],
         "num_extrapolated_steps": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -13,6 +14,7 @@ from typing import Any, cast
 import hydra
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from experiments.configuration import compose
@@ -125,14 +127,27 @@ def test_every_model_is_priced_on_every_device(device: str) -> None:
 def test_options_put_together_are_what_hydra_composes_of_them(seed: int) -> None:
     draw = Random(seed)
     one, other = ([f"{group}={draw.choice(options(group))}" for group in GROUPS] for _ in range(2))
-    mixed = tuple(draw.choice(pair) for pair in zip(one, other, strict=True))
-    for choices in (tuple(one), tuple(other)):
+    mixed = tuple(draw.choice(pair) for pair in zip(one, other, strict=True) if draw.random() < 0.7)
+    for choices in ((), tuple(one), tuple(other)):
         compose._composed(choices, ())
     with compose.hydra_app():
         expected = hydra.compose("config", overrides=list(mixed))
     found = compose._composed(mixed, ())
     assert found == expected
     assert types(found) == types(expected)
+
+
+def test_an_option_of_another_store_changes_no_later_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a part in any group."""
+    register()
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", deepcopy(store.repo))
+    node = {"cache": {"block_size": 64}, "seed": 7}
+    store.store(group="report", name="far_reaching", package="_global_", node=node)
+    before = compose._composed(("model=tiny", "device=a100"), ())
+    assert compose._composed(("report=far_reaching",), ()).cache.block_size == 64
+    compose._composed.cache_clear()
+    assert compose._composed(("model=tiny", "device=a100"), ()) == before
 
 
 def types(node: DictConfig) -> dict[str, Any]:

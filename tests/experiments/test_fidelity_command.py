@@ -71,8 +71,9 @@ def test_closed_loops_and_aborted_requests_are_replayed_as_they_came(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path):
-    assert fidelity(base.path, "report.warmup_s=2", "--out", tmp_path / "out") == 0
+@pytest.mark.parametrize("given", ["report.warmup_s=2", "report={warmup_s: 2}"])
+def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path, given):
+    assert fidelity(base.path, given, "--out", tmp_path / "out") == 0
     (load,) = result(tmp_path / "out")["loads"]
     assert {row["error"] for row in load["errors"]} == {0.0}
     late = base.requests[base.requests.arrival_ns >= base.requests.arrival_ns.min() + 2 * 10**9]

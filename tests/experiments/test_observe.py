@@ -82,7 +82,7 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     }
     assert set(requests["finish_reason"]) <= {"stop", "length", "abort"}
     assert run.summary["checks"]["work_conserved"]["holds"] is True
-    assert run.manifest["backend"] == "vllm"
+    assert (run.manifest["backend"], run.manifest["victim_of_auto"]) == ("vllm", "most_recently_admitted")
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from experiments.configuration.config import GROUPS, RunConfig, register
+from experiments.configuration.config import GROUPS, RunConfig, register, structured_options
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
@@ -154,7 +154,8 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
 def _is_shipped(choice: str) -> bool:
     """Whether a choice names an option of ours: others come from the user's folders, or from Hydra's ConfigStore."""
     group, _, option = choice.partition("=")
-    return group in GROUPS and (CONF / group / f"{option}.yaml").is_file()
+    has_file = group in GROUPS and (CONF / group / f"{option}.yaml").is_file()
+    return has_file or option in structured_options().get(group, {})
 
 
 def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:

@@ -115,13 +115,13 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="_root", node=Root)
     store.store(group="hydra/sweeper", name="testbed", node=SweeperConfig)
-    for group, classes in _structured_options().items():
+    for group, classes in structured_options().items():
         options = _Options(group, classes)
         options.update(store.repo.get(group, {}))  # options that the user registered before
         store.repo[group] = options
 
 
-def _structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
+def structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
     """Returns, by group and option, the classes whose fields are the option's keys. Fields of later classes win."""
     return {
         "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name), "vllm": (VllmConfig, _Name)},

@@ -42,15 +42,12 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
     Raises RunFolderError if the traces or the request ids of the two runs differ.
     """
     same_trace([sim, real])
-    frames, counted = [], []
+    frames = []
     for run in (sim, real):
         frame = request_metrics(run.requests).set_index("request_id")
         for name in ("num_output_tokens", "num_cached_tokens", "num_preemptions"):
             frame[name] = numbers(run.requests, name)
         frames.append(frame)
-        arrival = numbers(run.requests, "arrival_ns")
-        since_ns = arrival.min(initial=np.inf) + 1e9 * run.flat_config.get("report.warmup_s", 0.0)
-        counted.append(frame.index[arrival >= since_ns])
     only = set(frames[0].index) ^ set(frames[1].index)
     if only:
         raise RunFolderError(
@@ -58,7 +55,9 @@ def match_requests(sim: Run, real: Run) -> pd.DataFrame:
             "match runs of the same requests"
         )
     matched = frames[0].add_prefix("sim_").join(frames[1].add_prefix("real_"))
-    return matched[matched.index.isin(counted[0]) & matched.index.isin(counted[1])].reset_index()
+    for run in (sim, real):
+        matched = matched[matched.index.isin(run.counted[0].codes("request_id").texts())]
+    return matched.reset_index()
 
 
 def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:

@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from experiments.console import visible
 from testbed.errors import ProfileError, TraceError
 from testbed.foreign_text import shown
 from testbed.specs.operator_tables import OPERATOR_COLUMNS
@@ -64,7 +63,7 @@ class CsvTable:
         self._table = _read(path)
         missing = [name for name in needed if name not in self._table]
         if missing:
-            names = ", ".join(visible(name)[:40] for name in self._table.columns[:30])
+            names = ", ".join(map(_plain, self._table.columns[:30]))
             raise ProfileError(f"{path} lacks the column {missing[0]!r}; it has {names}")
         self.num_rows = len(self._table)
         if not self.num_rows:
@@ -110,7 +109,12 @@ class CsvTable:
 
 def reason(error: Exception) -> str:
     """The first line of a library's error message, with unprintable characters escaped."""
-    return visible((str(error).splitlines() or [type(error).__name__])[0])[:160]
+    return _plain((str(error).splitlines() or [type(error).__name__])[0], 160)
+
+
+def _plain(text: str, length: int = 40) -> str:
+    escaped = repr(text)[1:-1]
+    return escaped if len(escaped) <= length else escaped[: length - 1] + "…"
 
 
 def _read(path: Path) -> pd.DataFrame:

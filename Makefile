@@ -55,8 +55,10 @@ test: $(VENV)/.installed
 # Set up once; again when pyproject.toml or the constraints change. The core is compiled again when a source has changed.
 setup: compile
 
+# Bytecode is kept, as pip keeps that of other packages: where Python may not write it, a start takes a third longer.
 compile: $(VENV)/.installed
 	@$(BIN)/python setup.py -q compile --inplace
+	@$(BIN)/python -m compileall -qq testbed sim real experiments analysis || true
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'

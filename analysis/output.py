@@ -12,9 +12,10 @@ from typing import TextIO, cast
 
 @contextmanager
 def written(out: Path) -> Iterator[TextIO]:
-    """Opens a text file that appears complete at the end, or not at all; compressed if its name ends in .gz."""
+    """Opens a text file that appears complete at the end, or not at all; compressed if its name ends in .gz. Of several
+    processes that write it at once, the last one's stays."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f"{out.name}.part")
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
     opener = gzip.open if out.suffix == ".gz" else open
     try:
         with opener(part, "wt", encoding="utf-8") as file:

@@ -56,29 +56,29 @@ class Plot(NamedTuple):
 @dataclass
 class Sections:
     out: Path
+    part: Path  # the folder of figures until `keep` is called
     findings: list[str] = field(default_factory=list)
     ablation: list[Any] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences on what could not be compared
 
     @property
-    def part(self) -> Path:
-        """The folder of figures until `keep` is called."""
-        return self.out.with_name(f"{self.out.stem}_files.part")
+    def files(self) -> Path:
+        """The folder of figures that the page names."""
+        return self.out.with_name(f"{self.out.stem}_files")
 
     def keep(self) -> None:
         """Moves the figures to where the page names them."""
-        folder = self.part.with_suffix("")
-        folder.mkdir(exist_ok=True)
+        self.files.mkdir(exist_ok=True)
         for figure in self.part.glob("*"):
-            figure.replace(folder / figure.name)
+            figure.replace(self.files / figure.name)
 
     def plot(self, draw: Callable[..., AxesArray], name: str, title: str, caption: str) -> Plot:
         """Saves a figure for the report. draw: makes it, with `is_narrow=True` in the version for a phone."""
         stem = self.part / name
         png, svg = style.save(draw(), stem)
         narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
-        file = relative(self.part.with_suffix("") / png.name, self.out.parent)
+        file = relative(self.files / png.name, self.out.parent)
         return Plot(title, caption, _embedded(png, svg), file, _embedded(*narrow))
 
 

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -82,17 +82,14 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sections = Sections(path)
-    shutil.rmtree(sections.part, ignore_errors=True)  # of a report that was killed
-    try:
+    with TemporaryDirectory(prefix=f".{path.stem}_files-", dir=path.parent) as part:
+        sections = Sections(path, Path(part))
         html, markdown = _pages(report, sections)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:
             for file, text in ((page, html), (plain_page, markdown)):
                 file.write(text)
                 file.flush()  # a full disk is told before the figures are kept
             sections.keep()
-    finally:
-        shutil.rmtree(sections.part, ignore_errors=True)
     return path
 
 

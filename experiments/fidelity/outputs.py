@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ from experiments.configuration.saved import read_manifest
 from experiments.fidelity.measured import MEASURED
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
+from experiments.runs.run_folder import locked
 from testbed.errors import ConfigError
 
 RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
@@ -35,11 +36,12 @@ def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
 @contextmanager
 def renewed(out: Path) -> Iterator[None]:
     """Context in which a command writes its outputs into `out`, in place of those of an earlier command. If it does not
-    complete, its own are removed and the earlier ones are there again; nothing else is touched."""
-    with TemporaryDirectory(prefix=f".{out.name}-", dir=_nearest(out.parent)) as aside:
+    complete, its own are removed and the earlier ones are there again; nothing else is touched. Raises RunFolderError
+    if another process writes there."""
+    with locked(out, ".lock", "--out"), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
         earlier = list(_earlier(out))
         _move(earlier, out, Path(aside))
-        others, is_new = set(_written(out)), not out.exists()
+        others = set(_written(out))
         try:
             yield
         except BaseException:
@@ -47,15 +49,7 @@ def renewed(out: Path) -> Iterator[None]:
                 for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
                     path.rmdir() if path.is_dir() else path.unlink()
                 _move([Path(aside, path.relative_to(out)) for path in earlier], Path(aside), out)
-                if is_new:
-                    with suppress(OSError):  # there is something else in it
-                        out.rmdir()
             raise
-
-
-def _nearest(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists: moving within a file system is renaming."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def _move(paths: Sequence[Path], source: Path, target: Path) -> None:

@@ -58,7 +58,7 @@ def refuse_overwrite(
     """Raises RunFolderError if a folder is in use, holds runs, or has files that a run would overwrite. key: the option
     that names the folder; allow: the option that permits replacing a run; None: there is none."""
     if is_locked(folder):
-        raise _in_use(folder)
+        raise _in_use(folder, key)
     if not has_run(folder) and (point := next(folder.glob("*/manifest.json"), None)) is not None:
         raise RunFolderError(
             f"{folder} holds other runs ({point.parent.name}), which a run there would hide; choose another {key}"
@@ -132,20 +132,21 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, name: str = LOG_FILE, key: str = "hydra.run.dir") -> Iterator[None]:
     """Context that makes the folder and locks it against other processes; removes it if nothing was written to it.
+    name: the file that holds the lock, removed if it is empty at the end; key: the option that names the folder.
     Raises RunFolderError if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG_FILE).open("ab") as log:
-        if not _lock(log):
-            raise _in_use(folder)
+    with (folder / name).open("ab") as file:
+        if not _lock(file):
+            raise _in_use(folder, key)
         try:
             yield
         finally:
             with suppress(OSError):
-                if os.listdir(folder) == [LOG_FILE] and not (folder / LOG_FILE).stat().st_size:
-                    (folder / LOG_FILE).unlink()
-                    folder.rmdir()
+                if not (folder / name).stat().st_size:
+                    (folder / name).unlink()
+                    folder.rmdir()  # fails if something is in it
 
 
 def is_locked(folder: Path) -> bool:
@@ -167,10 +168,8 @@ def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _in_use(folder: Path) -> RunFolderError:
-    return RunFolderError(
-        f"another process is writing a run to {folder}; wait for its end, or choose another hydra.run.dir"
-    )
+def _in_use(folder: Path, key: str) -> RunFolderError:
+    return RunFolderError(f"another process is writing to {folder}; wait for its end, or choose another {key}")
 
 
 def set_aside(folder: Path, target: Path) -> Path:

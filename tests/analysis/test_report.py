@@ -133,7 +133,7 @@ def test_a_timeline_is_chosen_from_all_arms_though_few_have_curves(sweep, monkey
         for run in arm.runs:
             run.summary["ttft_s"]["mean"] = ttft_s
     monkeypatch.setattr(Sections, "plot", lambda _, draw, name, *__: shown.setdefault(name, [*draw.args[0]]))
-    run_plots(Sections(sweep), {"": arms}, arms[0], ReportInput(arms))
+    run_plots(Sections(sweep, sweep), {"": arms}, arms[0], ReportInput(arms))
     names = [arm.name for arm in arms]
     assert shown == {"latency_cdf": names[:2], "timeline": [names[0], *names[2:]]}
 
@@ -147,14 +147,20 @@ def test_without_a_place_for_its_figures_there_is_no_page(tmp_path, monkeypatch)
     assert not list(tmp_path.glob("page.*"))
 
 
-def test_figures_of_a_report_that_was_killed_are_not_the_next_one_s(tmp_path, monkeypatch):
-    monkeypatch.setattr("analysis.reports.report._pages", lambda *_: ("html", "text"))
-    (tmp_path / "page_files.part").mkdir()
-    (tmp_path / "page_files.part" / "timeline.png").touch()
+def test_of_two_reports_into_one_place_at_once_each_is_whole(tmp_path, monkeypatch):
     write_run(tmp_path / "run", **FEW)
-    write_report(ReportInput(infer_arms([load_run(tmp_path / "run")])), tmp_path / "page.html")
-    assert {path.name for path in tmp_path.glob("page*")} == {"page.html", "page.md", "page_files"}
-    assert not list((tmp_path / "page_files").iterdir())
+    report, others = ReportInput(infer_arms([load_run(tmp_path / "run")])), [tmp_path / "page.html"]
+
+    def pages(report: ReportInput, sections: Sections) -> tuple[str, str]:
+        (sections.part / "timeline.png").write_text(str(len(others)))
+        if others:
+            write_report(report, others.pop())
+        return "html", "text"
+
+    monkeypatch.setattr("analysis.reports.report._pages", pages)
+    write_report(report, tmp_path / "page.html")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html", "page.md", "page_files"}
+    assert (tmp_path / "page_files" / "timeline.png").read_text() == "1", "the last one's stays"
 
 
 def test_figures_lie_beside_the_page_in_both_formats(page):

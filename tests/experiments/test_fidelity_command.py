@@ -20,6 +20,7 @@ from experiments.cli import main
 from experiments.fidelity.comparing import Comparison, comparison_lines
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRequest, measured
+from experiments.fidelity.outputs import renewed
 from experiments.fidelity.simulating import simulate
 from tests.experiments.fidelity_kit import (
     FEW,
@@ -326,6 +327,14 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
     (out / "runs" / "run" / "notes.txt").write_text("mine")
     assert fidelity(base.path, "--out", out, "--overwrite") == 130
     assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
+
+
+def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):
+    out = tmp_path / "out"
+    with renewed(out):
+        said = error_line(capsys, base.path, "--out", out, "--overwrite")
+        assert f"another process is writing to {out}; wait for its end, or choose another --out" in said
+    assert not out.exists()
 
 
 @pytest.mark.usefixtures("unrendered")

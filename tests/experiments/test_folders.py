@@ -37,7 +37,7 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_process_i
     assert holder.stdout is not None
     assert holder.stdout.readline() == "claimed\n"
     for more in ((), ("overwrite=true",)):
-        said = f"another process is writing a run to {tmp_path / 'run'}"
+        said = f"another process is writing to {tmp_path / 'run'}"
         assert say(capsys, *arguments, *more).error().startswith(said)
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()

@@ -255,7 +255,7 @@ def test_while_one_runs_there_is_no_other(
     kept = (tmp_path / "run" / "observed.jsonl").read_text()
     with locked(tmp_path / "run"):
         assert run(tmp_path / "run", "overwrite=true") == 1
-    assert "another process is writing a run to" in said_by(capsys)
+    assert "another process is writing to" in said_by(capsys)
     assert (tmp_path / "run" / "observed.jsonl").read_text() == kept
 
 

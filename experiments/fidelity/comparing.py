@@ -26,6 +26,7 @@ from experiments.console import milliseconds, percent, table
 from experiments.fidelity.fitting import Fit, fit, halves, is_time, overrides_of
 from experiments.fidelity.loads import Load
 from experiments.fidelity.simulating import described, replaced, simulate
+from experiments.runs.ending import without_numbers
 from experiments.wiring.costs import calibration_of
 from sim.cost.config import CalibratedConfig
 from testbed.errors import ConfigError
@@ -102,7 +103,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
         is_fitted = isinstance(config.cost, CalibratedConfig) and not notes
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
     errors = fidelity.error_table(*pair)
-    notes += _of_units(load, errors)
+    notes += (*_of_units(load, errors), *without_numbers(config, sim.summary))
     return Compared(
         load, tuple(group[1:]), sim, described(config), errors, fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,

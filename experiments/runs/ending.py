@@ -65,10 +65,16 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.slo.lateness_s is not None and summary["deadlines"] is None:
         notes.append(NO_DEADLINES)
-    if summary["num_in_warmup"] and not summary["num_requests"]:
-        left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
-        notes.append(f"{left}, so there are no numbers: lower it, or take a longer trace")
+    notes += without_numbers(config, summary)
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
+
+
+def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:
+    """Returns a note if every request was sent within the warm-up."""
+    if summary["num_requests"] or not summary["num_in_warmup"]:
+        return []
+    left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
+    return [f"{left}, so there are no numbers: lower it, or take a longer trace"]
 
 
 def ignored_message(

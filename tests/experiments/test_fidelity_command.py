@@ -85,6 +85,14 @@ def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path, given):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_warm_up_that_leaves_no_request_is_said(base, tmp_path):
+    assert fidelity(base.path, "report.warmup_s=900", "--out", tmp_path / "out") == 0
+    (load,) = result(tmp_path / "out")["loads"]
+    left = "report.warmup_s=900 leaves out all 60 requests, so there are no numbers: lower it, or take a longer trace"
+    assert left in load["notes"]
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path):
     folder = copied(base, tmp_path / "cut")
     table = pq.read_table(folder / "requests.parquet")

@@ -42,7 +42,7 @@ class Step:
         self._is_ahead = is_ahead
         holds = is_ahead or blocks.holds_victims
         self.leaving = Preempting(self.batch, blocks, running, waiting, policies, holds=holds)
-        self.deferred: tuple[Sequence, ...] = ()  # passed over; they return to the queue after the step is decided
+        self.deferred: tuple[Sequence, ...] = ()  # passed over, the last first: they return once the step is decided
 
     @property
     def rows(self) -> list[Row]:
@@ -271,7 +271,7 @@ class Step:
     def defer(self, seq: Sequence) -> None:
         """Passes a waiting sequence over in this step; it keeps its place in the queue."""
         self._waiting.remove(seq, passes_over=True)
-        self.deferred += (seq,)
+        self.deferred = (seq, *self.deferred)
 
     def ignore(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting sequence as ignored: it can never run."""
@@ -284,7 +284,7 @@ class Step:
     def close(self) -> tuple[Sequence, ...]:
         """Requeues deferred sequences and held victims. With a step in flight it returns the victims instead."""
         late, now = (self.leaving.held, ()) if self._is_ahead else ((), self.leaving.held)
-        for seq in (*reversed(self.deferred), *now):
+        for seq in self.deferred + now:
             self._waiting.push_back(seq)
         return late
 

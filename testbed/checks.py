@@ -14,6 +14,9 @@ from typing import Any, get_args, get_origin
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import Unchecked, nearest, shortened, shown
 
+MAX_WHOLE = 2**31 - 1  # of a setting: compiled code computes with 64 bits, into which a product of two still fits
+MAX_SEED = 2**63 - 1  # fits an int64 column of tables
+
 
 def require(
     key: str, value: Unchecked, condition: bool, expected: str, error: type[TestbedError] = ConfigError
@@ -28,10 +31,12 @@ def require(
 
 
 def require_whole(key: str, value: Unchecked, least: int, most: int | None = None, *, also: str = "") -> int:
-    """Returns the value. Raises ConfigError unless it is a whole number from `least` to `most`. also: for the message,
-    other values that the caller allows."""
+    """Returns the value. Raises ConfigError unless it is a whole number from `least` to `most` (None: to MAX_WHOLE,
+    which only who exceeds it is told). also: for the message, other values that the caller allows."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     kind, of = ("", "") if is_whole else ("a whole number ", "of ")
+    if most is None and is_whole and value > MAX_WHOLE:
+        most = MAX_WHOLE
     expected = f"{kind}{of}at least {least}" if most is None else f"{kind}from {least} to {most:,}"
     require(key, value, is_whole and least <= value and (most is None or value <= most), expected + also)
     return int(value)

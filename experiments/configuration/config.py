@@ -18,7 +18,6 @@ from omegaconf import MISSING, OmegaConf
 from experiments.configuration.device_file import device_of
 from experiments.configuration.settings import (
     GONE,
-    MAX_SEED,
     AgenticTraceConfig,
     MooncakeTraceConfig,
     RecordConfig,
@@ -35,7 +34,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RecordedConfig, RooflineConfig, TablesConfig
 from testbed.blocks.config import CacheConfig
-from testbed.checks import choose, require_whole
+from testbed.checks import MAX_SEED, choose, require_whole
 from testbed.core.limits import Limits
 from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError

@@ -7,11 +7,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from testbed.checks import choose, require, require_whole, require_whole_or_null
+from testbed.checks import MAX_SEED, choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded tokens, only their number, nothing
-MAX_SEED = 2**63 - 1  # fits an int64 column of tables
 GONE = {  # removed keys, and why they are no longer needed; ignored in older run folders
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
 }

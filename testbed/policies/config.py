@@ -10,8 +10,6 @@ from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 
-MAX_LIMIT = 2**31 - 1  # also the largest length of a model
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -37,9 +35,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_partial_prefills", "max_long_partial_prefills"):
-            require_whole(f"scheduler.{name}", getattr(self, name), 1, MAX_LIMIT)
+            require_whole(f"scheduler.{name}", getattr(self, name), 1)
         for name in ("max_num_batched_tokens", "max_model_len"):
-            require_whole_or_null(f"scheduler.{name}", getattr(self, name), 1, MAX_LIMIT)
+            require_whole_or_null(f"scheduler.{name}", getattr(self, name), 1)
         require_whole("scheduler.lookahead_slots", self.lookahead_slots, 0)
         require_whole("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0, also=" (0: off)")
         require("scheduler.watermark", self.watermark, 0 <= self.watermark < 1, "in [0, 1)")

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from mypy_extensions import mypyc_attr
 
-from testbed.checks import require, require_whole, require_whole_or_null
+from testbed.checks import MAX_SEED, require, require_whole, require_whole_or_null
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
@@ -59,7 +59,7 @@ class Noisy:
     def __init__(self, sigma: Unchecked = 0.5, seed: Unchecked = None) -> None:
         is_good = isinstance(sigma, int | float) and sigma >= 0
         require("scheduler.oracle.sigma", sigma, is_good, "a finite number of at least 0")
-        require_whole_or_null("scheduler.oracle.seed", seed, 0)
+        require_whole_or_null("scheduler.oracle.seed", seed, 0, MAX_SEED)
         self._sigma = sigma
         self._own_seed = seed
         self._seed = seed

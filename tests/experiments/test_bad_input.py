@@ -221,10 +221,17 @@ def test_a_gpu_that_is_demanded_and_not_there(tmp_path: Path, capsys: pytest.Cap
 # --- folders and disks ---
 
 
-def test_limits_beyond_every_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    error = say(capsys, "run", f"scheduler.max_num_batched_tokens={10**22}").error()
-    assert "scheduler.max_num_batched_tokens is 1000" in error
-    assert "from 1 to 2,147,483,647" in error
+LIMITS = (
+    "scheduler.max_num_batched_tokens", "scheduler.max_model_len", "scheduler.lookahead_slots",
+    "scheduler.long_prefill_token_threshold", "cache.sliding_window", "trace.max_prompt_tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_limits_beyond_every_model_are_named(capsys: pytest.CaptureFixture[str], key: str) -> None:
+    error = say(capsys, "run", f"{key}={10**22}").error()
+    assert f"{key} is 1000" in error
+    assert "to 2,147,483,647" in error
 
 
 def test_a_sweep_and_a_look_at_its_configuration_at_once(capsys: pytest.CaptureFixture[str]) -> None:

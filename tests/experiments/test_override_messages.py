@@ -121,7 +121,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["sampling.stop_token_ids=[1,x]"], "an item of sampling.stop_token_ids is 'x'; it must be a whole number"),
         (["~cache.watermark"], "~cache.watermark: a run has all of its keys; give this one a value"),
         (["~nowhere"], "~nowhere: a run has all of its keys; give this one a value"),
-        (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs is 0; it must be from 1 to 2,147,483,647"),
+        (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs is 0; it must be at least 1"),
         (["scheduler=[orca]"], "scheduler=[orca] is no name of an option; "),
         (["+hydra/nope=x"], "hydra/nope is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"),
         (["--config-dir="], "--config-dir is ''; name a folder of your own options, as --config-dir=my_conf"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.checks import choose, require, require_type, require_whole, require_whole_or_null
+from testbed.checks import MAX_SEED, choose, require, require_type, require_whole, require_whole_or_null
 from testbed.errors import ConfigError, RequestError
 
 
@@ -51,7 +51,8 @@ def test_a_whole_number_has_its_bounds_and_its_type(value: Any, expected: str) -
 
 
 def test_without_an_upper_bound_and_where_null_is_allowed() -> None:
-    assert require_whole("n", 10**30, 0) == 10**30
+    assert require_whole("n", 10**18, 0, MAX_SEED) == 10**18
+    assert said(require_whole, "n", 2**31, 1) == "n is 2147483648; it must be from 1 to 2,147,483,647"
     assert said(require_whole, "n", -1, 0, also=" (0: off)") == "n is -1; it must be at least 0 (0: off)"
     assert said(require_whole, "n", 0.5, 0) == "n is 0.5; it must be a whole number of at least 0"
     assert require_whole_or_null("n", None, 1) is None

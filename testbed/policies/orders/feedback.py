@@ -48,7 +48,7 @@ class MultiLevelFeedbackQueue:
         self._output_weight = require_whole("scheduler.queue_order.output_weight", output_weight, 1)
         require_whole("scheduler.queue_order.quantum", quantum, 1)
         require_whole("scheduler.queue_order.ratio", ratio, 2)
-        require_whole("scheduler.queue_order.num_levels", num_levels, 1)
+        require_whole("scheduler.queue_order.num_levels", num_levels, 1, 64)
         self._quanta = [quantum * ratio**level for level in range(num_levels)]
         self._promote_after_ns: int | None = None
         if promote_after_s is not None:

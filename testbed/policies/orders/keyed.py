@@ -9,7 +9,7 @@ from typing import Any
 
 from mypy_extensions import mypyc_attr
 
-from testbed.checks import require, require_whole_or_null
+from testbed.checks import MAX_SEED, require, require_whole_or_null
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
 from testbed.lazy_heap import LazyHeap, Rank
@@ -103,7 +103,7 @@ class _Place:
     """
 
     def __init__(self, seed: Unchecked) -> None:
-        self._own_seed = require_whole_or_null("scheduler.queue_order.seed", seed, 0)
+        self._own_seed = require_whole_or_null("scheduler.queue_order.seed", seed, 0, MAX_SEED)
         self._seed = self._own_seed
 
     def bind(self, context: PolicyContext) -> None:

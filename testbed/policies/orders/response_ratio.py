@@ -30,7 +30,7 @@ class HighestResponseRatioNext:
     """
 
     def __init__(self, classes_per_doubling: Unchecked = 4) -> None:
-        self._power = require_whole("scheduler.queue_order.classes_per_doubling", classes_per_doubling, 1)
+        self._power = require_whole("scheduler.queue_order.classes_per_doubling", classes_per_doubling, 1, 1024)
         self._oracle: LengthOracle | None = None
         self._classes: dict[int, LazyHeap[int, Sequence]] = {}  # by class number; without empty ones
         self._services: dict[int, int] = {}  # in tokens, by id of the waiting sequences

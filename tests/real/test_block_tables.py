@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from real.block_tables import DeviceTables, HostTables
-from real.staging import send_array
-from tests.real.engine_helpers import row
+from real.staging import Staging, send_array
+from tests.real.engine_helpers import row, step_logits, tiny_backend
 
 MAX_SEQS, NUM_BLOCKS = 6, 100
 BLOCKS = st.integers(0, NUM_BLOCKS - 1)
@@ -132,3 +132,19 @@ def test_what_never_came_to_the_device_is_sent_again() -> None:
     tables.host.update([row(0, [0], [1, 2, 3]), row(1, [0], [7])])  # and no gather follows
     tables.host.forget()
     assert tables.gathered({0: [1, 2, 3, 4], 1: [7]}) == [[1, 2, 3, 4], [7]]
+
+
+def test_a_step_that_failed_before_its_tables_were_sent_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    tokens, table = list(range(1, 13)), [5, 9, 7]
+    failing, other = tiny_backend(), tiny_backend()
+    for engine in (failing, other):
+        step_logits(engine, row(0, tokens, table[:2], end=8))
+    rest = row(0, tokens, table, start=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "send", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            step_logits(failing, rest)
+    assert torch.equal(step_logits(failing, rest), step_logits(other, rest))

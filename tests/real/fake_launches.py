@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.real.fake_cuda import FakeGPU
-from tests.real.fake_streams import DeviceTensor, Launch, TroubleError, leaves_of, mapped
+from tests.real.fake_streams import DeviceTensor, Launch, TroubleError, leaves_of, mapped, place
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 FP8 = {2: torch.float8_e4m3fn, 3: torch.float8_e5m2}
@@ -221,6 +221,9 @@ def move(values: Values) -> None:
     chunks = -(-values["WORDS"] // values["CHUNK"])
     must(values["num_items"] == len(pairs) * values["PLANES"] * chunks, "all of all pairs is moved")
     must((values["PLANES"], values["WORDS"]) == (len(source), source.shape[2]), "all of all planes is moved")
+    if place(target) == place(source):
+        read, written = (set(blocks) for blocks in pairs.T.tolist())
+        must(not read & written, "a block is read and written in no particular order")
     target[:, pairs[:, 1]] = source[:, pairs[:, 0]]
 
 

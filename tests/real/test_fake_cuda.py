@@ -357,6 +357,16 @@ def test_an_engine_that_can_swap_has_done_so_once_before_it_serves(gpu, monkeypa
     assert launched.count("move_kernel") == 1
 
 
+def test_copies_read_their_blocks_before_another_copy_of_the_step_writes_them(gpu):
+    """Which the kernel, that copies in no particular order, cannot."""
+    engine = on_gpu(gpu)
+    blocks = engine.backend.cache.gpu.whole
+    fill_with_noise(blocks)
+    before = blocks.inner.clone()
+    engine.step(copies=((1, 2), (2, 3), (7, 1)))
+    assert torch.equal(blocks.inner[:, :, [2, 3, 1]], before[:, :, [1, 2, 7]])
+
+
 def test_blocks_are_swapped_where_no_kernel_can_run(gpu, monkeypatch):
     monkeypatch.setattr("real.kernels.why_not", lambda device: "no compiler")
     engine, reference = on_gpu(gpu, attention="torch").backend, on_cpu()

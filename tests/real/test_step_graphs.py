@@ -120,6 +120,17 @@ def test_a_step_of_more_rows_than_a_graph_has_runs_eagerly():
     assert shape_of(backend, [chunk, one, one, one]) is None
 
 
+@pytest.mark.parametrize(("num_new", "padding"), [(1, 1), (2, 0)], ids=["decodes", "mixed"])
+def test_padding_rows_have_no_context_of_an_earlier_step(num_new, padding):
+    """A replay reads the lengths of all rows, and attends to as many positions."""
+    backend = graphed([DECODES[2], GraphShape(8, 4, False)])
+    rows = [row(i, [1] * 9, [3 * i, 3 * i + 1, 3 * i + 2], start=9 - num_new) for i in range(4)]
+    for num_rows in (4, 1):
+        captured = backend.runner.prepare(rows[:num_rows]).forward
+        lens = captured.metadata(MAX_MODEL_LEN).context_lens_tensor
+        assert lens.tolist() == [9] * num_rows + [padding] * (4 - num_rows)
+
+
 def test_sizes_are_those_that_the_simulator_pads_to():
     assert captured_sizes(1) == [1]
     assert captured_sizes(3) == [1, 2, 3]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.compute as pc
@@ -15,11 +16,13 @@ from experiments.commands.app import config_from
 from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
 from experiments.runs.run import RunResult, execute
+from real.config import RealConfig
 from real.parallel import replica
 from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, TINY, manifest_of, say, table_of
 from tests.parity.kit import CLOSED, real_config, real_run, replay_config
+from tests.real.engine_helpers import tiny_spec
 from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
 
 SAMPLED = {"trace__forced": "nothing", "sampling__temperature": 0.8, "sampling__max_tokens": 16}
@@ -190,6 +193,24 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert replica.gpus_of_each(4, 1) == ["7", "5", "3", "1"]
     with pytest.raises(DeviceError, match=r"backend.num_replicas is 3, of 2 GPUs each, but torch finds 4"):
         replica.gpus_of_each(3, 2)
+
+
+@pytest.mark.parametrize(("num_threads", "num_replicas", "each"), [(8, 2, 4), (3, 2, 1), (1, 4, 1)])
+def test_replicas_on_the_cpu_share_its_threads(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, num_replicas: int, each: int
+) -> None:
+    given: list[int | None] = []
+
+    def start(setup: replica.ReplicaSetup, number: int, visible: str | None) -> Any:
+        given.append(setup.config.num_threads)
+        return SimpleNamespace(wait_until_ready=lambda: SimpleNamespace(num_gpu_blocks=64))
+
+    monkeypatch.setattr(replica, "ReplicaEngine", start)
+    monkeypatch.setattr("real.host_memory.available_bytes", lambda: None)
+    config = RealConfig(device="cpu", num_threads=num_threads)
+    setup = replica.ReplicaSetup(tiny_spec(), config, 1, {"block_size": 4, "num_gpu_blocks": 64})
+    replica.start_replicas(setup, num_replicas)
+    assert given == [each] * num_replicas
 
 
 def test_a_replica_that_cannot_start_leaves_none_before_it_running(

@@ -28,7 +28,7 @@ from real.device import (
 )
 from real.driver import Computed, Work
 from real.graphs import CudaCapture, GraphShape, captured_shapes
-from real.host_memory import check_fits
+from real.host_memory import check_fits, check_tables_fit
 from real.loader import load_weights
 from real.max_load import capture_steps, fitting_num_blocks, make_probe, warm_up
 from real.models.interface import CausalLM
@@ -91,8 +91,9 @@ class RealBackend:
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # several ranks are checked together, before they start
             check_host_memory(spec, config, block_size, num_gpu_blocks, kv_dtype)
-        model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         max_model_len = max_model_len or spec.max_length
+        check_tables_fit(max_num_seqs, -(-max_model_len // block_size))
+        model, self.load_format = _load_model(spec, placement, config.load_format, seed)
         limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
         self.runner = ModelRunner(model, choice.provider, placement, spec, limits, seed)
         captured = None  # the shapes of the steps to capture as graphs, and the capture that they share

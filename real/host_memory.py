@@ -10,6 +10,7 @@ from testbed.errors import DeviceError
 MEMINFO = Path("/proc/meminfo")
 PROCESS_BYTES = 400 * 1024**2  # of an engine's process, without model and cache
 RESERVE_BYTES = 256 * 1024**2  # for the temporaries of a step and the core
+TABLE_BYTES = 128  # of a block table's Python objects
 
 
 def available_bytes() -> int | None:
@@ -51,4 +52,18 @@ def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes:
         raise DeviceError(
             f"no memory for {num_blocks} KV blocks on cpu, {block_bytes:,} bytes each, beside {weights}: "
             f"{available:,} bytes are {here}; lower cache.num_gpu_blocks or backend.cpu_kv_bytes"
+        )
+
+
+def check_tables_fit(max_num_seqs: int, max_blocks: int) -> None:
+    """Raises DeviceError if the block tables of `max_num_seqs` sequences need more memory than is available.
+
+    The host has two copies of each, int32 [max_blocks]: its own, and the one that is the device's, or is sent there.
+    """
+    available = available_bytes()
+    needed = max_num_seqs * (2 * 4 * max_blocks + TABLE_BYTES)
+    if available is not None and needed + RESERVE_BYTES > available:
+        raise DeviceError(
+            f"scheduler.max_num_seqs is {max_num_seqs}: the block tables of as many sequences take {needed:,} bytes, "
+            f"and {available:,} are available, of which {RESERVE_BYTES:,} are kept for the steps; lower it"
         )

@@ -178,6 +178,16 @@ def test_weights_and_blocks_that_do_not_fit_in_host_memory_are_refused_before_th
         tiny_backend()
 
 
+def test_more_sequences_than_memory_for_their_block_tables_are_refused_before_it_is_allocated(monkeypatch):
+    max_blocks = 256 // 4
+    needed = 1000 * (2 * 4 * max_blocks + host_memory.TABLE_BYTES) + host_memory.RESERVE_BYTES
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: needed)
+    tiny_backend(max_num_seqs=1000)
+    told = r"^scheduler\.max_num_seqs is 1001: the block tables of as many sequences take 640,640 bytes, .*; lower it$"
+    with pytest.raises(DeviceError, match=told):
+        tiny_backend(max_num_seqs=1001)
+
+
 def test_replicas_whose_processes_alone_do_not_fit_in_host_memory_are_refused(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * host_memory.PROCESS_BYTES - 1)
     with pytest.raises(DeviceError, match=r"^backend\.num_replicas is 3: their processes alone take [\d,]+ bytes, and"):

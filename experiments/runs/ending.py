@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from experiments.configuration.names import device_of_run
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
+from testbed import compiled
 from testbed.core.plan import BlockedBy
 from testbed.wording import count
 
@@ -49,6 +51,13 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
+    if config.model.dtype == "fp8" and config.backend.name in ("sim", "real"):
+        notes.append(
+            "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "
+            "them, not time (docs/models.md)"
+        )
+    if compiled.current().mode == "interpreted" and os.environ.get(compiled.VARIABLE) != "0":
+        notes.append(f"the core ran {compiled.current()}, several times slower (docs/compiled.md)")
     if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
         notes.append(
             f"record.profile={config.record.profile} traced nothing: the run had {manifest['num_steps']} steps"

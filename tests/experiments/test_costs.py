@@ -16,6 +16,7 @@ from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
 from sim.cost.linear import LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
+from testbed import compiled
 from testbed.core.outcome import Spans
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
@@ -260,10 +261,21 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
+        (["model.dtype=fp8"], ["FP8 weights: the simulator prices kernels that read one byte a weight; backend=real "
+                               "saves memory with them, not time (docs/models.md)"]),
     )):  # fmt: skip
         assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
         assert [note.removeprefix("note").strip() for note in notes] == expected
+
+
+def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    why = "not compiled: nothing was built for this Python"
+    monkeypatch.setattr(compiled, "current", lambda: compiled.Core("interpreted", why))
+    assert run(tmp_path / "run", "trace.num_requests=2")[0] == 0
+    note = f"note         the core ran interpreted ({why}), several times slower (docs/compiled.md)"
+    assert note in capsys.readouterr().out
 
 
 # --- calibrated ---

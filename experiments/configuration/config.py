@@ -343,4 +343,7 @@ def _model(values: dict[str, Any]) -> ModelSpec:
     if spec.path is None:
         return spec
     shape, place = load_hf_config(spec.path), Path(spec.path).absolute()
-    return replace(spec, name=(place.parent if place.suffix == ".json" else place).name, **shape)
+    try:
+        return replace(spec, name=(place.parent if place.suffix == ".json" else place).name, **shape)
+    except ConfigError as error:
+        raise ConfigError(f"{spec.path}: {error}") from None

@@ -7,6 +7,7 @@ can use torch.distributed itself. Only this machine can connect to them.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -68,7 +69,12 @@ class DistributedGroup:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise LostPeerError(str(error).partition("\n")[0]) from None
+            raise _lost(error) from None
+
+
+def _lost(error: RuntimeError) -> LostPeerError:
+    """The first line of the backend's message, without the place in its own source."""
+    return LostPeerError(re.sub(r"^\[[^]]*:\d+\] ", "", str(error).partition("\n")[0]))
 
 
 def host_store(size: int) -> Any:
@@ -92,7 +98,7 @@ def join(store: Any, rank: int, size: int, device_type: str, timeout_s: float) -
     try:
         group = DistributedGroup(rank, size, _backend(device_type, store, rank, size, timedelta(seconds=timeout_s)))
     except RuntimeError as error:
-        raise LostPeerError(str(error).partition("\n")[0]) from None
+        raise _lost(error) from None
     group.all_reduce(torch.zeros(1, device=device_type))  # NCCL connects at the first collective: now, before loading
     return group
 

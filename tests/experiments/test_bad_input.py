@@ -166,6 +166,15 @@ def test_an_unsupported_architecture_names_those_that_are(tmp_path: Path, capsys
 
 
 @needs_engine
+def test_a_shape_that_contradicts_itself_is_named_with_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(tmp_path, num_key_value_heads=3)
+    error = run(capsys, tmp_path, [GOOD], f"model.path={path}").error()
+    assert error.startswith(f"{path}: model.num_attention_heads (4) must be a multiple of num_key_value_heads (3)")
+
+
+@needs_engine
 def test_a_missing_weight_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 

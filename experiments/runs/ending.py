@@ -51,7 +51,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
-    if config.model.dtype == "fp8" and config.backend.name in ("sim", "real"):
+    if config.model.dtype == "fp8" and config.raw["backend"]["name"] != "vllm":
         notes.append(
             "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "
             "them, not time (docs/models.md)"

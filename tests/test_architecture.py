@@ -330,8 +330,8 @@ def test_every_package_has_its_page() -> None:
 # packages, and modules beside them, each of which is built on those before it alone
 BUILT_ON = {
     "analysis": (
-        "format", "naming", "output", "reading", "measures", "describe", "load", "comparison", "explain", "plots",
-        "timelines", "reports",
+        "format", "naming", "output", "progress", "reading", "measures", "describe", "load", "comparison", "explain",
+        "plots", "timelines", "reports",
     ),
     "experiments": (
         "console", "configuration", "fits", "tables", "wiring", "conform", "runs", "api", "llm_settings", "text",

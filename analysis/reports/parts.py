@@ -57,6 +57,7 @@ class Plot(NamedTuple):
 class Sections:
     out: Path
     part: Path  # the folder of figures until `keep` is called
+    drawn: Callable[[], object] = lambda: None  # called after each figure
     findings: list[str] = field(default_factory=list)
     ablation: list[Any] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Sections:
         stem = self.part / name
         png, svg = style.save(draw(), stem)
         narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
+        self.drawn()
         file = relative(self.files / png.name, self.out.parent)
         return Plot(title, caption, _embedded(png, svg), file, _embedded(*narrow))
 

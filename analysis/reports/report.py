@@ -54,6 +54,7 @@ from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
 from analysis.output import written
+from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
@@ -82,8 +83,11 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     check_warm_up(report.runs)
     path = Path(out).with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.stem}_files-", dir=path.parent) as part:
-        sections = Sections(path, Path(part))
+    with (
+        progress("report", "figure") as bar,
+        TemporaryDirectory(prefix=f".{path.stem}_files-", dir=path.parent) as part,
+    ):
+        sections = Sections(path, Path(part), bar.update)
         html, markdown = _pages(report, sections)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:
             for file, text in ((page, html), (plain_page, markdown)):

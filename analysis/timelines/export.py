@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from analysis.load import Run, load_run, same_trace
 from analysis.measures.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.measures.replicas import split
 from analysis.output import written
+from analysis.progress import progress
 from analysis.reading.request_columns import Requests
 from analysis.reading.rows import FileRows, whole
 from analysis.timelines.chrome_trace import ChromeTrace, Track
@@ -209,7 +209,7 @@ def _draw(trace: ChromeTrace, run: Run, window: Window, pid: int) -> int:
     engines = _engines(run, requests, steps, window, pid)
     _name(trace, run, engines)
     num_before = trace.num_events
-    with tqdm(total=steps.num_rows + requests.num_rows, desc="timeline", leave=False, disable=None, delay=0.5) as bar:
+    with progress("timeline", "row", steps.num_rows + requests.num_rows) as bar:
         for rows in _rows(run.path / STEPS, steps, engines):
             for row, empty in zip(rows, _is_empty(rows, engines), strict=True):
                 engines[row["replica"]].draw(trace, row, empty)

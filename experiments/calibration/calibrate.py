@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
+from analysis.progress import progress
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
 from experiments.runs.collector import fewer_collections
@@ -101,8 +100,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
         measured = (config, backend, clock, extent, Path(scratch))
         units = [*_grid(*measured), *_loads(*measured)]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
-        bar = tqdm(total=num, desc="profile", unit="episode", disable=None, leave=False, delay=0.5)
-        with bar, fewer_collections():  # as in runs
+        with progress("profile", "episode", num) as bar, fewer_collections():  # as in runs
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update
             )

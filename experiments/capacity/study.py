@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 from joblib import Parallel, delayed
-from tqdm import tqdm
 
 from analysis.comparison.arms import find_arm
 from analysis.load import flatten, require_path
 from analysis.measures.capacity import Load, max_failed
+from analysis.progress import progress
 from analysis.reading.files import read_json
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
@@ -56,7 +56,7 @@ def find_capacity(
     identity = _claim(target, arms, seeds)
     finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
     searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
-    with tqdm(desc=f"capacity of {len(arms)}", unit="point", leave=False, disable=None) as bar:
+    with progress(f"capacity of {len(arms)}", "point") as bar:
         _run(searches, jobs, bar)
     write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)

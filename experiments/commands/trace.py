@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tqdm import tqdm
-
+from analysis.progress import progress, progressing
 from experiments.console import Parser, refuse_existing, visible
 from experiments.runs.run_folder import is_same_file, writing
 from testbed.checks import require_whole
@@ -20,7 +19,7 @@ from testbed.foreign_text import unknown
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
 from testbed.traces.readers.open_text import format_suffix
-from testbed.traces.schema import TraceRequest, TraceSource
+from testbed.traces.schema import TraceSource
 from testbed.traces.serialize import write_csv, write_jsonl
 from testbed.traces.stream import CountedTrace
 from testbed.traces.summary import WINDOWS_S, TraceSummary, summarise
@@ -68,7 +67,7 @@ def _inspect(arguments: list[str]) -> int:
     if options.plots is not None and not options.overwrite and (options.plots / "arrivals.png").exists():
         raise RunFolderError(f"{options.plots} already holds figures of a trace; choose another --plots or --overwrite")
     trace = _open(options)
-    summary = summarise(_bar(trace, trace.num_requests, "inspect"))
+    summary = summarise(progressing(trace, "inspect", "req", trace.num_requests))
     print_summary(trace.name, summary, trace.notes, options.block_size)
     if options.plots is not None:
         _plot(summary, options.plots)
@@ -135,10 +134,10 @@ def _write(trace: TraceSource, out: Path) -> None:
 def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
     """Writes the trace to a file; returns the number of requests and the fingerprint."""
     if out.suffix == ".parquet":
-        info = freeze_trace(trace, out, lambda rows: iter(_bar(rows, trace.num_requests, "freeze")))
+        info = freeze_trace(trace, out, lambda rows: progressing(rows, "freeze", "req", trace.num_requests))
         return info.num_requests, info.fingerprint
     write = write_csv if format_suffix(out) == ".csv" else write_jsonl
-    with _bar(None, trace.num_requests, "write") as bar:
+    with progress("write", "req", trace.num_requests) as bar:
         counted = CountedTrace(trace, lambda row: bar.update())
         write(counted, out)
     return counted.num_read, str(counted.fingerprint)
@@ -252,8 +251,3 @@ def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
     refuse_existing(out, overwrite, "file")
     if any(is_same_file(out, Path(source)) for source in sources):
         raise RunFolderError(f"{out} is what is read; choose another file")
-
-
-def _bar(rows: Iterable[TraceRequest] | None, total: int | None, label: str) -> tqdm[Any]:
-    """Returns a progress bar. It shows nothing if standard error is not a terminal."""
-    return tqdm(rows, total=total, desc=label, unit="req", disable=None, leave=False, delay=0.5)

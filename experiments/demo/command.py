@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.pairs import Pair
 from analysis.load import Run, load_run
+from analysis.progress import progress, progressing
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
 from experiments.calibration.calibrate import Extent, Fitted, fit_and_save, profile, together
@@ -100,7 +99,7 @@ def _ablation(out: Path, seeds: tuple[int, ...]) -> list[Arm]:
             load = [f"seed={seed}", *([] if rate is None else [f"trace.rate={rate}"])]
             folder = f"{scheduler}-w{watermark:g}-{'cache' if caching else 'nocache'}-r{rate or 'base'}-s{seed}"
             points.append((["experiment=demo", *policy, *load], out / "sim" / folder))
-    return infer_arms([run_point(*point) for point in tqdm(points, desc="ablation", disable=None)])
+    return infer_arms([run_point(*point) for point in progressing(points, "ablation", "point")])
 
 
 def _commands(out: Path, seeds: tuple[int, ...], quick: bool) -> list[str]:
@@ -149,7 +148,7 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
     load = [f"trace.rate_scale={scale:g}", f"trace.limit={limit}"]
     points = {name: [*base, *load, *policy] for name, policy in policies.items()}
     reals: dict[str, list[Run]] = {name: [] for name in points}
-    with tqdm(total=2 * len(points), desc="replay on the real engine", disable=None) as bar:
+    with progress("replay on the real engine", "run", 2 * len(points)) as bar:
         for folder, names in (("real", list(points)), ("real-again", list(reversed(points)))):
             for name in names:
                 reals[name].append(run_point(points[name], out / folder / _slug(name)))
@@ -193,7 +192,7 @@ def _load(folder: Path, base: list[str], policies: list[list[str]], fitted: Fitt
     """Returns the highest rate scale at which, in simulation, no policy overloads this machine, and the number of
     requests to replay."""
     summary: dict[str, Any] = {}
-    for scale in tqdm(RATE_SCALES, desc="choosing the load", disable=None, leave=False):
+    for scale in progressing(RATE_SCALES, "choosing the load", "scale"):
         for number, policy in enumerate(policies):
             overrides = _simulated([*base, *policy, f"trace.rate_scale={scale:g}"], fitted)
             summary = run_point(overrides, folder / f"x{scale:g}-{number}").summary

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
@@ -18,6 +17,7 @@ from analysis.comparison.fidelity import StepErrors, step_errors
 from analysis.comparison.wording import winner_text
 from analysis.load import Run
 from analysis.measures.statistics import ENOUGH
+from analysis.progress import progressing
 from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import alike_said, pace_said, probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
@@ -83,7 +83,7 @@ def compare(
             raise ConfigError(f"{load.name}: {error}" if len(firsts) > 1 else str(error)) from None
     fitted = fit(firsts, names, overrides, scratch, command) if names else None
     compared = []
-    for group in tqdm(groups, desc="fidelity", unit="run", disable=None, leave=False):
+    for group in progressing(groups, "fidelity", "run"):
         one = _compare(group, overrides, folder, command)
         if fitted is not None:
             one = replace(one, second=_second_half(one, fitted, overrides, folder, command))

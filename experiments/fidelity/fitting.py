@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from analysis.load import Run
+from analysis.progress import progress
 from analysis.reading.frames import numbers
 from experiments.configuration.config import RunConfig
 from experiments.fidelity.loads import Load
@@ -124,6 +124,16 @@ def _metrics(names: Sequence[str]) -> tuple[str, ...]:
 def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     """The scalars with the smallest loss; the search starts at those of the configuration. Raises ConfigError with a
     message of one line, also if a scalar has no effect."""
+    with progress("fit", "trial") as bar:
+
+        def counted(values: Scalars) -> float:
+            bar.update()
+            return loss(values)
+
+        return _minimize(counted, names, config)
+
+
+def _minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     given = dict(given_by(config, name) for name in names)
     base = loss(given)
     for name, changed in zip(names, given, strict=True):
@@ -299,7 +309,7 @@ def fit_study(
     predicted: dict[str, dict[str, Parts]] = {run.name: {} for run in runs}
     fits: dict[str, Fitted] = {}
     with TemporaryDirectory(prefix="testbed-") as scratch:
-        for words, run in tqdm(work, "fit", disable=None):
+        for words, run in work:
             who = ", ".join(filter(None, (OURS, words, f"{'+'.join(names)} fitted")))
             more = [*RECORDED, *overrides, *(variant(words) if words else [])]
             found = _fit(run, names, more, Path(scratch), command)

@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
+from analysis.progress import progressing
 from experiments.console import percent, table
 from experiments.fidelity.fitting import Fitted, is_time, name_of
 from experiments.fidelity.simulating import composed, described, simulate, variant
@@ -63,7 +62,7 @@ def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: 
     configs = [composed(run.settings, [*RECORDED, *overrides]) for run in runs]
     found = []
     with TemporaryDirectory(prefix="testbed-") as scratch:
-        for number, (run, config) in enumerate(tqdm(list(zip(runs, configs, strict=True)), "simulate", disable=None)):
+        for number, (run, config) in enumerate(progressing(list(zip(runs, configs, strict=True)), "simulate", "run")):
             simulated = simulate(config, trace_of(run, config.seed), Path(scratch, str(number)), command)
             found.append(Simulated(run, described(config), means(simulated, run)))
     return found

@@ -149,8 +149,8 @@ def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkey
     calls = []
 
     class Bar:
-        def __init__(self, **options):
-            assert options["total"] > 20
+        def __init__(self, desc, unit, total):
+            assert total > 20
 
         def __enter__(self):
             return self
@@ -163,7 +163,7 @@ def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkey
             if len(calls) == 7:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrate, "tqdm", Bar)
+    monkeypatch.setattr(calibrate, "progress", Bar)
     file = tmp_path / "part.parquet"
     said = say(capsys, "calibrate", "profile", *ENGINE, *FAST, "--out", str(file))
     assert said.status == 130

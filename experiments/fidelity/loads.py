@@ -27,6 +27,7 @@ from experiments.wiring.traces import build_trace
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
 from testbed.traces.arrange import arrange
+from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Part, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
@@ -189,6 +190,13 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
     """The run's trace with the recorded arrivals and output lengths, with only the kept requests."""
     file = run.path / TRACE_FILE
     whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
+    had = run.manifest["trace"].get("fingerprint")  # None: a served run that was killed, a log of vLLM's own scheduler
+    if had is not None and (given := fingerprint(whole)) != had:
+        source = file if file.exists() else saved["trace"].get("path") or "the trace's generator"
+        raise RunFolderError(
+            f"{run.path}: {source} no longer gives the trace of the run (fingerprint {given}, the run's was {had}); "
+            "bring back the one that it ran, or measure again"
+        )
     by_id = {row.request_id: row for row in whole}
     place = {row.request_id: number for number, row in enumerate(whole)}
     columns = [kept[name].to_pylist() for name in ("request_id", "arrival_ns", "num_output_tokens", "num_token_steps")]

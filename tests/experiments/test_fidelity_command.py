@@ -337,6 +337,17 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
     assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
 
 
+def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": n / 10, "prompt_tokens": 20, "output_tokens": 4} for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = ran(tmp_path / "run", trace={"name": "jsonl", "path": str(file)})
+    assert fidelity(run.path) == 0
+    file.write_text(file.read_text().replace('"prompt_tokens": 20', '"prompt_tokens": 200'))
+    said = error_line(capsys, run.path)
+    assert f"{run.path}: {file} no longer gives the trace of the run (fingerprint " in said
+
+
 def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):
     out = tmp_path / "out"
     with renewed(out):

@@ -51,19 +51,20 @@ class Coverage:
 
 def load(
     device: str, engine: str = "vllm", version: str | None = None, *, systems: Path | None = None,
-    kept: Kept | None = None,
+    kept: Kept | None = None, option: str = "--",
 ) -> OperatorTables:  # fmt: skip
     """The tables of a device (our name or theirs) and an engine. version: None is the newest complete one.
 
     systems: the package's folder `systems`; None finds the installed package. kept: read only GEMMs of these dtypes and
-    attention of this head size, and add no standing doubts. Raises ConfigError, ProfileError.
+    attention of this head size, and add no standing doubts. option: what the user writes before `engine` and `version`,
+    for messages. Raises ConfigError, ProfileError.
     """
     root = systems_folder(systems)
     system = _system(root, device)
     folder = root / "data" / system
     if engine not in ENGINES:
-        raise ConfigError(unknown(f"engine is {engine!r}", engine, ENGINES))
-    chosen = _version(folder, engine, version)
+        raise ConfigError(unknown(f"{option}engine is {engine!r}", engine, ENGINES))
+    chosen = _version(folder, engine, version, option)
     source = f"aiconfigurator-core {_package_version(root)}"
     label = partial(rows_of, source=source, licence=LICENCE)
     own = partial(label, engine=f"{engine} {chosen}")
@@ -181,7 +182,7 @@ def _whole_versions(folder: Path, engine: str) -> list[str]:
     return [name for name in versions if (folder / "attention" / engine / name).is_dir()]
 
 
-def _version(folder: Path, engine: str, wanted: str | None) -> str:
+def _version(folder: Path, engine: str, wanted: str | None, option: str) -> str:
     """The wanted version, or the newest one, of the complete versions. Raises ConfigError if there is none."""
     whole = _whole_versions(folder, engine)
     if not whole:
@@ -189,7 +190,7 @@ def _version(folder: Path, engine: str, wanted: str | None) -> str:
     if wanted is None:
         return whole[-1]
     if wanted not in whole:
-        raise ConfigError(unknown(f"version is {wanted!r}", wanted, whole))
+        raise ConfigError(unknown(f"{option}version is {wanted!r}", wanted, whole))
     return wanted
 
 

@@ -211,7 +211,7 @@ def _measured(
         from experiments.tables.aiconfigurator import load
 
         dtypes = (*alike(model.dtype), product_dtype(model))
-        tables = load(device.name, source.engine, source.version, kept=(dtypes, model.head_dim))
+        tables = load(device.name, source.engine, source.version, kept=(dtypes, model.head_dim), option="cost.")
     if tables.device != device.name:
         raise ConfigError(
             f"cost.path: {source.file} has tables of {tables.device}, and the run's device is {device.name}; choose "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from testbed.checks import require
+from testbed.errors import ConfigError
 from testbed.foreign_text import number, whole
 from testbed.specs.ranges import MAX_PART_NS, Expected
 
@@ -30,7 +31,7 @@ class DeviceSpec:
     cache_bytes: int = 0  # of the last-level cache, shared by all multiprocessors
     flops_per_s: float = 989e12  # dense, at 2-byte precision
     interconnect: str = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
-    interconnect_bytes_per_s: float = 450e9  # one direction, between devices; used for nvlink
+    interconnect_bytes_per_s: float = 450e9  # one direction, between devices; used for nvlink; 0: there is none
     interconnect_efficiency: float = 1.0  # share of it that collectives reach; used for nvlink
     interconnect_latency_ns: int = 5_000  # of one hop; used for nvlink
     interconnect_factor: float = 1.0  # fitted: multiplies the predicted time of collectives
@@ -57,6 +58,11 @@ class DeviceSpec:
         for field, expected in DEVICE_FIELDS.items():
             value = getattr(self, field)
             require(f"device.{field}", value, expected.holds(value), expected.text)
+        if self.interconnect == "nvlink" and not self.interconnect_bytes_per_s:
+            raise ConfigError(
+                f"device.interconnect=nvlink, and {self.name} has none: choose pcie_p2p or pcie_host, or give the "
+                "rate of one direction, device.interconnect_bytes_per_s"
+            )
 
 
 _NAME = Expected("a name", lambda value: isinstance(value, str) and bool(value))
@@ -74,7 +80,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "cache_bytes": Expected("a whole number of bytes, from 0 to 1e18", whole(0, 10**18)),
     "flops_per_s": _RATE,
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
-    "interconnect_bytes_per_s": _RATE,
+    "interconnect_bytes_per_s": Expected("0, or a number from 1 to 1e30", lambda v: v == 0 or _RATE.holds(v)),
     "interconnect_efficiency": _SHARE,
     "interconnect_latency_ns": _NS,
     "interconnect_factor": _FACTOR,

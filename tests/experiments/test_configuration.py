@@ -408,3 +408,11 @@ def test_what_a_resolver_cannot_do_is_said_of_its_key() -> None:
 def test_a_generated_trace_reads_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = say(capsys, "run", "trace.path=conv.csv", f"hydra.run.dir={tmp_path / 'run'}")
     assert (said.status, "trace=synthetic reads no file; say what the file is, as trace=azure" in said.err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["l40s", "rtx4090", "rtx_pro_6000", "rtx_pro_6000_server", "t4"])
+def test_a_card_without_nvlink_gets_no_rate_of_another_s(name):
+    with pytest.raises(ConfigError, match=rf"^device\.interconnect=nvlink, and {name} has none: choose pcie_p2p"):
+        compose_config([f"device={name}", "device.interconnect=nvlink"])
+    given = compose_config([f"device={name}", "device.interconnect=nvlink", "device.interconnect_bytes_per_s=3e10"])
+    assert given.device.interconnect_bytes_per_s == 3e10

@@ -339,7 +339,7 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
 
 def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
     file = tmp_path / "trace.jsonl"
-    rows = [{"arrival_s": n / 10, "prompt_tokens": 20, "output_tokens": 4} for n in range(20)]
+    rows = [{"arrival_time": n / 10, "prompt_tokens": 20, "output_tokens": 4} for n in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = ran(tmp_path / "run", trace={"name": "jsonl", "path": str(file)})
     assert fidelity(run.path) == 0

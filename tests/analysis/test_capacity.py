@@ -192,6 +192,18 @@ def test_the_interval_is_wilsons(met, num):
     assert load(num, num - met).interval == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
+def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
+    curve = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
+    left, right = rate_curves({"a": curve}, {"a": 8.0}, {0.99}, "req/s").axes
+    goodput, attainment = [[4, 8.0], [8, 7.92], [16, 3.2]], [[4, 100], [8, 99], [16, 40]]
+    for axes, points, dashed in ((left, goodput, []), (right, attainment, [[99, 99]])):
+        line, filled, empty, capacity, *shares = axes.get_lines()
+        assert [part.get_xydata().tolist() for part in (line, filled, empty)] == [points, points[:2], points[2:]]
+        assert [part.get_markerfacecolor() for part in (filled, empty)] == [style.colour(0), "white"]
+        assert capacity.get_xdata() == [8, 8]
+        assert [share.get_ydata() for share in shares] == dashed
+
+
 def test_the_figure_is_drawn_with_little_and_with_nothing(tmp_path):
     points = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
     for name, curves in (("all", {"a": points, "b": points[:1]}), ("few", {"a": []}), ("none", {})):

@@ -86,6 +86,12 @@ def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
         assert said.endswith("not in mean TTFT (where several are best).")
 
 
+def test_a_tie_in_the_simulator_is_not_the_real_order(tmp_path):
+    pairs = policies(tmp_path, {"a": (1, 1), "b": (1, 3)})
+    row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"]).iloc[0]
+    assert (row.num_policies, row.num_told_apart, row.num_same_order) == (2, 1, 0)
+
+
 def test_policies_that_decided_alike_in_the_simulator_are_one(tmp_path):
     """The engine tells a, b and c apart by their times, but a and b are the same to the simulator."""
     times = {"a": (1, 1, "d"), "b": (1, 3, "d"), "c": (3, 4, "e")}
@@ -207,6 +213,14 @@ def with_steps(paces: Sequence[float]) -> Run:
         "decode_context_tokens": decodes * 100,
     })  # fmt: skip
     return cast(Run, SimpleNamespace(steps=frame))
+
+
+def test_the_error_of_a_step_is_signed_and_relative_to_the_measured_one() -> None:
+    steps = fidelity.step_errors(with_steps([1.0]), with_steps([1.25]))
+    assert steps is not None
+    assert steps.by_region["group"].tolist() == ["decode", "mixed"]
+    for column, value in (("sim_s", 0.001), ("measured_s", 0.00125), ("error", -0.2)):
+        assert steps.by_region[column].tolist() == pytest.approx([value] * 2)
 
 
 @pytest.mark.parametrize(

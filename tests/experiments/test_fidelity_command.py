@@ -22,6 +22,7 @@ from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRequest, measured
 from experiments.fidelity.outputs import renewed
 from experiments.fidelity.simulating import simulate
+from testbed.traces.readers.own import read_jsonl
 from tests.experiments.fidelity_kit import (
     FEW,
     FILE,
@@ -299,6 +300,29 @@ def test_files_repeat_one_load_only_under_one_model(tmp_path):
     assert [load.key for load in loads] == ["file first", "file other", "file first"]
     assert loads[2].measured.fingerprint == loads[0].measured.fingerprint
     assert [load.measured.flat_config["trace.name"] for load in loads] == ["first", "other", "first"]
+
+
+@pytest.mark.parametrize(("late_s", "load"), [(0.09, "file first"), (0.11, "file again")])
+def test_files_repeat_one_load_only_if_each_request_is_sent_within_a_tenth_of_a_second(tmp_path, late_s, load):
+    sent = [MeasuredRequest(f"{i}", i + 0.01, 8, 2, 0.1, 0.2, None, None, "row") for i in range(3)]
+    again = [*sent[:2], sent[2]._replace(sent_s=sent[2].sent_s + late_s)]
+    runs = [measured(name, "", rows, tmp_path, FILE) for name, rows in (("first", sent), ("again", again))]
+    assert [one.key for one in file_loads(runs, [], tmp_path / "runs")] == ["file first", load]
+
+
+def test_outputs_are_as_long_as_the_engine_made_them(base, tmp_path):
+    """The model may have ended them itself. A record of a group counts the tokens of all its sequences, so there the
+    trace says how long each is."""
+    folder = copied(base, tmp_path / "run")
+    table = pq.read_table(folder / "requests.parquet")
+    ended, group, *others = table.to_pylist()
+    given = {row.request_id: row.num_output_tokens for row in read_jsonl(folder / "trace.jsonl")}
+    ended |= {"num_output_tokens": 3, "num_token_steps": 3}
+    group["num_output_tokens"] *= 2
+    pq.write_table(pa.Table.from_pylist([ended, group, *others], table.schema), folder / "requests.parquet")
+    load = folder_load(load_run(folder), "run", "run", tmp_path / "out", [], [])
+    assert given[ended["request_id"]] > 3
+    assert {row.request_id: row.num_output_tokens for row in load.trace} == given | {ended["request_id"]: 3}
 
 
 @pytest.mark.usefixtures("unrendered")

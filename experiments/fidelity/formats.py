@@ -24,6 +24,7 @@ READERS: dict[str, Reader] = {
     "llmservingsim-bench": servingsim.read_servingsim_bench,
     "request-log": request_log.read_request_log,
 }
+_OF_LOG = {"arrival_s", "ttft_s"}  # either is enough: what else a request log lacks, its reader names
 FORMATS = (*READERS, STUDY, RUN_FOLDER)
 
 
@@ -70,9 +71,9 @@ def recognise(text: str) -> str | None:
     if start == "{":
         return _of_object(_first_object(text))
     header = set(csv_columns(text))
-    if {"arrival_s", "ttft_s"} <= header:
-        return "request-log"
-    return "llmservingsim" if {"queuing_delay", "TTFT", "arrival"} <= header else None
+    if {"queuing_delay", "TTFT", "arrival"} <= header:
+        return "llmservingsim"
+    return "request-log" if header & _OF_LOG else None
 
 
 def _first_object(text: str) -> dict[str, Any]:
@@ -94,6 +95,6 @@ def _of_object(values: dict[str, Any]) -> str | None:
         return "aiperf"
     if set(servingsim.BENCH_FIELDS) <= names:
         return "llmservingsim-bench"
-    if names & {"arrival_s", "ttft_s"}:
+    if names & _OF_LOG:
         return "request-log"
     return "vllm-bench" if names & {*vllm_bench.MARKS, *vllm_bench.AGGREGATES} else None

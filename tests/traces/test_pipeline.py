@@ -83,7 +83,7 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
             r"trace\.transforms\[1\] \(thin\): fraction is 2; it must be above 0, up to 1",
         ),
         ({"name": "filter"}, "filter is empty; it must be given at least one bound"),
-        ({"name": "time_warp", "points": [[1, 2], [1, 3]]}, "points is .*each pair above the one before"),
+        ({"name": "time_warp", "points": [[1, 2], [1, 3]]}, "points is .*each from_s above the one before"),
         ({"name": "time_warp", "points": [[1]]}, r"points is \[1\]"),
         ({"name": "set_rate", "rate": 9, "by": "wrap"}, r"by is 'wrap'; did you mean 'warp'\?"),
         ({"name": "set_rate", "rate": 9, "by": "thin"}, "rate is 9; it must be at most the trace's own 1 per second"),

@@ -113,7 +113,7 @@ def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
 
 
 def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    expected = f"a list of [from_s, to_s], each 0 to {MAX_S:.1e}, each pair above the one before in both"
+    expected = f"a list of [from_s, to_s], each 0 to {MAX_S:.1e}, each from_s above the one before, no to_s below it"
     curve: list[tuple[int, int]] = []
     for point in points:
         numbers = list(point) if isinstance(point, list | tuple) else []

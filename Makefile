@@ -64,7 +64,7 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "error: Python %d.%d found; 3.11 to 3.13 is needed: make PYTHON=python3.12 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	TESTBED_COMPILED=0 $(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) -e '.[real,joblib,dev]'
+	TESTBED_COMPILED=0 $(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) -e '.[real,joblib,slurm,dev]'
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	@touch $@
 

@@ -68,8 +68,8 @@ class RealConfig:
         choose("backend.attention", self.attention, ATTENTION_NAMES)
         choose("backend.load_format", self.load_format, LOAD_FORMATS)
         choose("backend.pace", self.pace, PACES)
-        for name in ("cpu_kv_bytes", "max_captured_size"):
-            require_whole(f"backend.{name}", getattr(self, name), 1)
+        require_whole("backend.cpu_kv_bytes", self.cpu_kv_bytes, 1, 10**18)
+        require_whole("backend.max_captured_size", self.max_captured_size, 1)
         require_whole("backend.max_captured_tokens", self.max_captured_tokens, 0)
         for name in ("k_scale", "v_scale", "rank_timeout_s"):
             require(f"backend.{name}", getattr(self, name), getattr(self, name) > 0, "a finite number above 0")

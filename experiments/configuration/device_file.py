@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*)(\.\d*)?([eE][+-]?\d+)?")  # YAML 1.1 take
 
 def device_of(values: dict[str, Any]) -> DeviceSpec:
     """Returns the spec of the `device` group; fields in the file at `device.path` replace its. Raises TestbedError."""
-    spec = freeze(DeviceSpec, "device", values)
-    return spec if spec.path is None else replace(spec, **read_device_file(spec.path))
+    path = values.get("path")
+    return freeze(DeviceSpec, "device", values | (read_device_file(path) if isinstance(path, str) else {}))
 
 
 def read_device_file(path: str | Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
-from experiments.fidelity.measured import MeasuredRun, trace_of, write_folder, write_measured
+from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
 from experiments.runs.run_folder import check_priced
 from experiments.wiring.traces import build_trace
@@ -191,7 +191,7 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
     file = run.path / TRACE_FILE
     whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
     had = run.manifest["trace"].get("fingerprint")  # None: a served run that was killed, a log of vLLM's own scheduler
-    if had is not None and (given := fingerprint(whole)) != had:
+    if had is not None and not is_copy(run.path) and (given := fingerprint(whole)) != had:
         source = file if file.exists() else saved["trace"].get("path") or "the trace's generator"
         raise RunFolderError(
             f"{run.path}: {source} no longer gives the trace of the run (fingerprint {given}, the run's was {had}); "

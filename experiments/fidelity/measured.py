@@ -138,6 +138,12 @@ def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folde
     return write_folder(folder, requests, schema_of(STEP_COLUMNS).empty_table(), config, manifest, trace)
 
 
+def is_copy(folder: Path) -> bool:
+    """Whether `write_folder` wrote the folder."""
+    done = folder / "done"
+    return done.is_file() and done.read_text(errors="replace") == MEASURED
+
+
 def write_folder(
     folder: Path, requests: pa.Table, steps: pa.Table, config: dict[str, Any], manifest: dict[str, Any], trace: Trace
 ) -> Run:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from experiments.configuration.saved import read_manifest
-from experiments.fidelity.measured import MEASURED
+from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
-from experiments.runs.run_folder import locked
+from experiments.runs.run_folder import locking
 from testbed.errors import ConfigError
 
 RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
@@ -38,10 +38,11 @@ def renewed(out: Path) -> Iterator[None]:
     """Context in which a command writes its outputs into `out`, in place of those of an earlier command. If it does not
     complete, its own are removed and the earlier ones are there again; nothing else is touched. Raises RunFolderError
     if another process writes there."""
-    with locked(out, ".lock", "--out"), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
         earlier = list(_earlier(out))
         _move(earlier, out, Path(aside))
-        others = set(_written(out))
+        others, is_new = set(_written(out)), not out.exists()
         try:
             yield
         except BaseException:
@@ -49,7 +50,21 @@ def renewed(out: Path) -> Iterator[None]:
                 for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
                     path.rmdir() if path.is_dir() else path.unlink()
                 _move([Path(aside, path.relative_to(out)) for path in earlier], Path(aside), out)
+                if is_new:
+                    with suppress(OSError):  # there is something else in it
+                        out.rmdir()
             raise
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Context that locks `out` against other processes by a file beside it."""
+    file = out.with_name(f".{out.name}.lock")
+    with locking(file, out, "--out"):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _move(paths: Sequence[Path], source: Path, target: Path) -> None:
@@ -77,9 +92,8 @@ def _earlier(out: Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    done = folder / "done"
     if folder.name not in _SIMULATED:
-        return done.is_file() and done.read_text(errors="replace") == MEASURED
+        return is_copy(folder)
     return str(read_manifest(folder).get("command", "")).startswith(_COMMAND)
 
 

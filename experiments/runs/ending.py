@@ -13,6 +13,7 @@ from experiments.configuration.names import device_of_run
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
 from experiments.wiring import build
+from sim.cost.config import RooflineConfig
 from testbed import compiled
 from testbed.core.plan import BlockedBy
 from testbed.wording import count
@@ -51,7 +52,8 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
-    if config.model.dtype == "fp8" and config.raw["backend"]["name"] != "vllm":
+    reads_weights = config.is_simulated and isinstance(config.cost, RooflineConfig)
+    if config.model.dtype == "fp8" and (reads_weights or config.raw["backend"]["name"] == "real"):
         notes.append(
             "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "
             "them, not time (docs/models.md)"

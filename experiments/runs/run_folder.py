@@ -132,21 +132,29 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, name: str = LOG_FILE, key: str = "hydra.run.dir") -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Context that makes the folder and locks it against other processes; removes it if nothing was written to it.
-    name: the file that holds the lock, removed if it is empty at the end; key: the option that names the folder.
     Raises RunFolderError if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("ab") as file:
-        if not _lock(file):
-            raise _in_use(folder, key)
+    with locking(folder / LOG_FILE, folder):
         try:
             yield
         finally:
             with suppress(OSError):
-                if not (folder / name).stat().st_size:
-                    (folder / name).unlink()
-                    folder.rmdir()  # fails if something is in it
+                if os.listdir(folder) == [LOG_FILE] and not (folder / LOG_FILE).stat().st_size:
+                    (folder / LOG_FILE).unlink()
+                    folder.rmdir()
+
+
+@contextmanager
+def locking(file: Path, folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
+    """Context that holds the lock of a folder, which is in `file`. Raises RunFolderError if another process has it.
+    key: the option that names the folder, for the message."""
+    with file.open("ab") as lock:
+        is_there = _lock(lock) and file.exists() and os.path.samestat(os.fstat(lock.fileno()), file.stat())
+        if not is_there:  # or it was removed by the process that had it, and perhaps made again by another
+            raise _in_use(folder, key)
+        yield
 
 
 def is_locked(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.options import options
 from experiments.runs.run import execute
+from experiments.wiring.build import build_scheduler, simulated_pools
 from experiments.wiring.costs import build_cost
 from real.config import RealConfig
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -416,3 +417,28 @@ def test_a_card_without_nvlink_gets_no_rate_of_another_s(name):
         compose_config([f"device={name}", "device.interconnect=nvlink"])
     given = compose_config([f"device={name}", "device.interconnect=nvlink", "device.interconnect_bytes_per_s=3e10"])
     assert given.device.interconnect_bytes_per_s == 3e10
+
+
+def test_a_device_file_has_the_last_word_on_the_link_too(tmp_path):
+    (file := tmp_path / "mine.yaml").write_text("interconnect_bytes_per_s: 50e9\n")
+    given = compose_config(["device=l40s", "device.interconnect=nvlink", f"device.path={file}"])
+    assert given.device.interconnect_bytes_per_s == 50e9
+
+
+def test_kv_memory_of_a_cpu_may_be_large():
+    assert compose_config(["backend=real", "backend.cpu_kv_bytes=4294967296"]).backend.cpu_kv_bytes == 2**32
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("scheduler.queue_order={_target_: testbed.policies.orders.feedback.MultiLevelFeedbackQueue, num_levels: 65}",
+         "num_levels is 65; it must be from 1 to 64"),
+        ("scheduler.queue_order={_target_: testbed.policies.orders.response_ratio.HighestResponseRatioNext, "
+         "classes_per_doubling: 1025}", "classes_per_doubling is 1025; it must be from 1 to 1,024"),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_make_an_order_endless_are_refused(given, message):
+    config = compose_config([given])
+    with pytest.raises(ConfigError, match=message):
+        build_scheduler(config, simulated_pools(config))

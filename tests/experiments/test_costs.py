@@ -261,6 +261,7 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
+        (["model.dtype=fp8", "cost=constant"], []),
         (["model.dtype=fp8"], ["FP8 weights: the simulator prices kernels that read one byte a weight; backend=real "
                                "saves memory with them, not time (docs/models.md)"]),
     )):  # fmt: skip

@@ -373,11 +373,26 @@ def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
 
 
 def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):
-    out = tmp_path / "out"
+    out = tmp_path / "new" / "out"
     with renewed(out):
         said = error_line(capsys, base.path, "--out", out, "--overwrite")
         assert f"another process is writing to {out}; wait for its end, or choose another --out" in said
-    assert not out.exists()
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_an_empty_folder_that_was_there_stays(base, tmp_path, capsys):
+    (out := tmp_path / "out").mkdir()
+    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_measured_copy_is_compared_again_though_its_trace_was_rewritten(tmp_path):
+    trace = {**TRACE, "num_requests": 40, "min_turns": 2, "max_turns": 3, "think_time_s": 0.05}
+    run = ran(tmp_path / "turns", trace=trace)
+    assert fidelity(run.path, "--out", tmp_path / "out") == 0
+    assert fidelity(tmp_path / "out" / "runs" / "turns" / "measured") == 0
 
 
 @pytest.mark.usefixtures("unrendered")

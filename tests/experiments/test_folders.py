@@ -144,3 +144,12 @@ def test_every_command_names_what_is_missing_of_a_damaged_folder(
     else:
         assert f"a/{name}: " in said.error()
         assert "missing; it is damaged" in said.error()
+
+
+def test_the_folder_of_a_point_that_failed_before_it_began_takes_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ("run", "-m", "seed=0,1", "model=llama3.1_8b", "device.memory_bytes=1000000000")
+    assert say(capsys, *sweep, f"hydra.sweep.dir={tmp_path / 's'}").status == 1
+    point = next((tmp_path / "s").glob("*/manifest.json")).parent
+    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={point}").status == 0

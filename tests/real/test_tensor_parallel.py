@@ -18,6 +18,7 @@ from real.backend import RealBackend
 from real.config import RealConfig
 from real.driver import Computed, Work
 from real.parallel import backend as parallel
+from real.parallel import distributed
 from real.parallel.backend import RankedBackend
 from real.parallel.wire import pack, unpack
 from real.parallel.worker import Setup
@@ -316,3 +317,8 @@ def test_a_rank_that_is_silent_ends_the_step_after_its_time_and_one_that_dies_at
     with pytest.raises(DeviceError, match="stopped in the middle of a step"):
         pair.start(PLAN)
     os.kill(process, signal.SIGKILL)
+
+
+def test_a_lost_rank_s_message_has_no_place_in_the_backend_s_source():
+    error = RuntimeError("[/torch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]\nmore")
+    assert str(distributed._lost(error)) == "Connection closed by peer [127.0.0.1]"

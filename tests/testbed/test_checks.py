@@ -50,7 +50,7 @@ def test_a_whole_number_has_its_bounds_and_its_type(value: Any, expected: str) -
     assert said(require_whole, "n", value, 1, 10_000) == expected
 
 
-def test_without_an_upper_bound_and_where_null_is_allowed() -> None:
+def test_with_no_upper_bound_of_its_own_and_where_null_is_allowed() -> None:
     assert require_whole("n", 10**18, 0, MAX_SEED) == 10**18
     assert said(require_whole, "n", 2**31, 1) == "n is 2147483648; it must be from 1 to 2,147,483,647"
     assert said(require_whole, "n", -1, 0, also=" (0: off)") == "n is -1; it must be at least 0 (0: off)"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
+MAX_POINTS = 100_000
 _EXTRAS = {  # launchers and sweepers of other packages, and what to install for each
     "joblib": "'.[joblib]' in the repository",
     **dict.fromkeys(("ray", "ray_aws"), "'.[ray]' in the repository"),
@@ -248,6 +250,12 @@ def _texts(item: Override, library: Library) -> list[str]:
         return []  # reported where the sweep is made
 
 
+def check_num_points(num_points: int, sweep: str | None) -> None:
+    """Raises ConfigError for a sweep of more than MAX_POINTS: they are all composed before the first one runs."""
+    if num_points > MAX_POINTS:
+        raise ConfigError(f"{sweep}: more than {MAX_POINTS:,} points; sweep fewer at a time")
+
+
 def swept_values(item: Override, library: Library) -> list[str]:
     """Returns key=value for each value of an override; for a glob, those of the matching options. Raises ConfigError if
     a sweep has none, or is not a list."""
@@ -260,11 +268,12 @@ def swept_values(item: Override, library: Library) -> list[str]:
         if isinstance(pattern, Glob):
             values = pattern.filter(library.names(item.key_or_group))
         else:
-            values = list(item.sweep_string_iterator())
+            values = list(islice(item.sweep_string_iterator(), MAX_POINTS + 1))
     except (ValueError, TypeError, HydraException) as error:
         raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
     if not values:
         raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
+    check_num_points(len(values), item.input_line)
     return [f"{key}={value}" for value in values]
 
 

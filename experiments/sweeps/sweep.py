@@ -7,6 +7,7 @@ takes longer to compose a small point than it takes to simulate it.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import shutil
@@ -29,7 +30,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, swept_values
+from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -144,6 +145,7 @@ def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple
     """Returns (label, overrides) of each point; the label is its swept overrides. As in Hydra, the last key varies
     fastest."""
     swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
+    check_num_points(math.prod(map(len, choices.values())), " × ".join(key for key, one in choices.items() if one[1:]))
     points: dict[str, list[str]] = {}
     for combination in itertools.product(*choices.values()):
         own = of_one_point(combination, library)

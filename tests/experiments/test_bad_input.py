@@ -243,6 +243,20 @@ def test_limits_beyond_every_model_are_named(capsys: pytest.CaptureFixture[str],
     assert "to 2,147,483,647" in error
 
 
+@pytest.mark.parametrize(
+    ("sweep", "named"),
+    [
+        (["seed=range(0,99999999999999)"], "seed=range(0,99999999999999)"),
+        (["seed=range(0,1000)", "trace.rate=range(1,1001)", "scheduler=vllm_v1"], "seed × trace.rate"),
+    ],
+)
+def test_a_sweep_without_end_is_refused_before_it_is_made(
+    capsys: pytest.CaptureFixture[str], sweep: list[str], named: str
+) -> None:
+    error = say(capsys, "run", "-m", *sweep).error()
+    assert error.startswith(f"{named}: more than 100,000 points; sweep fewer at a time")
+
+
 def test_a_sweep_and_a_look_at_its_configuration_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one" in say(capsys, "run", "-m", "--cfg", "job", "seed=1,2").error()
 

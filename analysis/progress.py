@@ -29,7 +29,7 @@ def progress(desc: str, unit: str, total: int | None = None) -> tqdm[Any]:
         return tqdm(desc=desc, unit=unit, total=total, leave=False, delay=0.5)
     left = "{n_fmt}" if total is None else "{n_fmt}/{total_fmt}, {remaining} left"
     return tqdm(
-        desc=desc, unit=f" {unit}", total=total, leave=False, file=_Lines(), position=0, delay=LINE_S,
+        desc=desc, unit=unit, total=total, leave=False, file=_Lines(), position=0, delay=LINE_S,
         mininterval=LINE_S, miniters=1,  # 1: tqdm's own thread does not draw in between
         bar_format=f"{{desc}}: {left}, {{elapsed}} so far, {{rate_fmt}}",
     )  # fmt: skip

@@ -210,7 +210,7 @@ def _limits(text: str | None) -> dict[str, float] | None:
 
 def _timeline(arguments: list[str]) -> int:
     from analysis.timelines.export import LATEST_S, Window, write_timeline
-    from experiments.runs.run_folder import writing
+    from experiments.runs.run_folder import refuse_running, writing
 
     parser = Parser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
     parser.add_argument("run", type=folder_named, help="a run folder")
@@ -231,6 +231,8 @@ def _timeline(arguments: list[str]) -> int:
     low = 0.0 if options.from_s is None else options.from_s
     window = Window(low, LATEST_S if options.to_s is None else options.to_s, options.steps)
     folders = [options.run] if options.other is None else [options.run, options.other]
+    for folder in folders:
+        refuse_running(folder)
     with writing(options.out or options.run):
         print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
     return 0

@@ -21,7 +21,7 @@ from experiments.configuration.settings import RecordConfig
 from experiments.console import Parser, folder_named, visible
 from experiments.runs.parity import check_parity, num_tapes
 from experiments.runs.run import INTERRUPTED, execute
-from experiments.runs.run_folder import refuse_overwrite
+from experiments.runs.run_folder import refuse_overwrite, refuse_running
 from experiments.wiring.engines import RunRecords, fleet_digest
 from testbed.core.commands import Recorder, StepView
 from testbed.errors import RunFolderError
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
         "--keep", type=folder_named, metavar="FOLDER", help="keep the run with its decisions here, for pandas"
     )
     options = parser.parse_args(arguments)
+    refuse_running(options.run)
     from analysis.explain.frames import refuse_unknown  # not at the top: pandas is slow to import
     from analysis.explain.request import explain_request
     from analysis.explain.whole_run import explain_run

@@ -166,6 +166,12 @@ def is_locked(folder: Path) -> bool:
         return False  # no log, no writer
 
 
+def refuse_running(folder: Path) -> None:
+    """Raises RunFolderError if a live process is writing to the folder: its tables cannot be read before their end."""
+    if is_locked(folder):
+        raise RunFolderError(f"{folder}: another process is still writing this run; wait for its end")
+
+
 def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

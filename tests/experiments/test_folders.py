@@ -39,6 +39,9 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_process_i
     for more in ((), ("overwrite=true",)):
         said = f"another process is writing to {tmp_path / 'run'}"
         assert say(capsys, *arguments, *more).error().startswith(said)
+    for command in ("explain", "timeline"):
+        said = f"{tmp_path / 'run'}: another process is still writing this run"
+        assert say(capsys, command, str(tmp_path / "run")).error().startswith(said)
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     holder.stdout.close()

@@ -16,6 +16,8 @@ from experiments.wiring import build
 from sim.cost.config import RooflineConfig
 from testbed import compiled
 from testbed.core.plan import BlockedBy
+from testbed.specs.hf_config import read_hf_config
+from testbed.specs.quantization import fp8_scheme
 from testbed.wording import count
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
     reads_weights = config.is_simulated and isinstance(config.cost, RooflineConfig)
+    scheme = fp8_scheme(read_hf_config(path)[1]) if reads_weights and (path := config.model.path) is not None else None
+    if isinstance(scheme, str):
+        notes.append(f"{path} has {scheme}: they are priced, and take memory, as {config.model.dtype}")
     if config.model.dtype == "fp8" and (reads_weights or config.raw["backend"]["name"] == "real"):
         notes.append(
             "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "

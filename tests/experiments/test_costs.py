@@ -270,6 +270,20 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         assert [note.removeprefix("note").strip() for note in notes] == expected
 
 
+def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, capsys):
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "awq"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert run(tmp_path / "run", "trace.num_requests=2", f"model.path={tmp_path}")[0] == 0
+    what = "weights quantised by 'awq' (not fp8 or compressed-tensors)"
+    said = f"note         {tmp_path} has {what}: they are priced, and take memory, as bfloat16"
+    assert said in capsys.readouterr().out
+
+
 def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     why = "not compiled: nothing was built for this Python"

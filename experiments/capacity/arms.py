@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import library_of, of_one_point, swept_values, with_swept
+from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
@@ -78,6 +79,7 @@ def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
         if len(choices.get(key, [])) > 1:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
     swept = [key for key, values in choices.items() if len(values) > 1]
+    check_num_points(prod(map(len, choices.values())), " × ".join(swept))
     arms: dict[str, Arm] = {}
     options: dict[str, dict[str, Any]] = {}  # of the groups that are swept, as the words that choose them
     seen: dict[str, _Arrivals] = {}

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -268,6 +268,8 @@ def swept_values(item: Override, library: Library) -> list[str]:
         if isinstance(pattern, Glob):
             values = pattern.filter(library.names(item.key_or_group))
         else:
+            if isinstance(pattern, RangeSweep):  # counted first: one to shuffle is made whole
+                check_num_points(sum(1 for _ in islice(pattern.range(), MAX_POINTS + 1)), item.input_line)
             values = list(islice(item.sweep_string_iterator(), MAX_POINTS + 1))
     except (ValueError, TypeError, HydraException) as error:
         raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     if options.out is not None:
         for name in (RUNS, FITTED):
             refuse_inside(inputs, options.out / name)
-    whole = nullcontext() if options.out is None else renewed(options.out)
+    whole = nullcontext() if options.out is None else renewed(options.out, overwrite=options.overwrite)
     with whole, TemporaryDirectory(prefix="testbed-") as scratch:
         if read.study:
             text = _study(read.study, overrides, options)

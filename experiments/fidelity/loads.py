@@ -156,7 +156,10 @@ def folder_load(
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
-    said = {"measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed)}
+    said = {
+        "measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed),
+        "source_fingerprint": _fingerprint(run),
+    }
     config = run.config
     if of_report := [item for item in overrides if item.startswith(("report.", "report=", "hydra.searchpath="))]:
         config = {**config, "report": compose_from({**saved, "trace": kept_trace}, of_report).raw["report"]}
@@ -190,8 +193,8 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
     """The run's trace with the recorded arrivals and output lengths, with only the kept requests."""
     file = run.path / TRACE_FILE
     whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
-    had = run.manifest["trace"].get("fingerprint")  # None: a served run that was killed, a log of vLLM's own scheduler
-    if had is not None and not is_copy(run.path) and (given := fingerprint(whole)) != had:
+    had = _fingerprint(run)
+    if had is not None and (given := fingerprint(whole)) != had:
         source = file if file.exists() else saved["trace"].get("path") or "the trace's generator"
         raise RunFolderError(
             f"{run.path}: {source} no longer gives the trace of the run (fingerprint {given}, the run's was {had}); "
@@ -212,6 +215,14 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
             row = row._replace(output=_output(row, num_output))
         rows.append(row if is_whole else row._replace(session_id=None, turn=None))
     return arrange(whole.name, sorted(rows, key=lambda row: (row.arrival_ns, place[row.request_id])))
+
+
+def _fingerprint(run: Run) -> str | None:
+    """The fingerprint of the trace that the run had; None if it is not known: of a served run that was killed, a log of
+    vLLM's own scheduler, a copy of a file's run. The trace of a copy was rewritten; it keeps that of its original."""
+    own = None if is_copy(run.path) else run.manifest["trace"].get("fingerprint")
+    kept: str | None = run.manifest.get("source_fingerprint", own)
+    return kept
 
 
 def _output(row: TraceRequest, num_tokens: int) -> Part:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from experiments.configuration.saved import read_manifest
+from experiments.console import refuse_existing
 from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
@@ -34,12 +35,16 @@ def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
 
 
 @contextmanager
-def renewed(out: Path) -> Iterator[None]:
+def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
     """Context in which a command writes its outputs into `out`, in place of those of an earlier command. If it does not
     complete, its own are removed and the earlier ones are there again; nothing else is touched. Raises RunFolderError
-    if another process writes there."""
+    if another process writes there, or has done so since without being asked to `overwrite`."""
+    out = out.resolve()  # the lock lies beside it, however it is spelled
+    if not out.name:
+        raise ConfigError(f"--out {out} cannot be made anew; choose a folder in it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with _alone(out), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
+        refuse_existing(out, overwrite)
         earlier = list(_earlier(out))
         _move(earlier, out, Path(aside))
         others, is_new = set(_written(out)), not out.exists()
@@ -64,7 +69,8 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)
+            if not file.stat().st_size:  # nobody's own
+                file.unlink()
 
 
 def _move(paths: Sequence[Path], source: Path, target: Path) -> None:

@@ -151,8 +151,10 @@ def locking(file: Path, folder: Path, key: str = "hydra.run.dir") -> Iterator[No
     """Context that holds the lock of a folder, which is in `file`. Raises RunFolderError if another process has it.
     key: the option that names the folder, for the message."""
     with file.open("ab") as lock:
-        is_there = _lock(lock) and file.exists() and os.path.samestat(os.fstat(lock.fileno()), file.stat())
-        if not is_there:  # or it was removed by the process that had it, and perhaps made again by another
+        is_ours = False
+        with suppress(FileNotFoundError):  # the process that had it removed it, and another may have made it again
+            is_ours = _lock(lock) and os.path.samestat(os.fstat(lock.fileno()), file.stat())
+        if not is_ours:
             raise _in_use(folder, key)
         yield
 

@@ -80,7 +80,7 @@ DEVICE_FIELDS: dict[str, Expected] = {
     "cache_bytes": Expected("a whole number of bytes, from 0 to 1e18", whole(0, 10**18)),
     "flops_per_s": _RATE,
     "interconnect": Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS),
-    "interconnect_bytes_per_s": Expected("a number from 1 to 1e30, or 0", lambda v: v == 0 or _RATE.holds(v)),
+    "interconnect_bytes_per_s": Expected("a number from 1 to 1e30, or 0", lambda v: number(0, 0)(v) or _RATE.holds(v)),
     "interconnect_efficiency": _SHARE,
     "interconnect_latency_ns": _NS,
     "interconnect_factor": _FACTOR,

@@ -247,6 +247,7 @@ def test_limits_beyond_every_model_are_named(capsys: pytest.CaptureFixture[str],
     ("sweep", "named"),
     [
         (["seed=range(0,99999999999999)"], "seed=range(0,99999999999999)"),
+        (["seed=shuffle(range(0,99999999999999))"], "seed=shuffle(range(0,99999999999999))"),
         (["seed=range(0,1000)", "trace.rate=range(1,1001)", "scheduler=vllm_v1"], "seed × trace.rate"),
     ],
 )

@@ -366,17 +366,22 @@ def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
     rows = [{"arrival_time": n / 10, "prompt_tokens": 20, "output_tokens": 4} for n in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = ran(tmp_path / "run", trace={"name": "jsonl", "path": str(file)})
-    assert fidelity(run.path) == 0
+    assert fidelity(run.path, "--out", tmp_path / "out") == 0
+    copy = tmp_path / "out" / "runs" / "run" / "measured"
+    assert fidelity(copy) == 0
     file.write_text(file.read_text().replace('"prompt_tokens": 20', '"prompt_tokens": 200'))
-    said = error_line(capsys, run.path)
-    assert f"{run.path}: {file} no longer gives the trace of the run (fingerprint " in said
+    for folder in (run.path, copy):
+        said = error_line(capsys, folder)
+        assert f"{folder}: {file} no longer gives the trace of the run (fingerprint " in said
 
 
 def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):
     out = tmp_path / "new" / "out"
-    with renewed(out):
-        said = error_line(capsys, base.path, "--out", out, "--overwrite")
-        assert f"another process is writing to {out}; wait for its end, or choose another --out" in said
+    with renewed(out, overwrite=False):
+        (tmp_path / "link").symlink_to(out)
+        for spelled in (out, tmp_path / "new" / "x" / ".." / "out", tmp_path / "link"):
+            said = error_line(capsys, base.path, "--out", spelled, "--overwrite")
+            assert f"another process is writing to {out}; wait for its end, or choose another --out" in said
     assert not list((tmp_path / "new").iterdir())
 
 

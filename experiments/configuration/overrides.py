@@ -268,14 +268,13 @@ def swept_values(item: Override, library: Library) -> list[str]:
         if isinstance(pattern, Glob):
             values = pattern.filter(library.names(item.key_or_group))
         else:
-            if isinstance(pattern, RangeSweep):  # counted first: one to shuffle is made whole
+            if isinstance(pattern, RangeSweep):  # the only sweep that can be longer than its text
                 check_num_points(sum(1 for _ in islice(pattern.range(), MAX_POINTS + 1)), item.input_line)
-            values = list(islice(item.sweep_string_iterator(), MAX_POINTS + 1))
+            values = list(item.sweep_string_iterator())
     except (ValueError, TypeError, HydraException) as error:
         raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
     if not values:
         raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
-    check_num_points(len(values), item.input_line)
     return [f"{key}={value}" for value in values]
 
 

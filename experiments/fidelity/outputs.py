@@ -69,8 +69,9 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not file.stat().st_size:  # nobody's own
-                file.unlink()
+            with suppress(OSError):
+                if not file.stat().st_size:  # nobody's own
+                    file.unlink()
 
 
 def _move(paths: Sequence[Path], source: Path, target: Path) -> None:

@@ -1,4 +1,5 @@
-"""The first screen of a report: the answer in a few sentences, by the size of effects."""
+"""The first screen of a report: the answer in a few sentences, by the size of effects. A sentence on an arm begins with
+the metrics that the question names."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from analysis.comparison.wording import cells_text, change_text, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name, level_text
+from analysis.reports.asked import is_asked
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
@@ -65,7 +67,7 @@ class _Subject(NamedTuple):
         return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
 
 
-def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
+def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "") -> list[str]:
     """At most MAX_SENTENCES: which arms keep the SLO, which serves most within it, then claimed changes, the largest
     first. Without comparisons, a description of the one arm at each load."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
@@ -73,10 +75,10 @@ def answer(groups: Sequence[Compared], slo: SLO | None) -> list[str]:
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
     of_slo = [] if slo is None else _kept(groups, slo)
-    return [*of_slo, *_differences(groups, slo, MAX_SENTENCES - len(of_slo))]
+    return [*of_slo, *_differences(groups, slo, question, MAX_SENTENCES - len(of_slo))]
 
 
-def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
+def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
     claimed changes, and settings that changed no decision."""
     ranked: list[tuple[float, str]] = []
@@ -86,7 +88,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, most: int) -> list
     num_untested = 0
     for group in groups:
         for subject in _subjects(group):
-            ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject)]
+            ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject, question)]
             for row in subject.claims:
                 key = (subject.average + subject.name, row.metric.label)
                 claimed.setdefault(key, []).append((", ".join(conditions(group.load, subject.arms)), row))
@@ -147,7 +149,7 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
     return parts
 
 
-def _changes(subject: _Subject) -> list[tuple[float, str]]:
+def _changes(subject: _Subject, question: str) -> list[tuple[float, str]]:
     """(the largest change, the claims as text), for cells and for averages."""
     found = []
     if subject.by_cell:
@@ -155,7 +157,7 @@ def _changes(subject: _Subject) -> list[tuple[float, str]]:
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
         found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
-        text = f"{subject.average}{subject.name}: {_told(claims)}{subject.hidden}"
+        text = f"{subject.average}{subject.name}: {_told(subject.rows, question)}{subject.hidden}"
         found.append((max(row.size for row in claims), text))
     return found
 
@@ -264,14 +266,20 @@ def _against(name: str, base: str) -> str:
     return f"{', '.join(mine)} against {', '.join(theirs)} (both {', '.join(both)})"
 
 
-def _told(claims: Sequence[Comparison]) -> str:
-    """The largest improvements and the largest losses, as text; where nothing is better, the largest changes."""
-    parts = []
+def _told(rows: Sequence[Comparison], question: str) -> str:
+    """The largest improvements and the largest losses, as text; where nothing is better, the largest changes. First the
+    metrics that the question names, and last those of them that are inside the noise."""
+    told: list[tuple[bool, str]] = []  # (whether the question names none of its metrics, text)
     for word in CLAIMS:
-        mine = sorted((row for row in claims if row.claim == word), key=lambda row: -row.size)
+        mine = [row for row in rows if row.claim == word]
         if mine:
+            mine.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
             texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:_MAX_CLAIMS]]
-            parts.append(f"{word} in {fmt.listing(texts)}")
+            told.append((not is_asked(mine[0].metric, question), f"{word} in {fmt.listing(texts)}"))
+    parts = [text for _, text in sorted(told, key=lambda item: item[0])]
+    quiet = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]
+    if quiet:
+        parts.append(f"no difference beyond the noise in {fmt.listing([row.metric.label for row in quiet])}")
     return "; ".join(parts)
 
 

@@ -286,7 +286,7 @@ def _context(
             *lost(report.arms, report.incomplete, sections.out.parent),
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": [*answer(sections.compared, slo), *pooled_said(sections.compared)],
+        "answer": [*answer(sections.compared, slo, report.question or ""), *pooled_said(sections.compared)],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

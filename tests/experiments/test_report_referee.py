@@ -12,7 +12,7 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, mean_over_replicates
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, main_effects
 from analysis.comparison.pairs import Pair
 from analysis.comparison.sharing import common_share, correlation
@@ -245,6 +245,39 @@ def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_p
     (said,) = never_triggered(arms_of(tmp_path))
     name = "max num batched tokens"
     assert said.startswith(f"{name} 4096 and {name} 8192 took the same decisions as {name} 2048 at every step")
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("", "better in mean TPOT (−45%) and P99 TPOT (−39%); worse in mean TTFT (+65%) and P99 TTFT (+49%)."),
+        (
+            "Does the P99 TTFT suffer?",
+            "worse in P99 TTFT (+49%) and mean TTFT (+65%); better in mean TPOT (−45%) and P99 TPOT (−39%).",
+        ),
+        (
+            "What happens to end-to-end latency and to throughput?",
+            "better in mean E2E (−26%) and mean TPOT (−45%); worse in mean TTFT (+65%) and P99 TTFT (+49%); "
+            "no difference beyond the noise in requests/s.",
+        ),
+    ],
+)
+def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Path, question: str, words: str) -> None:
+    for name in ("vllm_v1", "sarathi"):
+        for seed in range(2):
+            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    arms = arms_of(tmp_path)
+    changes = (0.5, 0.4, -0.6, -0.5, -0.3)  # of LATENCY, as log-ratios
+    estimates = [Estimate(size, size, size, 3, "paired t", "log_ratio") for size in changes]
+    rows = [
+        Comparison(arms[1].name, metric, 1.0, one, "higher" if one.value > 0 else "lower")
+        for metric, one in zip(LATENCY, estimates, strict=False)
+    ]
+    noise = Estimate(0.01, -0.1, 0.1, 3, "t", "log_ratio")
+    rows += [Comparison(arms[1].name, RATES[0], 1.0, noise, "inside the noise")]
+    rows += [Comparison(arms[1].name, RATES[1], 1.0, noise, "unknown")]
+    (said,) = answer([Compared("", arms, rows, ())], None, question)
+    assert said.replace(fmt.SPACE, "").endswith(f": {words}"), said
 
 
 def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from analysis.plots import style
 def rate_curves(
     curves: Mapping[str, Sequence[tuple[float, Load]]],
     capacities: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float] | None],
     shares: Collection[float],
     unit: str,
 ) -> Figure:
-    """`curves`: policy -> (rate, load) of complete runs, by ascending rate. A vertical line is a policy's capacity;
-    markers of rates up to it are filled. `shares`: the required attainments, shown as dashed lines."""
+    """`curves`: policy -> (rate, load) of complete runs, by ascending rate. A vertical line is a policy's capacity, the
+    band around it its interval; markers of rates up to it are filled. `shares`: the required attainments, shown as
+    dashed lines."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.7 + style.legend_height(list(curves)))
         for index, (name, points) in enumerate(curves.items()):
@@ -29,6 +31,8 @@ def rate_curves(
             _curve(right, rates, [100 * load.attainment for _, load in points], is_kept, index)
             for axes in (left, right) if capacities[name] > 0 else ():
                 axes.axvline(capacities[name], linewidth=0.8, alpha=0.7, **style.series_style(index))
+                if (interval := intervals[name]) is not None:
+                    axes.axvspan(*interval, color=style.series_style(index)["color"], alpha=0.12, linewidth=0)
         everything = np.array([rate for points in curves.values() for rate, _ in points])
         for axes in (left, right):
             if everything.size:

@@ -120,7 +120,8 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
         for one in found.found
     }
     capacities = {one.arm.name: one.capacity for one in found.found}
-    save(rate_curves(curves, capacities, {one.arm.share for one in found.found}, units), out / FIGURE)
+    intervals = {one.arm.name: one.interval for one in found.found}
+    save(rate_curves(curves, capacities, intervals, {one.arm.share for one in found.found}, units), out / FIGURE)
 
 
 # --- results as text ---

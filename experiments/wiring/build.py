@@ -53,8 +53,9 @@ def num_cpu_blocks(config: RunConfig) -> int:
 
 
 def can_swap(config: RunConfig) -> bool:
-    """Whether a plan of this scheduler may swap: False if it always preempts by recompute."""
-    return not isinstance(make_policy("scheduler.preemption", config.scheduler.preemption), Recompute)
+    """Whether a plan of this scheduler may swap: False if it always preempts by recompute. Beams are swapped always."""
+    recomputes = isinstance(make_policy("scheduler.preemption", config.scheduler.preemption), Recompute)
+    return not recomputes or config.sampling.beam_width > 1
 
 
 def simulated_pools(config: RunConfig) -> Pools:

@@ -22,8 +22,10 @@ from experiments.configuration.settings import (
 )
 from experiments.configuration.structured import freeze
 from testbed.core.request import Request
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
+from testbed.specs.hf_config import end_tokens
 from testbed.traces import transforms
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
@@ -226,6 +228,14 @@ def vocab_size(config: RunConfig) -> int:
 
 
 # --- trace.forced: how a replay forces outputs ---
+
+
+def request_sampling(config: RunConfig) -> SamplingParams:
+    """Returns the sampling parameters of a run's requests: a checkpoint's end tokens stop the outputs that the model
+    ends. (Of several the model's shape has only the first.)"""
+    sampling = config.sampling
+    stops = () if sampling.ignore_eos else end_tokens(config.model.path)
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stops))))
 
 
 def forcing(request: Request, forced: str) -> Request:

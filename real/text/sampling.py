@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.core import sampling
-from testbed.errors import ModelError
 from testbed.specs.hf_config import GENERATION_FILE, SAMPLING_DEFAULTS, read_json_object
 
 # our parameters -> the keys of generation_config.json
@@ -28,23 +27,3 @@ def default_sampling(folder: Path | None) -> SamplingParams:
     """
     values = {} if folder is None else read_json_object(folder / GENERATION_FILE)
     return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
-
-
-def end_tokens(folder: Path | None) -> tuple[int, ...]:
-    """Returns every token that ends a text: those of config.json, then those of generation_config.json, each once.
-
-    Raises ModelError for a damaged file.
-    """
-    if folder is None:
-        return ()
-    found: list[int] = []
-    for name in ("config.json", GENERATION_FILE):
-        value = read_json_object(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ModelError(
-                    f"{folder / name}: 'eos_token_id' is {value!r}; expected a token id, or a list of them"
-                )
-        found += ids
-    return tuple(dict.fromkeys(found))

@@ -238,13 +238,37 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return _object(file) if file.exists() or file.is_symlink() else {}
 
 
+def end_tokens(path: str | Path | None) -> tuple[int, ...]:
+    """Returns every token that ends a text: those of config.json, then those of generation_config.json, each once.
+    path: the folder or its config.json; None: returns none. Raises ModelError for a damaged file."""
+    if path is None:
+        return ()
+    folder = folder_of(path)
+    found: list[int] = []
+    for name in ("config.json", GENERATION_FILE):
+        value = read_json_object(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ModelError(
+                    f"{folder / name}: 'eos_token_id' is {shown(value)}; expected a token id, or a list of them"
+                )
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def folder_of(path: str | Path) -> Path:
+    """Returns a checkpoint's folder. path: that folder or its config.json."""
+    place = Path(path)
+    return place if place.is_dir() else place.parent
+
+
 def recommended(key: str, path: str | None, library: float) -> float:
     """Returns a sampling parameter from the checkpoint's generation_config.json, else vLLM's default. path: the folder
     or its config.json; None: returns `library`, the value of the model library. Raises ModelError for a bad value."""
     if path is None:
         return library
-    place = Path(path)
-    file = (place if place.is_dir() else place.parent) / GENERATION_FILE
+    file = folder_of(path) / GENERATION_FILE
     value = read_json_object(file).get(key)
     if value is None:
         return SAMPLING_DEFAULTS[key]

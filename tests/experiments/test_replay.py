@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("torch")
@@ -18,8 +19,10 @@ from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
 from experiments.wiring.build import build_trace, simulated_pools
 from experiments.wiring.traces import forcing
+from real.checkpoint import make_checkpoint
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
+from testbed.records.tape import read_tape
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
@@ -208,3 +211,28 @@ def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys:
         again = (f"from={tmp_path / 'real'}", "backend=sim", *options, f"hydra.run.dir={tmp_path / name}")
         assert say(capsys, "run", *again).status == 0
         assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected
+
+
+def test_an_output_ends_at_any_token_that_the_checkpoint_names_as_an_end(tmp_path: Path) -> None:
+    spec = config_of((*TINY, *SHORT)).model
+    folder = make_checkpoint(tmp_path / "model", replace(spec, eos_token_id=511), seed=3)
+    ends = [*range(0, 500, 3)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    drawn = {"trace__forced": "nothing", "sampling__temperature": 1.0, "sampling__max_tokens": 40}
+    free = replayed(tmp_path / "run", model__path=str(folder), **drawn)
+    for row in table_of(free).to_pylist():
+        assert row["finish_reason"] == "stop", "among 167 ends of 512 tokens, 40 draws find one"
+    steps = read_tape(free / "tape.jsonl").steps
+    tokens = [token for step in steps for one in step.outcomes or () for token in one.tokens]
+    assert sum(token in ends for token in tokens) == len(table_of(free)), "each ends at its first"
+    assert check_parity(free).divergence is None
+    ignoring = replayed(tmp_path / "ignoring", model__path=str(folder), **drawn, sampling__ignore_eos=True)
+    assert {row["num_output_tokens"] for row in table_of(ignoring).to_pylist()} == {40}
+
+
+def test_beams_are_swapped_where_everything_else_is_recomputed(tmp_path: Path) -> None:
+    beams = {"sampling__beam_width": 3, "trace__forced": "nothing", "sampling__max_tokens": 40}
+    memory = {"cache__num_gpu_blocks": 26, "cache__num_cpu_blocks": 64, "scheduler__preemption": "recompute"}
+    folder = replayed(tmp_path / "run", **beams, **memory, sampling__ignore_eos=True)
+    assert sum(pq.read_table(folder / "steps.parquet")["num_swapped_out"].to_pylist()) > 0
+    assert check_parity(folder).divergence is None

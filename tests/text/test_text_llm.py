@@ -233,6 +233,19 @@ def test_beams_come_best_first(llm: LLM) -> None:
     assert [streamed[0, one.index][0] for one in output.outputs] == [one.text for one in output.outputs]
 
 
+def test_beams_are_the_same_where_the_preset_recomputes_everything_else(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tokenizer=tokenizer_with_chat())
+    tight = ROOMY | {"num_gpu_blocks": 44, "num_cpu_blocks": 200, "prefix_caching": False}
+    recomputing = LLM(folder, **tight, **{"scheduler.preemption": "recompute"})
+    with_room = LLM(folder, **(ROOMY | {"prefix_caching": False}))
+    cache, swapped = recomputing._backend.cache, list[int]()
+    moved = cache.execute
+    cache.execute = lambda plan: swapped.append(len(plan.swap_out)) or moved(plan)
+    found, wanted = (one.generate(PROMPTS, greedy(40, beam_width=3)) for one in (recomputing, with_room))
+    assert sum(swapped) > 0
+    assert token_ids(found) == token_ids(wanted)
+
+
 def test_logprobs_of_a_prompt_have_one_for_each_token_but_the_first(llm: LLM) -> None:
     (output,) = llm.generate(PROMPTS[0], greedy(2, prompt_logprobs=1))
     first, *rest = output.prompt_logprobs

@@ -6,7 +6,7 @@ that did not complete are left out of trace and records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
+from experiments.configuration.structured import freeze
 from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
 from experiments.runs.run_folder import check_priced
 from experiments.wiring.traces import build_trace
+from testbed.core.sampling import SamplingParams
 from testbed.errors import RunFolderError
 from testbed.records.schema import COMPLETED
 from testbed.traces.arrange import arrange
@@ -143,6 +145,8 @@ def folder_load(
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
+    if _ends_freely(saved) and (num_uneven := _num_uneven(saved, kept)):
+        notes.append(f"{num_uneven} requests whose sequences ended apart are simulated as if all ended with the last")
     speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
     key = f"{run.manifest.get('backend')} {run.fingerprint}"
     alike = [one for one in earlier if one.key == key]
@@ -211,10 +215,22 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
                 f"{run.path}: request {request_id!r} is not in the run's trace; was trace.path changed?"
             )
         row = row._replace(arrival_ns=arrival_ns, think_ns=None, cancel_after_ns=None)
-        if num_output == num_steps:
-            row = row._replace(output=_output(row, num_output))
+        if num_output == num_steps or _ends_freely(saved):
+            row = row._replace(output=_output(row, num_steps))
         rows.append(row if is_whole else row._replace(session_id=None, turn=None))
     return arrange(whole.name, sorted(rows, key=lambda row: (row.arrival_ns, place[row.request_id])))
+
+
+def _ends_freely(saved: Mapping[str, Any]) -> bool:
+    """Whether the model ended the outputs of a run with this configuration, which are not those of its trace."""
+    return bool(saved["trace"].get("forced") == "nothing")
+
+
+def _num_uneven(saved: Mapping[str, Any], kept: pa.Table) -> int:
+    """The number of requests whose sequences emitted different numbers of tokens."""
+    num_seqs = freeze(SamplingParams, "sampling", saved["sampling"]).num_seqs
+    uneven = pc.not_equal(kept["num_output_tokens"], pc.multiply(kept["num_token_steps"], num_seqs))
+    return int(pc.sum(uneven).as_py())
 
 
 def _fingerprint(run: Run) -> str | None:

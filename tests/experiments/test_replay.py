@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from analysis.comparison.pairs import infer_pairs
 from analysis.load import load_run
+from experiments.cli import main
 from experiments.commands.app import _speed_of, config_from
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
@@ -236,3 +237,21 @@ def test_beams_are_swapped_where_everything_else_is_recomputed(tmp_path: Path) -
     folder = replayed(tmp_path / "run", **beams, **memory, sampling__ignore_eos=True)
     assert sum(pq.read_table(folder / "steps.parquet")["num_swapped_out"].to_pylist()) > 0
     assert check_parity(folder).divergence is None
+
+
+def test_groups_that_the_model_ended_are_simulated_as_long_as_they_were(tmp_path: Path) -> None:
+    ended = {
+        "trace__forced": "nothing", "sampling__n": 2, "sampling__temperature": 1.0, "cache__num_gpu_blocks": 400
+    }  # fmt: skip
+    alike = replayed(tmp_path / "alike", **ended, sampling__max_tokens=20, sampling__ignore_eos=True)
+    apart = replayed(tmp_path / "apart", **ended, sampling__max_tokens=60, sampling__stop_token_ids=[*range(9)])
+    for measured in (alike, apart):
+        out = tmp_path / f"of-{measured.name}"
+        assert main(["fidelity", str(measured), "device=cpu", "cost=linear", "--out", str(out)]) == 0
+        steps, simulated = (
+            {row["request_id"]: row["num_token_steps"] for row in table_of(folder).to_pylist()}
+            for folder in (measured, out / "runs" / measured.name / "simulated")
+        )
+        assert simulated == steps
+        said = "sequences ended apart are simulated as if all ended with the last" in (out / "fidelity.md").read_text()
+        assert said is (measured == apart)

@@ -166,21 +166,21 @@ def _eos_token_id(file: Path, raw: dict[str, Any]) -> int | None:
 
 def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
     """Returns the window of all layers; None if a layer has none."""
-    if architecture == "MistralForCausalLM":
-        window: int | None = raw.get("sliding_window")
-        return window
-    return raw.get("sliding_window", 4096) if slides_somewhere(raw) and slides_everywhere(raw) else None
+    return raw.get("sliding_window", 4096) if all(sliding_layers(architecture, raw)) else None
 
 
-def slides_somewhere(raw: dict[str, Any]) -> bool:
-    """Whether the config of a Qwen model enables its window. The config may contain a window without using it."""
-    return bool(raw.get("use_sliding_window"))
+def sliding_layers(architecture: str, raw: dict[str, Any]) -> list[bool]:
+    """Returns for each layer whether its attention has a window, as transformers reads the config.
 
-
-def slides_everywhere(raw: dict[str, Any]) -> bool:
-    """Whether a config that enables a window enables it in every layer."""
-    kinds = raw.get("layer_types")
-    return all(kind == "sliding_attention" for kind in kinds) if kinds else raw.get("max_window_layers") == 0
+    With `layer_types` a Mistral is read as a Ministral. A Qwen's config can have a window that it does not enable.
+    """
+    num, is_mistral, kinds = raw["num_hidden_layers"], architecture == "MistralForCausalLM", raw.get("layer_types")
+    if raw.get("sliding_window", 4096) is None or not (is_mistral or raw.get("use_sliding_window")):
+        return [False] * num
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    first = 0 if is_mistral else _first(28, raw.get("max_window_layers"))
+    return [layer >= first for layer in range(num)]
 
 
 def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
@@ -18,7 +18,7 @@ from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.request import Request
 from testbed.errors import ConfigError, ModelError
 from testbed.policies.preemption import Auto, Recompute, Swap
-from testbed.specs.hf_config import load_hf_config
+from testbed.specs.hf_config import load_hf_config, sliding_layers
 from tests.real.engine_helpers import TOLERANCE, checkpoint, requests_of, row, step_logits, tiny_backend, tiny_spec
 from tests.real.served import Requests, served
 from tests.testbed.core_kit import make_limits
@@ -193,6 +193,36 @@ def test_a_model_with_a_window_of_its_own_wants_the_same_of_the_core(spec, refer
 def test_a_window_that_a_config_states_and_does_not_use_asks_for_nothing(spec, references, tmp_path):
     unused = configured(spec, tmp_path / "unused", use_sliding_window=False, sliding_window=6, max_window_layers=0)
     assert_close(step_logits(tiny_backend(unused), row(0, PROMPT, TABLE)), references(100, PROMPT)[-1])
+
+
+HALF = ["full_attention", "sliding_attention"]
+OF_CONFIGS = [
+    ("qwen2", {}), ("qwen3", {"use_sliding_window": True}),
+    *((kind, {"use_sliding_window": True, "max_window_layers": first}) for kind in ("qwen2", "qwen3")
+      for first in range(4)),
+    ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
+    ("qwen3", {"use_sliding_window": True, "layer_types": HALF, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": False, "layer_types": HALF}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ("mistral", {}), ("mistral", {"sliding_window": None}), ("mistral", {"layer_types": HALF}),
+    ("mistral", {"layer_types": ["full_attention"] * 2}), ("mistral", {"layer_types": ["sliding_attention"] * 2}),
+    ("llama", {"sliding_window": 6}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), OF_CONFIGS)
+def test_layers_have_the_windows_that_transformers_gives_them(
+    tmp_path: Path, kind: str, options: dict[str, object]
+) -> None:
+    names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+    architecture = names.get(kind, "LlamaForCausalLM")
+    config = {"model_type": kind, "sliding_window": 6, "num_hidden_layers": 2} | options
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    window = getattr(theirs, "sliding_window", None) if kind != "llama" else None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
+    expected = [window is not None and one == "sliding_attention" for one in kinds]
+    assert sliding_layers(architecture, config) == expected
 
 
 # --- under the core ---

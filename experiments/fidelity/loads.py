@@ -37,7 +37,10 @@ from testbed.traces.synthesis import content_key
 _KEPT = {  # settings of the run that are kept if the user chooses another option of the group
     "scheduler": ("max_num_seqs", "max_num_batched_tokens", "max_model_len"), "device": ("tensor_parallel_size",)
 }  # fmt: skip
-_RECORDED = ("record.steps=true", "record.token_times=true", "record.decisions=false", "record.operators=false")
+_RECORDED = (
+    "record.steps=true", "record.token_times=true", "record.decisions=false", "record.operators=false",
+    "record.profile=null",
+)  # fmt: skip
 _SAME_S = 0.1  # two files are repeats of one load if send times differ by at most this
 _TIMING = ("backend", "trace", "record", "cost", "seed")  # groups that do not belong to the policy
 

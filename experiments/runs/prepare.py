@@ -61,8 +61,9 @@ def replay_speed(config: RunConfig) -> float:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Raises ConfigError if record.profile is set without a single engine of this testbed to profile."""
-    if config.record.profile is None:
+    """Raises ConfigError if record.profile is set, and other than a single engine of this testbed runs. A simulation
+    notes that it has no effect."""
+    if config.record.profile is None or config.is_simulated:
         return
     if not isinstance(config.backend, RealConfig):
         raise ConfigError(

@@ -297,6 +297,8 @@ def unused_settings(config: RunConfig) -> list[str]:
             notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
         notes += unread_settings(config)
+        if config.record.profile is not None:
+            notes.append("record.profile has no effect in a simulation, which has no operators to trace")
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
             notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
     if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:

@@ -78,11 +78,26 @@ def test_on_a_gpu_the_parts_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) 
     [
         ((*REAL, "record.profile=4:2"), "record.profile is '4:2'; it must be first:last, the steps to trace"),
         ((*REAL, "record.profile=x"), "record.profile is 'x'; it must be first:last"),
-        (("record.profile=1:2",), "record.profile is '1:2', but only backend=real has steps to trace; set it to null"),
+        (
+            ("record.profile=1:2", "backend=vllm"),
+            "record.profile is '1:2', but only backend=real has steps to trace; set it to null",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: Any, arguments: tuple[str, ...], told: str) -> None:
     assert told in say(capsys, "run", *TINY, *SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}").error()
+
+
+def test_a_profiled_run_is_simulated_from_its_folder(tmp_path: Path, capsys: Any) -> None:
+    measured, again = tmp_path / "run", tmp_path / "again"
+    profiled(measured, capsys, "2:3")
+    said = say(capsys, "run", f"from={measured}", "backend=sim", "device=cpu", "cost=linear", f"hydra.run.dir={again}")
+    assert said.status == 0
+    assert "record.profile has no effect in a simulation" in said.out
+    out = ("device=cpu", "cost=linear", "--out", str(tmp_path / "fidelity"))
+    told = say(capsys, "fidelity", str(measured), *out)
+    assert told.status == 0
+    assert "record.profile" not in told.out
 
 
 def test_a_profile_that_is_none_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from real.cache_engine import CacheEngine, block_bytes
 from real.config import RealConfig
 from real.device import (
     Placement,
+    Stopwatch,
     describe_device,
     is_out_of_memory,
     memory_named,
@@ -34,11 +36,12 @@ from real.max_load import capture_steps, fitting_num_blocks, make_probe, warm_up
 from real.models.interface import CausalLM
 from real.models.registry import build_model, check_supported
 from real.parallel.group import SINGLE, TensorGroup
-from real.runner import ModelRunner
-from real.sampling.sampler import outcomes, prompt_logprobs
+from real.runner import ModelRunner, StepInputs
+from real.sampling.inputs import SampleInputs
+from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
 from testbed.checks import require_whole, require_whole_or_null
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan
+from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.errors import DeviceError
 from testbed.specs.model import ModelSpec
 
@@ -46,6 +49,14 @@ LESS_MEMORY = (
     "lower cache.num_gpu_blocks or cache.gpu_memory_utilization, scheduler.max_num_batched_tokens or "
     "scheduler.max_num_seqs"
 )
+
+
+class _Launched(NamedTuple):
+    """A launched step. swap_ns: the time of its swaps on their own stream. drawn: None if nothing was computed."""
+
+    clock: Stopwatch
+    swap_ns: Callable[[], int]
+    drawn: tuple[SampleInputs, Drawn] | None
 
 
 class RealBackend:
@@ -113,6 +124,7 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks if swaps else 0, dtype=attention.cache_dtype,
         )  # fmt: skip
         self.name_parts()
+        self._computes_in_wait = placement.device.type == "cpu"
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # at most two steps are in flight
         self.probe = make_probe(self.runner, self.cache)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
@@ -121,45 +133,50 @@ class RealBackend:
             warm_up(self.runner, self.cache)
 
     def start(self, plan: BatchPlan) -> Work:
-        """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done."""
-        with memory_named(LESS_MEMORY), torch.inference_mode():
-            return self._start(plan)
-
-    def _start(self, plan: BatchPlan) -> Work:
-        began_ns = time.perf_counter_ns()
-        rows = plan.scheduled
-        with self._part("prepare"):
+        """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done. On a CPU it
+        only prepares them, and `wait` computes: after the step before, also if this one is started before that has
+        been waited for."""
+        rows, began_ns = plan.scheduled, time.perf_counter_ns()
+        with memory_named(LESS_MEMORY), torch.inference_mode(), self._part("prepare"):
             inputs = self.runner.prepare(rows) if rows else None
-        prepare_ns = time.perf_counter_ns() - began_ns
+        sampled = [row for row in rows if row.samples]
+        finish = partial(self._finish, sampled, time.perf_counter_ns() - began_ns)
+        if self._computes_in_wait:
+            return Work(lambda: finish(self._launch(plan, inputs)), lambda: True)
+        launched = self._launch(plan, inputs)
+        return Work(partial(finish, launched), launched.clock.is_done)
+
+    def _launch(self, plan: BatchPlan, inputs: StepInputs | None) -> _Launched:
         clock = next(self._stopwatches)
-        clock.restart()
-        clock.mark()
-        with self._part("swap"):
-            swap_ns = self.cache.execute(plan)
-        clock.mark()
-        hidden = logits = launched = None
-        if inputs is not None:
-            with self._part("forward"):
-                hidden = self.runner.hidden_states(inputs, self.cache.gpu)
-                logits = self.runner.token_logits(hidden, inputs.sample_tokens)
-        clock.mark()
-        if inputs is not None and hidden is not None and logits is not None:
-            with self._part("sample"):
-                launched = inputs.sampling, self.runner.draw(hidden, logits, inputs)
-        clock.mark()
-        sampled, eos_token_id = [row for row in rows if row.samples], self.runner.spec.eos_token_id
+        with memory_named(LESS_MEMORY), torch.inference_mode():
+            clock.restart()
+            clock.mark()
+            with self._part("swap"):
+                swap_ns = self.cache.execute(plan)
+            clock.mark()
+            hidden = logits = drawn = None
+            if inputs is not None:
+                with self._part("forward"):
+                    hidden = self.runner.hidden_states(inputs, self.cache.gpu)
+                    logits = self.runner.token_logits(hidden, inputs.sample_tokens)
+            clock.mark()
+            if inputs is not None and hidden is not None and logits is not None:
+                with self._part("sample"):
+                    drawn = inputs.sampling, self.runner.draw(hidden, logits, inputs)
+            clock.mark()
+        return _Launched(clock, swap_ns, drawn)
 
-        def wait() -> Computed:
-            on_stream_ns, forward_ns, sample_ns = clock.finish()  # waits, also for swaps on their own stream
-            moved_ns = max(on_stream_ns, swap_ns())  # the current stream can be idle while the host launches swaps
-            spans = Spans(0, prepare_ns, moved_ns, forward_ns, sample_ns)
-            if launched is None:
-                return Computed(None, spans)
-            are_forced = all(row.forced for row in sampled)
-            chosen = None if are_forced else outcomes(sampled, *launched, eos_token_id)
-            return Computed(chosen, spans, prompt_logprobs(*launched))
-
-        return Work(wait, clock.is_done)
+    def _finish(self, sampled: Sequence[ScheduledSequence], prepare_ns: int, launched: _Launched) -> Computed:
+        """Waits for a launched step. sampled: its rows that sample."""
+        clock, swap_ns, drawn = launched
+        on_stream_ns, forward_ns, sample_ns = clock.finish()  # waits, also for swaps on their own stream
+        moved_ns = max(on_stream_ns, swap_ns())  # the current stream can be idle while the host launches swaps
+        spans = Spans(0, prepare_ns, moved_ns, forward_ns, sample_ns)
+        if drawn is None:
+            return Computed(None, spans)
+        are_forced = all(row.forced for row in sampled)
+        chosen = None if are_forced else outcomes(sampled, *drawn, self.runner.spec.eos_token_id)
+        return Computed(chosen, spans, prompt_logprobs(*drawn))
 
     def name_parts(self, ranges: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Runs the parts of steps in named ranges, for a profiler. ranges: name -> context; by default, none."""

@@ -41,6 +41,9 @@ class LateRecords(Recorder):
     def prefixes_reset(self, now_ns: int, step: int) -> None:
         self._events.append(partial(self.recorder.prefixes_reset, now_ns, step))
 
+    def launched(self, step: StepView) -> None:
+        self._events.append(partial(self.recorder.launched, step))
+
     def committed(self, step: StepView) -> None:
         self._events.append(partial(self.recorder.committed, step))
 

@@ -83,8 +83,7 @@ class HostTimes:
         self._sums_ns = dict.fromkeys(self.PARTS, 0)
 
     def stepped(self, launch_ns: int, length_ns: int, spans: Spans) -> None:
-        """launch_ns: from the end of preparing until the backend returned; on a CPU this is the work itself. length_ns:
-        as in `StepLog`."""
+        """launch_ns: from the end of preparing until the backend returned. length_ns: as in `StepLog`."""
         self._num_steps += 1
         exposed_ns = max(0, length_ns - spans.swap_ns - spans.forward_ns - spans.sample_ns)
         parts = spans.schedule_ns, spans.prepare_ns, launch_ns, exposed_ns, length_ns

@@ -15,6 +15,7 @@ from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished, FinishReason, Spans, StepResult
 from testbed.core.plan import RESET, Admission, BatchPlan, BatchShape, Preemption, PreemptionMode
 from testbed.core.sequence import Sequence
+from testbed.core.serve import NOT_YET
 from testbed.core.state import SequenceState
 
 REASONS = {
@@ -56,7 +57,7 @@ class _Told:
         self._recorder = recorder
         self._max_model_len = int(log.header["config"]["max_model_len"])
         self._seqs: dict[str, Sequence] = {}
-        self._plans: deque[BatchPlan] = deque()  # in flight
+        self._plans: deque[StepView] = deque()  # in flight
         self._after_reset = {one.place[0] for one in log.resets if one.preempts}  # plans whose victims are a reset's
         self._num_plans = self._num_steps = 0
 
@@ -70,26 +71,27 @@ class _Told:
         self._end([(one.name, FinishReason.ABORT)], one.ended_ns)
 
     def planned(self, step: ObservedStep) -> None:
-        self._plans.append(self._plan(step))
+        view = StepView(
+            self._plan(step), step.began_ns, NOT_YET, bytes(8), [], step.num_running, step.num_waiting, 0,
+            step.free_blocks, 0,
+        )  # fmt: skip
+        self._plans.append(view)
+        self._recorder.launched(view)
         self._num_plans += 1
 
     def committed(self, step: ObservedStep) -> None:
-        plan = self._plans.popleft()
+        view = self._plans.popleft()
         last_ns = self._log.steps[self._num_steps - 1].taken_ns if self._num_steps else 0
         spans = Spans(
             schedule_ns=step.planned_ns - step.began_ns,
             forward_ns=max(0, step.taken_ns - max(step.planned_ns, last_ns)),
             sample_ns=step.end_ns - step.taken_ns,
         )
-        emitters = [self._seqs[name] for name, tokens in step.emitted.items() if name in self._seqs for _ in tokens]
-        result = StepResult(step.end_ns, None, spans)
-        self._recorder.committed(
-            StepView(
-                plan, step.began_ns, result, bytes(8), emitters, step.num_running, step.num_waiting, 0,
-                step.free_blocks, 0,
-            )
-        )  # fmt: skip
-        self.measured.append(Measured(plan.shape, spans, self._period_ns(step)))
+        emitted = [name for name, tokens in step.emitted.items() for _ in tokens]
+        view.emitters = [self._seqs[name] for name in emitted if name in self._seqs]
+        view.result = StepResult(step.end_ns, None, spans)
+        self._recorder.committed(view)
+        self.measured.append(Measured(view.plan.shape, spans, self._period_ns(step)))
         self._num_steps += 1
         self._end([(name, REASONS.get(reason, FinishReason.STOP)) for name, reason in step.ended.items()], step.end_ns)
 

@@ -1,5 +1,4 @@
-"""The interface of the serving loop: its events, its commands to a driver, the driver's answers, and the recorder with
-its view of a step."""
+"""The interface of the serving loop: events, commands to a driver and its answers, recorders and what they see."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class WaitUntil(Value):
     """The loop has nothing to do before `until_ns`; None: it waits until its inbox receives an event.
 
     With an open inbox the loop also waits after each commit, until that same instant, for events that arrive then.
-    is_stuck: the loop has detected a livelock (`Thrash`), which only a new event can end.
+    is_stuck: in a livelock (`Thrash`), which only a new event can end.
     """
 
     FIELDS: ClassVar = ("until_ns", "is_stuck")
@@ -82,12 +81,11 @@ class Resume(Value):
 
 @mypyc_attr(free_list_len=1)
 class StepView(Value):
-    """A committed step as recorders see it: the plan, the scheduler's state after the plan, and the result.
-    It is made with the plan; the commit sets its result, digest and emitters.
+    """A step as recorders see it: plan, the scheduler's state after it and, once committed, result, digest, emitters.
 
-    digest_bytes: the decision digest after the step, big-endian. emitters: the sequences that emitted, one entry per
-    token, in the order scheduled. All counts are those after the plan, before its commit; evictable blocks count as
-    free. looked_ns: when the loop first found nothing more to plan while this step was in flight; None: never.
+    digest_bytes: the decision digest, big-endian. emitters: the sequences that emitted, one entry per token, in the
+    order scheduled. Counts are those after the plan, before its commit; evictable blocks count as free. looked_ns: when
+    the loop first found nothing more to plan while this step was in flight; None: never.
     """
 
     FIELDS: ClassVar = (
@@ -129,5 +127,6 @@ class Recorder:
     def arrived(self, request: Request, now_ns: int, step: int) -> None: ...
     def aborted(self, request_id: str, now_ns: int, step: int) -> None: ...
     def prefixes_reset(self, now_ns: int, step: int) -> None: ...
+    def launched(self, step: StepView) -> None: ...
     def committed(self, step: StepView) -> None: ...
     def ended(self, finished: list[Finished], now_ns: int) -> None: ...

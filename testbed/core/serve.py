@@ -32,9 +32,10 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
             for event in inbox.due(now_ns):
                 _take(event, inbox, scheduler, recorder, now_ns)
             plan = scheduler.plan(now_ns) if scheduler.has_work else None
-            newest = None if plan is None or plan.is_empty else _planned(plan, now_ns, scheduler)
+            newest = None if plan is None or plan.is_empty else _view_after(plan, now_ns, scheduler)
             if newest is not None:
                 in_flight += (newest,)
+                recorder.launched(newest)
             elif in_flight and in_flight[-1].looked_ns is None:
                 in_flight[-1].looked_ns = now_ns
             if in_flight:
@@ -66,8 +67,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         raise RuntimeError("StopIteration was raised while serving") from error
 
 
-def _planned(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
-    """Returns the view of a step in flight, with the scheduler's state after its plan."""
+def _view_after(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
     return StepView(
         plan, now_ns, NOT_YET, b"", [], scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped,
         scheduler.free_gpu_blocks, scheduler.free_cpu_blocks,

@@ -74,6 +74,10 @@ class RunRecorder(Recorder):
         self.num_sent += 1
         self._open[request.request_id] = OpenRequest(request, now_ns, self._token_times)
 
+    def launched(self, step: StepView) -> None:
+        for admission in step.plan.admitted:  # already now, as the request may be aborted while the plan is in flight
+            self._open[admission.request_id].scheduled(admission, step.plan_ns)
+
     def committed(self, step: StepView) -> None:
         plan = step.plan
         before = self._recomputed(plan) if self._explains else {}
@@ -186,9 +190,12 @@ class OpenRequest:
             self.first_sent_ns = now_ns
         self.last_sent_ns = now_ns
 
-    def admitted(self, admission: Admission, plan_ns: int) -> None:
+    def scheduled(self, admission: Admission, plan_ns: int) -> None:
         if self.first_scheduled_ns is None:
             self.first_scheduled_ns, self.num_cached_tokens = plan_ns, admission.num_cached_tokens
+
+    def admitted(self, admission: Admission, plan_ns: int) -> None:
+        self.scheduled(admission, plan_ns)
         most_computed, _ = self.restarts.get(admission.seq_id, (0, 0))
         self.restarts[admission.seq_id] = most_computed, admission.num_cached_tokens
         self.num_recomputed_tokens += max(0, most_computed - admission.num_cached_tokens)

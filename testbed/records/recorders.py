@@ -27,6 +27,10 @@ class Recorders(Recorder):
         for recorder in self._recorders:
             recorder.prefixes_reset(now_ns, step)
 
+    def launched(self, step: StepView) -> None:
+        for recorder in self._recorders:
+            recorder.launched(step)
+
     def committed(self, step: StepView) -> None:
         """Raises the first error once all recorders have the step: a tape without it could not be replayed further."""
         failure: Exception | None = None

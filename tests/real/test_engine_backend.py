@@ -154,7 +154,7 @@ def test_memory_that_runs_out_later_is_one_line_too(monkeypatch, place):
     backend = tiny_backend()
     monkeypatch.setattr(ModelRunner, "draw", full)
     with pytest.raises(DeviceError, match=r"^out of GPU memory; lower cache\.num_gpu_blocks .*$") as error:
-        tiny_backend() if place == "warm-up" else backend.start(plan_of(row(0, [1, 2], [0])))
+        tiny_backend() if place == "warm-up" else backend.start(plan_of(row(0, [1, 2], [0]))).wait()
     assert "\n" not in str(error.value)
 
 

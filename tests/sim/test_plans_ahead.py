@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from experiments import simulate
 from sim.backend import SimBackend
 from sim.driver import drive, run
 from sim.recorded_device import RecordedDevice
@@ -117,3 +118,18 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
 def test_an_empty_inbox_ends_at_once(max_num_plans: int) -> None:
     setup = replace(ROOMY, limits=replace(ROOMY.limits, max_num_plans=max_num_plans))
     assert run(serve(Sessions([], [], {}), setup.scheduler(), Log()), SimBackend(Parts(1, 1, 1))) == 0
+
+
+def test_a_request_that_is_aborted_while_the_plan_that_admits_it_is_in_flight_was_scheduled() -> None:
+    """The step computes for it, and the work of the steps is accounted for."""
+    rows = [
+        {"request_id": "a", "arrival_time": 0.0, "prompt_tokens": 50, "output_tokens": 20},
+        {"request_id": "b", "arrival_time": 0.0005, "prompt_tokens": 100, "output_tokens": 20, "cancel_after": 0.03},
+    ]
+    ahead = simulate(rows, model="tiny", cost={"name": "constant", "step_s": 0.02}, scheduler="vllm_v1_async")
+    aborted = ahead.requests.set_index("request_id").loc["b"]
+    (step,) = ahead.steps[ahead.steps.num_prefill_tokens == 100].itertuples()
+    assert aborted.finish_reason == "abort"
+    assert aborted.finish_ns < step.end_ns, "it ended before its step"
+    assert aborted.queued_ns <= aborted.first_scheduled_ns <= step.start_ns
+    assert [name for name, check in ahead.summary["checks"].items() if check["holds"] is False] == []

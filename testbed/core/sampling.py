@@ -110,6 +110,10 @@ class SamplingParams:
         self._check_count("min_tokens", 0, "0 or above")
         self._check_count("logprobs", 0, "0 or above, or null", optional=True)
         self._check_count("prompt_logprobs", 0, "0 or above, or null", optional=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            is_flag = type(value).__name__ in ("bool", "bool_")  # NumPy's have either name
+            require(f"sampling.{name}", value, is_flag, "true or false", RequestError)
         has_seed = self.seed is None or _is_whole(self.seed)
         require("sampling.seed", self.seed, has_seed, "a whole number, or null", RequestError)
         is_below = self.max_tokens is None or self.min_tokens <= self.max_tokens

@@ -28,6 +28,10 @@ BAD = [
     ({"max_tokens": 0}, "sampling.max_tokens is 0; it must be at least 1"),
     ({"min_tokens": -1}, "sampling.min_tokens is -1; it must be 0 or above"),
     ({"min_tokens": 5, "max_tokens": 4}, r"sampling.min_tokens is 5; it must be at most max_tokens \(4\)"),
+    ({"ignore_eos": "yes"}, "sampling.ignore_eos is 'yes'; it must be true or false"),
+    ({"include_stop_str_in_output": "no"}, "sampling.include_stop_str_in_output is 'no'; it must be true or false"),
+    ({"skip_special_tokens": None}, "sampling.skip_special_tokens is None; it must be true or false"),
+    ({"skip_special_tokens": 1}, "sampling.skip_special_tokens is 1; it must be true or false"),
     ({"seed": 1.5}, "sampling.seed is 1.5; it must be a whole number, or null"),
     ({"stop": ["a", ""]}, "sampling.stop has an empty string"),
     ({"stop": 7}, "sampling.stop is 7; it must be a list or a tuple"),
@@ -63,8 +67,8 @@ def test_lists_become_tuples_so_that_equal_parameters_are_one():
     assert (written.stop, written.stop_token_ids, written.logit_bias) == (("end",), (3, 4), ((7, 1.0), (8, -2)))
 
 
-def test_numbers_of_numpy_are_numbers():
-    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(4))
+def test_numbers_and_flags_of_numpy_are_as_python_s():
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(4), ignore_eos=np.True_)
     assert params.is_filtered
 
 

@@ -104,7 +104,7 @@ class SamplingParams:
         self._check_range("presence_penalty", -2.0, 2.0, "from -2 to 2")
         self._check_range("frequency_penalty", -2.0, 2.0, "from -2 to 2")
         self._check_range("repetition_penalty", 0.0, None, "above 0", excludes_low=True)
-        self._check_range("length_penalty", None, None, "a finite number")
+        self._check_range("length_penalty", -10.0, 10.0, "from -10 to 10")  # a million tokens ** 10 fit a float
         self._check_count("top_k", -1, "at least 1, or 0 or -1 for no limit")
         self._check_count("max_tokens", 1, "at least 1", optional=True)
         self._check_count("min_tokens", 0, "0 or above")
@@ -163,12 +163,11 @@ class SamplingParams:
             )
 
     def _check_range(
-        self, name: str, low: float | None, high: float | None, wanted: str, *, excludes_low: bool = False
+        self, name: str, low: float, high: float | None, wanted: str, *, excludes_low: bool = False
     ) -> None:
         value = getattr(self, name)
         is_good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-        if is_good and low is not None:
-            is_good = value > low if excludes_low else value >= low
+        is_good = is_good and (value > low if excludes_low else value >= low)
         require(f"sampling.{name}", value, is_good and (high is None or value <= high), wanted, RequestError)
 
     def _check_count(self, name: str, least: int, wanted: str, *, optional: bool = False) -> None:

@@ -49,6 +49,8 @@ BAD = [
     ({"best_of": 2, "beam_width": 2}, "exclude each other"),
     ({"beam_width": 2, "presence_penalty": 1.0}, "sampling.beam_width excludes penalties and logit_bias"),
     ({"length_penalty": float("inf")}, "sampling.length_penalty is inf"),
+    ({"length_penalty": 1000}, "sampling.length_penalty is 1000; it must be from -10 to 10"),
+    ({"length_penalty": -400}, "sampling.length_penalty is -400; it must be from -10 to 10"),
 ]
 
 

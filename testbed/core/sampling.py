@@ -40,7 +40,7 @@ class SamplingParams:
     model's own distribution, before any of these parameters is applied.
 
     stop: strings that end a sequence; a string, or any iterable of strings, becomes a tuple. Only the text layer uses
-    stop, include_stop_str_in_output and skip_special_tokens.
+    stop, include_stop_str_in_output and skip_special_tokens. None for stop, stop_token_ids or logit_bias: nothing.
     """
 
     temperature: float = 0.0
@@ -131,6 +131,9 @@ class SamplingParams:
     def _normalise(self) -> None:
         """Converts lists and other iterables to tuples, so that equal parameters compare equal and are hashable."""
         put = object.__setattr__
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            if getattr(self, name) is None:  # the default of OpenAI and vLLM
+                put(self, name, ())
         if not isinstance(self.stop, tuple):
             put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
         are_texts = all(isinstance(text, str) for text in self.stop)

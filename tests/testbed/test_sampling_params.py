@@ -69,6 +69,10 @@ def test_lists_become_tuples_so_that_equal_parameters_are_one():
     assert (written.stop, written.stop_token_ids, written.logit_bias) == (("end",), (3, 4), ((7, 1.0), (8, -2)))
 
 
+def test_none_where_there_may_be_several_is_nothing():
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+
+
 def test_numbers_and_flags_of_numpy_are_as_python_s():
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(4), ignore_eos=np.True_)
     assert params.is_filtered

@@ -74,6 +74,8 @@ def _json_row(place: str, line: str) -> Asked:
             raise RequestError(unknown(f"{place}: unknown key {key!r}", key, ROW_KEYS))
     if not row.get("prompt") and not row.get("prompt_token_ids"):
         raise RequestError(f"{place}: the prompt is empty; give prompt or prompt_token_ids")
+    if isinstance(bias := row.get("logit_bias"), dict):  # OpenAI's form: keys of JSON are strings
+        row["logit_bias"] = [(int(key) if re.fullmatch("[0-9]{1,10}", key) else key, bias[key]) for key in bias]
     prompt = {key: row[key] for key in KEYS if key in row}
     return Asked(prompt, {key: row[key] for key in SAMPLING_KEYS if key in row}, place, row.get("id"))
 

@@ -77,6 +77,16 @@ def test_a_file_of_prompts_has_its_own_parameters_and_outputs_are_lines_of_json(
     assert len(lines_of(out)) == 1
 
 
+def test_a_row_has_logit_bias_in_the_form_of_openai(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a", "logit_bias": {"65": 100, "66": -100}}))
+    flags = ("--prompts-file", str(prompts), "--output", str(out), "--temperature", "0", "--max-tokens", "3")
+    assert generate(capsys, folder, *flags).status == 0
+    assert lines_of(out)[0]["outputs"][0]["token_ids"] == [65, 65, 65]
+
+
 def test_each_prompt_becomes_a_conversation_with_chat(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +177,8 @@ def test_mistakes_are_one_line(
         ("p.jsonl", '\n{"promt": "a"}', "p.jsonl:2: unknown key 'promt'; did you mean 'prompt'?"),
         ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: the prompt is empty"),
         ("p.jsonl", '{"prompt": "a", "top_p": 2}', "p.jsonl:1: sampling.top_p is 2"),
+        ("p.jsonl", '{"prompt": "a", "logit_bias": {"x": 5}}', "p.jsonl:1: sampling.logit_bias has the token 'x'"),
+        ("p.jsonl", '{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "sampling.logit_bias names a token twice"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 5}', "p.jsonl:3 is 5; it must be a string, token ids, or a dict"),
         ("p.jsonl", '{"prompt_token_ids": [999999]}', "p.jsonl:1 has token id 999999; the model's vocabulary has ids"),
         ("p.txt", "\n\n", "nothing to generate from"),

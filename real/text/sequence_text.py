@@ -22,16 +22,17 @@ class StopStrings:
         self._is_included = is_included
         self._held = ""
 
-    def push(self, piece: str, pending: str = "") -> str:
+    def push(self, piece: str, pending: str = "", *, is_searched: bool = True) -> str:
         """Adds text; returns what can be shown now. Returns nothing after a stop string was found.
 
         pending: text that follows if the sequence ends here; it can still change. It is searched too, but is returned
-        only if a stop string ends in it.
+        only if a stop string ends in it. is_searched: False if a stop string that ends here does not count; one may
+        begin here.
         """
         if self.found is not None:
             return ""
         text = self._held + piece
-        hit = self._first(text + pending)
+        hit = self._first(text + pending, len(self._held)) if is_searched else None
         if hit is not None:
             start, end, self.found = hit
             self._held = ""
@@ -45,9 +46,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, text: str) -> tuple[int, int, str] | None:
-        """Returns (start, end, stop string) of the stop string that is complete first; None if there is none."""
-        hits = [(text.find(stop), stop) for stop in self._stops]
+    def _first(self, text: str, num_old: int) -> tuple[int, int, str] | None:
+        """Returns (start, end, stop string) of the stop string that is complete first behind the `num_old` characters
+        of earlier pieces; None if there is none."""
+        hits = [(text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stops]
         found = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
         if not found:
             return None
@@ -89,8 +91,9 @@ class SequenceText:
         if token in self._end_tokens:
             return
         piece = self._detokenizer.push(token)
-        if self._stops is not None and self.num_tokens > self._min_tokens:
-            piece = self._stops.push(piece, self._detokenizer.pending())
+        if self._stops is not None:
+            is_searched = self.num_tokens > self._min_tokens
+            piece = self._stops.push(piece, self._detokenizer.pending(), is_searched=is_searched)
         if piece:
             self._parts.append(piece)
 

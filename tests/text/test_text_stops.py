@@ -17,9 +17,9 @@ LETTERS = st.text("ab🙂", max_size=30)
 STOPS = st.lists(st.text("ab🙂", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple)
 
 
-def cut(text: str, stops: tuple[str, ...], included: bool) -> tuple[str, str | None]:
-    """The reference: character by character."""
-    for end in range(1, len(text) + 1):
+def cut(text: str, stops: tuple[str, ...], included: bool, num_early: int = 0) -> tuple[str, str | None]:
+    """The reference: character by character; what ends within the first `num_early` does not count."""
+    for end in range(num_early + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
             longest = max(hits, key=len)
@@ -36,11 +36,13 @@ def in_pieces(draw: st.DrawFn, text: str) -> list[str]:
 @given(data=st.data(), text=LETTERS, stops=STOPS, included=st.booleans())
 def test_pieces_make_no_difference(data: st.DataObject, text: str, stops: tuple[str, ...], included: bool) -> None:
     watched, shown = StopStrings(stops, is_included=included), ""
-    wanted, stop = cut(text, stops, included)
+    num_early = data.draw(st.integers(0, len(text)))
+    wanted, stop = cut(text, stops, included, num_early)
     seen = ""
-    for piece in in_pieces(data.draw, text):
+    for piece in [*in_pieces(data.draw, text[:num_early]), *in_pieces(data.draw, text[num_early:])]:
+        is_searched = len(seen) >= num_early
         seen += piece
-        shown += watched.push(piece)
+        shown += watched.push(piece, is_searched=is_searched)
         assert wanted.startswith(shown), "shown, and taken back"
         if watched.found is None:  # only what may begin a stop string is held
             held = seen[len(shown) :]
@@ -73,6 +75,9 @@ def text_of(tokens: bytes, **sampling: object) -> SequenceText:
         ({"stop": "e t"}, "on", "e t"),
         ({"stop": "e t", "include_stop_str_in_output": True}, "one t", "e t"),
         ({"stop": "o", "min_tokens": 1}, "one tw", "o"),
+        ({"stop": "e t", "min_tokens": 4}, "on", "e t"),  # begins within them and ends after them, as vLLM has it
+        ({"stop": "e t", "min_tokens": 5}, "one two", None),
+        ({"stop": ["e two", "tw"], "min_tokens": 6}, "on", "e two"),  # "tw" was complete too early
         ({"stop": ["zz", "two!"]}, "one two", None),
     ],
 )

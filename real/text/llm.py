@@ -108,6 +108,8 @@ class LLM:
         conversations: Any = [messages] if is_one and messages else messages
         prompts = []
         for index, conversation in enumerate(conversations):
+            if not conversation:
+                raise RequestError(f"conversation {index} is empty; give it at least one message")
             text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
             check_text(text, f"conversation {index}")
             prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))

@@ -202,6 +202,8 @@ def test_texts_without_a_tokenizer_are_refused_with_the_way_out(tmp_path: Path) 
 def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
     with pytest.raises(RequestError, match="refuses the messages"):
         llm.chat([{"role": "user", "content": "a"}], chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="conversation 1 is empty; give it at least one message"):
+        llm.chat([[{"role": "user", "content": "a"}], []])
     template, llm.tokenizer.inner.chat_template = llm.tokenizer.inner.chat_template, None
     try:
         with pytest.raises(RequestError, match="no chat template"):

@@ -169,7 +169,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "pip install '.[real]' in the repository"
         ) from None
     except Exception as error:  # noqa: BLE001  # a damaged file raises anything, a bare Exception included
+        if str(error) == _fault_of_config(folder):  # transformers reads it too, to find the tokenizer's class
+            said = " ".join(str(error).split())
+            raise ModelError(f"{folder / 'config.json'} is refused by transformers: {said}") from None
         raise ModelError(f"the tokenizer at {path} cannot be read: {_first_line(error)}") from None
+
+
+def _fault_of_config(folder: Path) -> str | None:
+    """Returns what transformers says against the folder's config.json; None if nothing."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # noqa: BLE001  # as above
+        return str(error)
+    return None
 
 
 def has_tokenizer(path: str | Path) -> bool:

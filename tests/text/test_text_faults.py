@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -180,6 +181,11 @@ def test_a_bad_config_is_not_blamed_on_the_tokenizer(folder: Path, tmp_path: Pat
     (bad / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"bad/config\.json is not JSON"):
         LLM(bad, **ROOMY)
+    config = json.loads((folder / "config.json").read_text())
+    write(bad, "config.json", **(config | {"head_dim": 7}))  # of which only transformers complains
+    with pytest.raises(ModelError, match=r"bad/config\.json is refused by transformers: .*`head_dim`=7") as caught:
+        LLM(bad, **ROOMY)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

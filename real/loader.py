@@ -114,19 +114,27 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
                     raise ModelError(
                         f"{file} holds weight {name!r}, which the model does not have; wrong model config?"
                     )
-                slot = slots[name]
-                slot.view.copy_(_read(weights, stored_name, slot, file))
-                if not _is_finite(slot.view):
-                    dtype = str(slot.view.dtype).removeprefix("torch.")
-                    raise ModelError(
-                        f"{file}: weight {stored_name!r} has values that are not finite, as {dtype}; the checkpoint is "
-                        "damaged, or backend.dtype too narrow for it"
-                    )
+                _fill(slots[name], weights, stored_name, file)
                 missing.pop(name, None)
+    for name, file, slot in heads:
+        if aliases[name] in missing:  # stored under its further name alone
+            with _open(file) as weights:
+                _fill(slot, weights, name, file)
+            del missing[aliases[name]]
+        else:
+            _check_tied(name, aliases[name], slot, file)
     if missing:
         raise _incomplete(folder, {name: slots[name] for name in missing})
-    for name, file, slot in heads:
-        _check_tied(name, aliases[name], slot, file)
+
+
+def _fill(slot: Slot, weights: Any, name: str, file: Path) -> None:
+    slot.view.copy_(_read(weights, name, slot, file))
+    if not _is_finite(slot.view):
+        dtype = str(slot.view.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{file}: weight {name!r} has values that are not finite, as {dtype}; the checkpoint is damaged, or "
+            "backend.dtype too narrow for it"
+        )
 
 
 def _is_finite(view: Tensor) -> bool:

@@ -100,6 +100,15 @@ def test_a_tied_checkpoint_may_repeat_its_head(spec):
     assert torch.equal(logits_of(spec), expected)
 
 
+def test_a_tied_checkpoint_may_have_its_head_alone(spec):
+    """As transformers reads it."""
+    expected = logits_of(spec)
+    edit(spec, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")}))
+    assert torch.equal(logits_of(spec), expected)
+    edit(spec, lambda weights: weights["lm_head.weight"].__setitem__((0, 0), float("nan")))
+    assert "weight 'lm_head.weight' has values that are not finite" in load_error(spec)
+
+
 def test_missing_weight(spec):
     edit(spec, lambda weights: weights.pop(K_PROJ))
     message = load_error(spec)

@@ -175,7 +175,8 @@ class RealBackend:
         if drawn is None:
             return Computed(None, spans)
         are_forced = all(row.forced for row in sampled)
-        chosen = None if are_forced else outcomes(sampled, *drawn, self.runner.spec.eos_token_id)
+        ends = self.runner.spec.eos_token_id, self.runner.limits.max_model_len
+        chosen = None if are_forced else outcomes(sampled, *drawn, *ends)
         return Computed(chosen, spans, prompt_logprobs(*drawn))
 
     def name_parts(self, ranges: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:

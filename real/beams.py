@@ -6,10 +6,12 @@ of Hugging Face's `generate` with `early_stopping=True`:
 - a stop token among the best `beam_width` continuations finishes a hypothesis; a less likely one is ignored;
 - the best `beam_width` continuations without a stop token are the next live beams;
 - the search ends when `beam_width` hypotheses are finished; beams that are still live are dropped in that step. All
-  hypotheses that finish in the last step are kept, so there can be up to 2 * beam_width - 1.
+  hypotheses that finish in the last step are kept, so there can be up to 2 * beam_width - 1;
+- at the length limit, which all beams of a group reach together, the best `beam_width` continuations finish, with a
+  stop token or without.
 
-The core decides when a sequence ends: a finished hypothesis is an Outcome whose token is a stop token. The core also
-has the length limits, which all beams of a group reach together.
+The core decides when a sequence ends: a finished hypothesis is an Outcome whose token is a stop token, or reaches the
+limit.
 
 No state is kept from step to step: a row has its sum (`score`) and the number of finished sequences of its group.
 """
@@ -76,7 +78,9 @@ def stop_tokens(sampling: SamplingParams, eos_token_id: int | None) -> tuple[int
     return (*sampling.stop_token_ids, eos_token_id)
 
 
-def advance(rows: Sequence[ScheduledSequence], candidates: Candidates, eos_token_id: int | None) -> list[Outcome]:
+def advance(
+    rows: Sequence[ScheduledSequence], candidates: Candidates, eos_token_id: int | None, max_model_len: int
+) -> list[Outcome]:
     """Returns one outcome for each beam row of a step, in row order. Waits for the device."""
     log_probs, token_ids = candidates.log_probs.tolist(), candidates.token_ids.tolist()
     outcomes: list[Outcome] = []
@@ -86,7 +90,7 @@ def advance(rows: Sequence[ScheduledSequence], candidates: Candidates, eos_token
         seen.append(group_id)
         group = list(members)
         part = slice(len(outcomes), len(outcomes) + len(group))
-        outcomes += _advance_group(group, log_probs[part], token_ids[part], eos_token_id)
+        outcomes += _advance_group(group, log_probs[part], token_ids[part], eos_token_id, max_model_len)
     return outcomes
 
 
@@ -95,6 +99,7 @@ def _advance_group(
     log_probs: list[list[float]],
     token_ids: list[list[int]],
     eos_token_id: int | None,
+    max_model_len: int,
 ) -> list[Outcome]:
     first, sampling = rows[0], rows[0].sampling
     position = first.start + first.num_tokens
@@ -107,11 +112,16 @@ def _advance_group(
         for index, row in enumerate(rows)
         for rank, (log_prob, token) in enumerate(zip(log_probs[index], token_ids[index], strict=True), 1)
     )
-    if position - first.num_prompt_tokens < sampling.min_tokens:  # too early to end
+    num_output_tokens = position + 1 - first.num_prompt_tokens  # with this step's
+    if num_output_tokens <= sampling.min_tokens:  # too early to end
         ranked = [each for each in ranked if each.token not in stops]
     finished = [each for each in ranked[:width] if each.token in stops]
-    is_over = first.num_finished + len(finished) >= width
-    live = [] if is_over else [each for each in ranked if each.token not in stops][:width]
+    if num_output_tokens == sampling.max_tokens or position + 1 >= max_model_len:
+        live = [each for each in ranked[:width] if each.token not in stops]  # they end with this token
+    elif first.num_finished + len(finished) >= width:
+        live = []
+    else:
+        live = [each for each in ranked if each.token not in stops][:width]
     outcomes: list[Outcome] = []
     for index, row in enumerate(rows):
         # a live continuation comes first, so that it keeps the sequence and its blocks

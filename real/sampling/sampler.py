@@ -165,12 +165,16 @@ def _score_prompts(prompts: PromptInputs, vocab_size: int, to_logits: ToLogits) 
 
 
 def outcomes(
-    sampled: Sequence[ScheduledSequence], inputs: SampleInputs, drawn: Drawn, eos_token_id: int | None
+    sampled: Sequence[ScheduledSequence],
+    inputs: SampleInputs,
+    drawn: Drawn,
+    eos_token_id: int | None,
+    max_model_len: int,
 ) -> tuple[Outcome, ...]:
     """Returns the outcome of each row that samples and is not forced, in order of the rows. Waits for the device."""
     token_ids = drawn.token_ids.tolist()
     beams = [row for row in sampled if is_beam(row)]
-    found = iter(advance(beams, drawn.beams, eos_token_id) if drawn.beams is not None else [])
+    found = iter(() if drawn.beams is None else advance(beams, drawn.beams, eos_token_id, max_model_len))
     scored: Iterator[TokenLogprobs] = iter(())
     if drawn.logprobs is not None and inputs.logprobs is not None:
         scored = iter(to_lists(drawn.logprobs, inputs.logprobs.num_top))

@@ -115,7 +115,7 @@ def test_finished_hypotheses_equal_those_of_transformers(spec, reference, met, w
     """Stop tokens that many beams meet; transformers pads what ends early with 0, which is never met."""
     num_ended = 0
     for prompt, stops in zip(PROMPTS, met, strict=True):
-        core, sampling = hand_core(EOS), search(width, ignore_eos=False, stop_token_ids=tuple(stops))
+        core, sampling = hand_core(EOS), search(width, ignore_eos=False, stop_token_ids=tuple(stops), max_tokens=16)
         group = core.add(prompt, sampling, 16)
         backend = tiny_backend(spec)
         run(core, backend)
@@ -128,13 +128,37 @@ def test_finished_hypotheses_equal_those_of_transformers(spec, reference, met, w
             early_stopping=True,
             length_penalty=length_penalty,
         )
-        ends = [next((i + 1 for i, token in enumerate(beam) if token in (*stops, EOS)), 16) for beam in expected]
-        expected = [beam[:end] for beam, end in zip(expected, ends, strict=True)]
-        assert best(reference, prompt, group, length_penalty) == expected
+        ended = [unpadded(beam, (*stops, EOS)) for beam in expected]
+        assert best(reference, prompt, group, length_penalty) == ended
         assert width <= len(group.finished) < 2 * width
         num_ended += sum(beam[-1] in (*stops, EOS) for beam in group.finished)
         assert core.num_free == (64, 64)
     assert num_ended >= 4
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_model_len"])
+def test_many_stop_tokens_and_few_steps_end_as_in_transformers(spec, reference, limit):
+    """At the length limit what ends there competes with what meets a stop token, whether or not these are enough."""
+    rng = random.Random(3)
+    for _ in range(60):
+        prompt = [rng.randrange(4, 512) for _ in range(rng.randrange(1, 8))]
+        width, num_tokens = rng.choice([2, 3, 4]), rng.choice([1, 2, 3, 4])
+        stops = sorted(rng.sample(range(4, 512), rng.choice([30, 120])))
+        core, options = hand_core(EOS), {"ignore_eos": False, "stop_token_ids": tuple(stops)}
+        if limit == "max_tokens":
+            options["max_tokens"], max_model_len = num_tokens, None
+        else:
+            max_model_len = len(prompt) + num_tokens
+        group = core.add(prompt, search(width, **options), num_tokens)
+        run(core, tiny_backend(spec, max_model_len=max_model_len))
+        found = expected_beams(reference, prompt, width, num_tokens, eos_token_id=[*stops, EOS], early_stopping=True)
+        assert best(reference, prompt, group) == [unpadded(output, (*stops, EOS)) for output in found]
+
+
+def unpadded(output: list[int], stops: tuple[int, ...]) -> list[int]:
+    """The output up to its first stop token; transformers pads it with 0 behind."""
+    end = next((i + 1 for i, token in enumerate(output) if token in stops), len(output))
+    return output[:end]
 
 
 def test_swapping_a_search_out_and_in_changes_nothing(spec, reference):
@@ -169,6 +193,7 @@ def test_a_search_that_can_only_stop_ends():
         [beam_row(0, 0, [5, 6], search(2, ignore_eos=False, stop_token_ids=(0,)), num_samples=2)],
         Candidates(torch.tensor([[-0.5, -1.0]]), torch.tensor([[0, 1]])),
         eos_token_id=1,
+        max_model_len=99,
     )
     assert [outcome.values()[:5] for outcome in outcomes] == [(0, (0,), None, (1,), False)]
     assert [one[:2] for one in outcomes[0].logprobs] == [(-0.5, 1), (-1.0, 2)]
@@ -207,7 +232,7 @@ def step(rows, found: list[list[tuple[int, float]]]):
     """One step with these best (token, log-probability) of each row: what is decided, without the log-probabilities."""
     log_probs = torch.tensor([[value for _, value in row] for row in found])
     token_ids = torch.tensor([[token for token, _ in row] for row in found])
-    return [outcome.values()[:5] for outcome in advance(rows, Candidates(log_probs, token_ids), None)]
+    return [outcome.values()[:5] for outcome in advance(rows, Candidates(log_probs, token_ids), None, 99)]
 
 
 def live_rows(seq_ids, tokens, scores, num_finished, sampling):

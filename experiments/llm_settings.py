@@ -38,6 +38,9 @@ WORDS: dict[str, dict[str, str | None]] = {
     "dtype": {"auto": None, "half": "float16", "float": "float32"},
     "kv_cache_dtype": {"auto": None},
 }  # values that vLLM accepts, and the testbed's name for each; None: leave the default
+READ = ("backend", "scheduler", "cache", "model", "device", "cost", "seed")  # what text reads of the configuration
+# keys of `backend` that it does not read
+OF_RUNS = tuple(f"backend.{name}" for name in ("pace", "probe_ns", "speed", "num_replicas", "router"))
 ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # parameters that LLM declares by name
 TINY = "tiny"
 
@@ -84,7 +87,8 @@ def find_model(model: str, tokenizer: Any, load_format: str | None) -> FoundMode
 
 
 def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
-    """Returns overrides of the configuration; None leaves a key unchanged. Raises ConfigError for an unknown name."""
+    """Returns overrides of the configuration; None leaves a key unchanged. Raises ConfigError for an unknown name, and
+    for a key that text does not read."""
     tree: dict[str, Any] = {}
     settings = dict(settings)
     if settings.pop("enforce_eager", None):  # vLLM's name
@@ -110,9 +114,22 @@ def _put(tree: dict[str, Any], key: str, value: Any, name: str) -> None:
         for part, inner in value.items():
             _put(tree, f"{key}.{part}", inner, name)
         return
+    _check_read(key, value)
     *parents, last = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
     if last in tree and tree[last] != value:
         raise ConfigError(f"LLM was given {key} twice: {tree[last]!r}, and {value!r} by {name}; leave one of them out")
     tree[last] = value
+
+
+def _check_read(key: str, value: Any) -> None:
+    """Raises ConfigError for a key of the configuration that text does not read, or for another backend."""
+    given, (group, _, name) = key.removesuffix(".name"), key.partition(".")
+    if given == "backend" and value != "real":
+        raise ConfigError(f"backend={value}: text comes from the real engine only; leave it out")
+    if group == "sampling":
+        own = f"{name}=…" if name and given == key else "…"
+        raise ConfigError(f"{given} is of runs of traces; text takes SamplingParams({own}) with the prompts")
+    if group not in READ or key.startswith(OF_RUNS):
+        raise ConfigError(f"{given} is of runs of traces, and text does not read it; leave it out")

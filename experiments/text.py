@@ -27,7 +27,7 @@ class LLM(llm.LLM):
     tokenizer of transformers or tokenizers; None takes the model's. scheduler: a preset, or keys of the group as a dict
     (`name` is the preset). status_s: the interval of the status line on standard error, in seconds. The other keyword
     arguments are those of vLLM (llm_settings.SETTINGS lists them), groups of the configuration as dicts
-    (cache={"eviction": "lfu"}), or dotted keys (**{"backend.num_threads": 1}).
+    (cache={"eviction": "lfu"}), or dotted keys (**{"backend.num_threads": 1}); of llm_settings.READ only.
 
     Raises TestbedError with a one-line message.
     """

@@ -47,8 +47,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     overrides = dict(_override(item) for item in options.items if _is_override(item))
     prompts = [item for item in options.items if not _is_override(item)]
-    if overrides.get("backend", "real") != "real":
-        raise ConfigError(f"backend={overrides['backend']}: text comes from the real engine only; leave it out")
+    _refuse_sampling(overrides)
     for item in prompts:
         if _LIKE_A_SETTING.match(item):
             print(f"note: {item!r} is no setting, so it is taken as a prompt", file=sys.stderr)
@@ -89,11 +88,23 @@ def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} and {key}={overrides[key]} set the same thing; leave one of them out")
 
 
+def _refuse_sampling(overrides: dict[str, Any]) -> None:
+    """Raises ConfigError, with the flag to use, for a sampling parameter as key=value: those are of runs of traces."""
+    for key in overrides:
+        group, _, name = key.partition(".")
+        if group == "sampling":
+            own = "a flag, or a row of --prompts-file that has the parameter"
+            if name in (*FLAGS, "stop", "ignore_eos"):
+                own = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{key}={overrides[key]} is of runs of traces; text takes {own}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "testbed generate",
         description="Generate text with a local model, under any scheduler and settings.",
-        epilog="key=value sets any key of `testbed run`, such as cache.block_size=32 or backend.num_threads=4. "
+        epilog="key=value sets a key of `testbed run` that text reads (of backend, scheduler, cache, model, device, "
+        "cost; docs/generate.md), such as cache.block_size=32 or backend.num_threads=4. "
         "A first try needs no model: testbed generate --model tiny 'Hello'",
     )
     parser.add_argument("items", nargs="*", metavar="prompt | key=value", help="prompts in quotes; settings")

@@ -6,13 +6,17 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.cli import main
+from experiments.configuration.config import GROUPS
+from experiments.llm_settings import OF_RUNS, READ
 from experiments.text import LLM
+from real.config import RealConfig
 from real.text.outputs import Piece
 from real.text.sampling import SamplingParams
 from testbed.errors import ConfigError, ModelError, RequestError, TestbedError
@@ -229,6 +233,20 @@ def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
         ({"cache.blok": 4}, "cache.blok"),
         ({"tokenizer": "nowhere"}, "no tokenizer at nowhere"),
         ({"tokenizer": 7}, "tokenizer is a int"),
+        ({"backend": "sim"}, "backend=sim: text comes from the real engine only"),
+        ({"backend": {"name": "vllm"}}, "backend=vllm: text comes from the real engine only"),
+        (
+            {"backend.num_replicas": 2},
+            "backend.num_replicas is of runs of traces, and text does not read it; leave it out",
+        ),
+        ({"backend": {"router": {"_target_": "a.B"}}}, "backend.router._target_ is of runs of traces"),
+        ({"backend.speed": 2}, "backend.speed is of runs of traces"),
+        ({"record": {"profile": "0:3"}}, "record.profile is of runs of traces"),
+        ({"trace": "azure"}, "trace is of runs of traces"),
+        ({"slo.ttft_ms": 5}, "slo.ttft_ms is of runs of traces"),
+        ({"report.confidence": 0.9}, "report.confidence is of runs of traces"),
+        ({"sampling": {"temperature": 0.0}}, "text takes SamplingParams(temperature=…) with the prompts"),
+        ({"sampling": "recommended"}, "sampling is of runs of traces; text takes SamplingParams(…) with the prompts"),
     ],
 )
 def test_settings_that_cannot_be_are_one_line(folder: Path, settings: dict[str, Any], says: str) -> None:
@@ -236,6 +254,16 @@ def test_settings_that_cannot_be_are_one_line(folder: Path, settings: dict[str, 
         LLM(folder, **(ROOMY | settings))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_key_of_an_engine_is_read_or_refused() -> None:
+    """A new key of `backend` is in one of these lists, so that none is ignored without a word."""
+    read = {
+        "device", "dtype", "attention", "load_format", "cpu_kv_bytes", "num_threads", "cuda_graphs",
+        "max_captured_size", "max_captured_tokens", "k_scale", "v_scale", "rank_timeout_s",
+    }  # fmt: skip
+    assert {f"backend.{item.name}" for item in fields(RealConfig)} == {f"backend.{name}" for name in read} | {*OF_RUNS}
+    assert set(READ) - {"seed"} < set(GROUPS)
 
 
 def test_no_model_at_the_path_says_what_is_wanted(tmp_path: Path) -> None:

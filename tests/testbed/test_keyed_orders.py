@@ -123,6 +123,18 @@ def test_srpt_preempts_who_has_most_left_and_he_does_not_preempt_back() -> None:
     assert queue.yields([head], 0) is None
 
 
+def test_what_is_left_counts_a_token_in_flight_once() -> None:
+    queue = bound(orders.shortest_remaining(preemptive=True))
+    ahead, committed = make_seq(0, 40, 100), make_seq(1, 40, 100)
+    for seq in (ahead, committed):
+        seq.num_computed_tokens = 40
+        emit(seq)
+    assert ahead.advance_ahead(1)
+    committed.advance(1)
+    emit(committed)
+    assert queue.rank(ahead, 0)[0] == queue.rank(committed, 0)[0] == 98 + 1
+
+
 def test_a_prediction_that_was_too_low_leaves_one_token_to_come() -> None:
     class TooLow:
         def predict(self, seq: Sequence) -> int:

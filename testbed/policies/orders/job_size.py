@@ -55,8 +55,10 @@ class JobSize:
         return seq.num_prompt_tokens + self.output(seq)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens to emit (at least one, as a prediction can be too low) and tokens to compute, without cache hits."""
-        return max(1, self.output(seq) - seq.num_output_tokens) + seq.num_tokens - seq.num_computed_tokens
+        """Tokens to emit (at least one, as a prediction can be too low) and tokens to compute, without cache hits. A
+        token in flight counts as emitted."""
+        num_left = self.output(seq) - seq.num_output_tokens - seq.num_placeholders
+        return max(1, num_left) + seq.num_tokens - seq.num_computed_tokens
 
 
 MEASURES: dict[str, Callable[[JobSize, Sequence], int]] = {

@@ -67,16 +67,16 @@ def main(arguments: list[str]) -> int:
         import torch
     torch.set_num_threads(1)
     print(f"host: µs a step, median of {options.steps}; schedule: commit, records and plan\n")
-    print(f"  {'step':<52}" + "".join(f"{part:>10}" for part in (*PARTS, "all")), flush=True)
+    print(f"  {'step':<62}" + "".join(f"{part:>10}" for part in (*PARTS, "all")), flush=True)
     for load in loads():
         if options.filter in load.name:
             times = measure(load, options.steps)
-            print(f"  {load.name:<52}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
+            print(f"  {load.name:<62}" + "".join(f"{ns / 1e3:>10.1f}" for ns in (*times, sum(times))), flush=True)
     num_rows, vocab_size = COUNTED
     print(f"\n  sampling of {num_rows} rows at a vocabulary of {vocab_size:,} by torch: operators, GB read and written")
     for name, sampling in SAMPLINGS.items():
         counted = count_sampling(sampling, num_rows, vocab_size)
-        print(f"  {name:<52}{counted.num_operators:>10}{counted.num_bytes / 1e9:>10.2f}", flush=True)
+        print(f"  {name:<62}{counted.num_operators:>10}{counted.num_bytes / 1e9:>10.2f}", flush=True)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Transformations by name: composable, alike on whole and streamed traces, and refused in one line when wrong."""
 
 import itertools
+from array import array
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from testbed.traces import transforms
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
-from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.summary import PrefixShare, summarise
 from testbed.traces.synthesis import materialize
@@ -245,6 +246,63 @@ def test_scaled_lengths_share_in_proportion():
         assert abs(after.num_prompt_tokens - before.num_prompt_tokens / 2) <= 1
     tiny = transforms.scale_lengths(chat, 1e-9, 1e-9)
     assert {(row.num_prompt_tokens, row.num_output_tokens) for row in tiny} == {(1, 1)}
+
+
+@pytest.mark.parametrize(("factor", "num_tokens", "num_shared"), [(0.1, 160, 80), (0.03, 48, 24), (1.03, 1648, 824)])
+def test_blocks_of_a_prompt_are_rounded_together_when_scaled(factor, num_tokens, num_shared):
+    blocks = [tuple(Span(key, 0, 16) for key in (*range(50), *range(first, first + 50))) for first in (100, 200)]
+    rows = [TraceRequest(f"r{i}", i, prompt, Span(900 + i, 0, 5)) for i, prompt in enumerate(blocks)]
+    found = transforms.scale_lengths(arrange("blocks", rows), factor)
+    assert [row.num_prompt_tokens for row in found] == [num_tokens] * 2
+    assert summarise(found.rows).shared() == num_shared / (2 * num_tokens)
+
+
+def of_ids(trace):
+    """The same trace with explicit token ids, one part for each question and each answer."""
+
+    def ids(part):
+        return TokenIds(materialize((part,), 1000))
+
+    rows, history = [], {}
+    for row in trace:
+        before = history.get(row.session_id, ())
+        num = sum(part.num_tokens for part in before)
+        asked = TokenIds(materialize(row.prompt, 1000)[num:])
+        rows.append(row._replace(prompt=(*before, asked), output=ids(row.output)))
+        history[row.session_id] = (*rows[-1].prompt, rows[-1].output)
+    return arrange("ids", rows)
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize(("prompt", "output"), [(1, 0.5), (0.3, 1), (0.3, 0.7), (1, 2), (2, 0.1)])
+def test_prompts_repeat_the_answers_that_were_scaled_by_a_factor_of_their_own(prompt, output, with_ids):
+    config = SyntheticConfig(num_requests=60, rate=1.0, max_turns=5, closed_loop=False, num_system_prompts=1)
+    chat = of_ids(generate(config, 3)) if with_ids else generate(config, 3)
+    if with_ids and max(prompt, output) > 1:
+        name = "prompt is 2" if prompt > 1 else "output is 2"
+        with pytest.raises(ConfigError, match=f"{name}; it must be at most 1 for the explicit token ids of s0-t0"):
+            transforms.scale_lengths(chat, prompt, output)
+        return
+    found = transforms.scale_lengths(chat, prompt, output)
+    said, sizes = {}, {}
+    for before, after in zip(chat, found, strict=True):
+        history = said.get(before.session_id, [])
+        tokens = materialize(after.prompt, 1000)
+        assert tokens[: len(history)].tolist() == history
+        said[before.session_id] = [*tokens, *materialize((after.output,), 1000)]
+        asked, answered = sizes.get(before.session_id, (0, 0))
+        asked = before.num_prompt_tokens - answered
+        assert abs(len(tokens) - prompt * asked - output * answered) <= 0.5
+        assert abs(after.num_output_tokens - output * before.num_output_tokens) <= 1
+        sizes[before.session_id] = asked, answered + before.num_output_tokens
+
+
+def test_a_question_that_repeats_an_answer_is_scaled_as_a_question():
+    yes, no = (TokenIds(array("i", [token] * 10)) for token in (1, 2))
+    turns = [((yes,), yes), ((yes, yes, yes), no), ((yes, yes, yes, no, yes), yes)]
+    rows = [TraceRequest(f"t{i}", i, asked, said, session_id="s", turn=i) for i, (asked, said) in enumerate(turns)]
+    found = transforms.scale_lengths(arrange("chat", rows), 1.0, 0.5)
+    assert [[part.num_tokens for part in row.prompt] for row in found] == [[10], [10, 5, 10], [10, 5, 10, 5, 10]]
 
 
 def test_samples_of_sessions_nest_and_have_the_size_asked_for():

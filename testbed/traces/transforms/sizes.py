@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from testbed.checks import require
@@ -63,23 +64,18 @@ def _clipped(
 def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
     """Makes prompts and outputs `prompt` and `output` times as long, at least one token each.
 
-    Start and end of every span are scaled, so that shared prefixes stay shared in proportion. Explicit token ids can
-    only be shortened, at their end. Earlier turns of a session are a part of later prompts: use the same factor for
-    both if later turns are to hit the outputs of earlier ones.
+    A session is one text. The answers that its later prompts repeat are scaled as outputs, so that these prompts still
+    hit them; the rest is scaled by `prompt`. Each place is rounded once, by all that is before it in the prompt: errors
+    do not add up over the blocks of a prompt, and shared prefixes stay shared in proportion. Explicit token ids can
+    only be shortened, each part at its end.
     """
     for name, factor in (("prompt", prompt), ("output", output)):
         require(name, factor, 0 < factor <= 1000, "above 0, up to 1000")
 
     def rows() -> Iterator[TraceRequest]:
+        scaling = _Scaling(prompt, output)
         for row in trace:
-            parts = join_parts([_scaled(part, prompt, row, "prompt") for part in row.prompt])
-            if not parts:
-                parts = (cut_part(row.prompt[0], 1),)
-            answer = row.output
-            if answer is not None:
-                scaled = _scaled(answer, output, row, "output")
-                answer = scaled if scaled.num_tokens else cut_part(answer, 1)
-            made = row._replace(prompt=parts, output=answer)
+            made = scaling.scaled(row)
             for name, factor, num in (
                 ("prompt", prompt, made.num_prompt_tokens),
                 ("output", output, made.num_output_tokens or 0),
@@ -93,13 +89,63 @@ def scale_lengths(trace: S, prompt: float = 1.0, output: float = 1.0) -> S:
     return derived(trace, rows, note, num_requests=trace.num_requests)
 
 
-def _scaled(part: Part, factor: float, row: TraceRequest, name: str) -> Part:
-    if isinstance(part, Span):
-        start = round(part.start * factor)
-        return Span(part.key, start, round((part.start + part.length) * factor) - start)
-    expected = f"at most 1 for the explicit token ids of {row.place or row.request_id}: there are no more of them"
-    require(name, factor, factor <= 1, expected)
-    return cut_part(part, round(part.num_tokens * factor))
+class _Scaling:
+    """One pass of scale_lengths. Keeps where the answers of each session are, unless all is scaled by one factor."""
+
+    def __init__(self, prompt: float, output: float) -> None:
+        self._factors = {"prompt": prompt, "output": output}
+        ratios = [factor.as_integer_ratio() for factor in (prompt, output)]
+        self._one = max(one for _, one in ratios)  # a power of two: sums are exact
+        self._asked, self._answered = (num * (self._one // one) for num, one in ratios)
+        # session, content, place of its start -> (first, last + 1) of its tokens that were an answer
+        self._answers: dict[tuple[str, int | bytes, int], set[tuple[int, int]]] = defaultdict(set)
+
+    def scaled(self, row: TraceRequest) -> TraceRequest:
+        made: list[Part] = []
+        num_asked = num_answered = place = 0
+        ends: dict[int, tuple[int, int]] = {}  # content -> where its last part ends in it, before and after
+        for part in (*row.prompt, *(() if row.output is None else (row.output,))):
+            is_output = len(made) == len(row.prompt)
+            num = part.num_tokens if is_output else self._num_repeated(row.session_id, part, num_asked + num_answered)
+            num_asked, num_answered = num_asked + part.num_tokens - num, num_answered + num
+            end = self._rounded(num_asked, num_answered)
+            name = "output" if is_output or self._factors["prompt"] <= 1 else "prompt"
+            made.append(self._part(row, name, part, end - place, ends))
+            place = end
+        parts = join_parts(made[: len(row.prompt)]) or (cut_part(row.prompt[0], 1),)
+        if row.output is None:
+            return row._replace(prompt=parts)
+        if row.session_id is not None and self._asked != self._answered:
+            content, origin, first = _placed(row.output, row.num_prompt_tokens)
+            self._answers[row.session_id, content, origin].add((first, first + row.output.num_tokens))
+        return row._replace(prompt=parts, output=made[-1] if made[-1].num_tokens else cut_part(row.output, 1))
+
+    def _rounded(self, num_asked: int, num_answered: int) -> int:
+        return (num_asked * self._asked + num_answered * self._answered + self._one // 2) // self._one
+
+    def _num_repeated(self, session: str | None, part: Part, place: int) -> int:
+        """Returns how many tokens of a prompt's part are earlier answers of its session, where they were."""
+        if session is None or not self._answers:
+            return 0
+        content, origin, first = _placed(part, place)
+        answers = self._answers.get((session, content, origin), ())
+        num = sum(max(0, min(end, first + part.num_tokens) - max(start, first)) for start, end in answers)
+        return min(num, part.num_tokens)
+
+    def _part(self, row: TraceRequest, name: str, part: Part, num: int, ends: dict[int, tuple[int, int]]) -> Part:
+        if isinstance(part, Span):
+            before, after = ends.get(part.key, (0, 0))
+            start = after if before == part.start else self._rounded(part.start, 0)
+            ends[part.key] = part.start + part.length, start + num
+            return Span(part.key, start, num)
+        expected = f"at most 1 for the explicit token ids of {row.place or row.request_id}: there are no more of them"
+        require(name, self._factors[name], num <= part.num_tokens, expected)
+        return cut_part(part, num)
+
+
+def _placed(part: Part, place: int) -> tuple[int | bytes, int, int]:
+    """Returns a part's content, the place at which that would start, and the part's first token in it."""
+    return (part.key, place - part.start, part.start) if isinstance(part, Span) else (part.ids.tobytes(), place, 0)
 
 
 def _least(*bounds: int | None) -> int | None:

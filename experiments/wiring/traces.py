@@ -115,7 +115,9 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
         path, options = _file(settings), _reader_options(settings, values, seed)
         source = open_trace(settings.name, path, settings.limit, stream, **options)
     source = _transformed(source, settings)
-    return transforms.apply_all(source, settings.transforms, lambda name, path: open_trace(name, path), seed)
+    return transforms.apply_all(
+        source, settings.transforms, lambda name, path, seed: open_trace(name, path, seed=seed), seed
+    )
 
 
 def _file(settings: TraceConfig) -> str:

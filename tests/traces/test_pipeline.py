@@ -37,7 +37,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-def no_file(name, path):
+def no_file(name, path, seed):
     raise AssertionError("nothing to open")
 
 
@@ -315,11 +315,29 @@ def test_samples_of_sessions_nest_and_have_the_size_asked_for():
 
 def test_merged_with_another_trace_its_names_are_kept_apart():
     steps = [{"name": "merge", "path": "f", "format": "azure", "label": "other"}]
-    merged = transforms.apply_all(plain(0, 2), steps, lambda name, path: plain(1, 3))
+    merged = transforms.apply_all(plain(0, 2), steps, lambda name, path, seed: plain(1, 3))
     assert [row.request_id for row in merged] == ["plain/r0", "other/r0", "plain/r1", "other/r1"]
     streamed = transforms.apply_all(StreamedTrace("plain", lambda: iter(plain(0, 2))), steps, lambda *_: plain(1, 3))
     assert isinstance(streamed, StreamedTrace)
     assert fingerprint(streamed) == fingerprint(merged)
+
+
+@pytest.mark.parametrize("form", ["lengths", "auto"])
+def test_what_a_merged_format_samples_is_drawn_by_the_run_s_seed_apart_from_all_else(tmp_path, form):
+    from experiments.configuration.compose import compose_config, to_overrides
+    from experiments.wiring.traces import build_source
+
+    file = tmp_path / "a.csv"
+    file.write_text("num_prefill_tokens,num_decode_tokens\n" + "9,5\n" * 200)
+    steps = [{"name": "merge", "path": str(file), "format": form, "label": label} for label in ("a", "b")]
+    gaps = {}
+    for seed in (0, 1):
+        made = build_source(compose_config(to_overrides({"trace": {"transforms": steps}, "seed": seed})))
+        for label in ("synthetic+a/synthetic", "synthetic+a/a", "b"):
+            arrivals = [row.arrival_ns for row in made if row.tenant == label]
+            gaps[label, seed] = np.diff(arrivals)
+    for one, other in itertools.combinations(gaps, 2):
+        assert abs(np.corrcoef(gaps[one], gaps[other])[0, 1]) < 0.3, (one, other)
 
 
 def test_new_starts_move_whole_sessions():

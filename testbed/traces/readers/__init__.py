@@ -37,6 +37,7 @@ READERS: dict[str, Callable[..., TraceSource]] = {
     "parquet": stream_parquet,
 }
 _MADE_IN_ORDER = ("servegen", "sharegpt", "agentic")  # the reader brings rows into order: no file is out of order
+_SAMPLED = ("servegen", "lengths", "agentic")  # what the file does not have is drawn by a seed
 MAX_WHOLE_BYTES = 32 << 20  # of a file: a larger file is read row by row if possible
 MAX_WHOLE_ROWS = 100_000  # with a limit of up to this many rows, a file is read whole
 
@@ -62,9 +63,14 @@ def recognise(path: str | Path) -> str | None:
 
 
 def open_trace(
-    format_name: str, path: str | Path, limit: int | None = None, stream: bool | None = None, **options: Any
+    format_name: str,
+    path: str | Path,
+    limit: int | None = None,
+    stream: bool | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> TraceSource:
-    """Like read_trace, but row by row if that is wanted and possible.
+    """Like read_trace, but row by row if that is wanted and possible. seed: of formats that sample.
 
     stream: True: if the format allows it; False: never; None: for large files. A streamed file is read once in advance,
     for its order and number of rows. If it is out of order, OutOfOrderError is raised with stream=True; otherwise the
@@ -77,6 +83,8 @@ def open_trace(
     elif format_name not in READERS:
         near = nearest(format_name, list(READERS))
         raise TraceError(f"unknown trace format {format_name!r}; {near}choose one of {', '.join(READERS)}, auto")
+    if format_name in _SAMPLED:
+        options["seed"] = seed
     source = READERS[format_name](path, limit, **options)
     if stream is False or (stream is None and not _is_large(format_name, path, limit)):
         return whole(source)

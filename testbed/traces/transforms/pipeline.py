@@ -18,7 +18,7 @@ from testbed.traces.synthesis import content_key
 from testbed.traces.transforms import combination, labels, resampling, selection, sizes, timing
 
 Step = Mapping[str, Any]
-OpenTrace = Callable[[str, str], TraceSource]  # (format, path) -> trace
+OpenTrace = Callable[[str, str, int], TraceSource]  # (format, path, seed of what the format samples) -> trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
 
     A streamed trace stays streamed if the step allows it; otherwise it is made whole. seed: for random steps without a
     seed. A step that samples the same thing with the same seed as an earlier step gets different random numbers;
-    otherwise it would keep all units that the earlier step kept. Raises ConfigError, with the step, for an unknown name
+    otherwise it would keep all units that the earlier step kept. What a merged format samples is drawn by the seed as
+    well, apart from all else. Raises ConfigError, with the step, for an unknown name
     or parameter, or a value out of range.
     """
     num_drawn: Counter[tuple[str, int]] = Counter()
@@ -118,7 +119,9 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
         given = trace
         try:
             if transform.apply is _merge:
-                trace = _merge_with(trace, values, open_trace, told)
+                num_drawn["merged", seed] += 1
+                own_seed = content_key("merged", seed, num_drawn["merged", seed]) >> 1  # as trace.seed may be
+                trace = _merge_with(trace, values, open_trace, own_seed, told)
             else:
                 given = trace if transform.is_streamed else whole(trace)
                 trace = transform.apply(given, **values)
@@ -174,9 +177,9 @@ def _unread() -> Iterator[TraceRequest]:
 _SMALLEST = Trace("", (TraceRequest("", 0, (Span(0, 0, 1),), None),))  # for transformations of whole traces
 
 
-def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace, told: str) -> TraceSource:
+def _merge_with(trace: TraceSource, values: dict[str, Any], open_trace: OpenTrace, seed: int, told: str) -> TraceSource:
     try:
-        other = open_trace(values.get("format", "auto"), values["path"])
+        other = open_trace(values.get("format", "auto"), values["path"], seed)
     except TraceError as error:
         raise TraceError(f"{told}{error}") from None
     label = values.get("label") or other.name

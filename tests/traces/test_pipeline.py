@@ -149,6 +149,15 @@ def test_a_run_s_seed_makes_no_replicates_by_other_labels():
     assert first.notes[-1].startswith("sessions put into classes (tenant a; tenant b) with seed 0")
 
 
+def test_labels_of_a_second_step_are_drawn_apart_from_those_of_the_first():
+    tenants, levels = [{"tenant": "a"}, {"tenant": "b"}], [{"priority": 0}, {"priority": 1}]
+    steps = [{"name": "label", "classes": classes} for classes in (tenants, levels)]
+    once, twice = (transforms.apply_all(plain(*range(4_000)), steps[:num], no_file, 5) for num in (1, 2))
+    assert [row.tenant for row in once] == [row.tenant for row in twice]
+    for tenant in ("a", "b"):
+        assert np.mean([row.priority for row in twice if row.tenant == tenant]) == pytest.approx(0.5, abs=0.05)
+
+
 def test_labels_are_drawn_apart_from_what_is_thinned():
     rows = plain(*range(4_000))
     kept = labelled(transforms.thin(rows, 0.5, 3), 1, 1)

@@ -88,7 +88,9 @@ TRANSFORMS: dict[str, Transform] = {
     "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
     "limit": Transform(selection.limit, "the first `num_requests`"),
     "filter": Transform(selection.keep_within, "requests within bounds: `max_prompt_tokens`, `tenant`, `max_turn`, …"),
-    "label": Transform(labels.label, "puts sessions into `classes` [{tenant, share, priority, deadline_s}]"),
+    "label": Transform(
+        labels.label, "puts sessions into `classes` [{tenant, share, priority, deadline_s}]", draws="labels"
+    ),
     "scale_lengths": Transform(sizes.scale_lengths, "`prompt` and `output` times as long"),
     "clip_lengths": Transform(
         sizes.clip_lengths, "cuts at `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`"
@@ -102,10 +104,9 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
     """Returns the trace after all `steps`, in their order. A step is {"name": one of TRANSFORMS, <parameter>: value}.
 
     A streamed trace stays streamed if the step allows it; otherwise it is made whole. seed: for random steps without a
-    seed. A step that samples the same thing with the same seed as an earlier step gets different random numbers;
-    otherwise it would keep all units that the earlier step kept. What a merged format samples is drawn by the seed as
-    well, apart from all else. Raises ConfigError, with the step, for an unknown name
-    or parameter, or a value out of range.
+    seed (0 for `label`), and for what merged formats sample, apart from all else. A step that samples the same thing
+    with the same seed as an earlier step gets different random numbers; otherwise it would keep all units that the
+    earlier step kept. Raises ConfigError, with the step, for an unknown name or parameter, or a value out of range.
     """
     num_drawn: Counter[tuple[str, int]] = Counter()
     for position, step in enumerate(steps):
@@ -113,7 +114,8 @@ def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, 
         transform, values = _checked(step, where)
         told = f"{where} ({step['name']}): "
         if transform.draws and (transform.apply is not timing.set_rate or values.get("by") == "thin"):
-            drawn = (transform.draws, values.get("seed", seed))
+            run_seed = 0 if transform.draws == "labels" else seed  # requests with other labels are no replicate
+            drawn = (transform.draws, values.get("seed", run_seed))
             values["seed"] = content_key("again", drawn[1], num_drawn[drawn]) if num_drawn[drawn] else drawn[1]
             num_drawn[drawn] += 1
         given = trace

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from testbed.core.outcome import FinishReason
 from testbed.errors import ConfigError, TraceError
 from testbed.traces import transforms
 from testbed.traces.arrange import arrange
@@ -17,6 +18,7 @@ from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.summary import PrefixShare, summarise
 from testbed.traces.synthesis import materialize
+from tests.traces.test_streams import serve
 
 S = 10**9
 CHAT = SyntheticConfig(num_requests=60, rate=2.0, max_turns=4, num_system_prompts=1, num_tenants=2)
@@ -67,6 +69,22 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
     if not {"spread", "arrivals", "jitter", "bootstrap"} & {step["name"] for step in steps}:
         assert isinstance(found, StreamedTrace)
         assert found.num_requests in (None, len(expected))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step["name"])
+@pytest.mark.parametrize("gap_s", [None, 0.0, 10.0])
+def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):
+    """gap_s: of a repetition after the step."""
+    config = SyntheticConfig(num_requests=40, arrival="closed_loop", num_users=3, think_time_s=1.0, max_turns=3)
+    steps = [step] if gap_s is None else [step, {"name": "repeat", "times": 2, "gap_s": gap_s}]
+    try:
+        expected = transforms.apply_all(generate(config, 1), steps, no_file, 5)
+    except (ConfigError, TraceError):
+        return  # there is no rate to change
+    found = transforms.apply_all(stream_generated(config, 1), steps, no_file, 5)
+    assert fingerprint(found) == fingerprint(expected)
+    times_ns, reasons = [3 * 10**8, 5 * 10**9, 10**7], [FinishReason.LENGTH] * 6 + [FinishReason.IGNORED]
+    assert serve(found, times_ns, reasons) == serve(expected, times_ns, reasons)
 
 
 @pytest.mark.parametrize(

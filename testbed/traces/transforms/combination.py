@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from heapq import merge as merge_sorted
 
 from testbed.checks import require
@@ -44,7 +45,9 @@ def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True)
 
     num = None if trace.num_requests is None else trace.num_requests * times
     how = "copies with contents of their own" if fresh_content else "copies with the same contents"
-    return derived(trace, rows, f"{_REPEATED} {times} times, {gap_s:g} s apart, {how}", num_requests=num)
+    made = derived(trace, rows, f"{_REPEATED} {times} times, {gap_s:g} s apart, {how}", num_requests=num)
+    # the first turns of a second copy are behind the closed-loop turns of the first
+    return replace(made, closed_tail=False) if isinstance(made, StreamedTrace) and times > 1 else made
 
 
 def merge(traces: Mapping[str, TraceSource], share_content: bool = False) -> StreamedTrace:

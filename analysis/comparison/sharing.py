@@ -7,10 +7,10 @@ other than from what another record would give. `correlation` is for intervals t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from analysis.comparison.arms import grouped
 from analysis.load import Run, read_frame
@@ -39,44 +39,84 @@ def correlation(share: float) -> float:
     return share if share < 1 else 0.0
 
 
+class _Part(NamedTuple):
+    """What of a trace is drawn from one record. name: by which its ids begin once another trace is merged in; "" for a
+    merged trace: not known. known: the share in common of two draws from its record; None: their ids tell."""
+
+    name: str
+    record: str
+    known: float | None
+
+
 def common_share(runs: Sequence[Run]) -> float:
     """`share_between` the runs' traces."""
     traces = {str(run.fingerprint): run for run in runs}
-    configs = [run.flat_config for run in traces.values()]
-    return _of_folders(tuple((run.path, name) for name, run in traces.items()), *_drawn(configs))
+    parts = _parts([run.flat_config for run in traces.values()])
+    return _of_folders(tuple((run.path, name) for name, run in traces.items()), parts)
 
 
 @lru_cache(maxsize=64)
-def _of_folders(traces: tuple[tuple[Path, str], ...], records: tuple[str, ...], known: float | None) -> float:
+def _of_folders(traces: tuple[tuple[Path, str], ...], parts: tuple[tuple[_Part, ...], ...]) -> float:
     """traces: the folder and the trace's fingerprint of each run."""
     files = [folder / "requests.parquet" for folder, _ in traces]
-    return _share(records, known, lambda index: read_frame(files[index], ["request_id"])["request_id"])
+    return _share(parts, lambda index: read_frame(files[index], ["request_id"])["request_id"])
 
 
 def share_between(configs: Sequence[Mapping[str, Any]], ids: Callable[[int], Iterable[str]]) -> float:
     """The share of its requests that a trace has in common with another, on average over all pairs. Bootstraps of one
     record count as sharing half, and the same requests at other instants as sharing all. Generated traces of different
-    seeds share nothing.
+    seeds share nothing but what is merged from one file.
 
     configs: flat, one for each trace. ids: of the requests of the trace at this index.
     """
-    return _share(*_drawn(configs), ids)
+    return _share(_parts(configs), ids)
 
 
-def _drawn(configs: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], float | None]:
-    """(the record of each trace, the share in common of two of one record; None: their ids tell)."""
-    known = 1.0 if _differ_in_arrivals_only(configs) else _OF_BOOTSTRAPS if "bootstrap" in drawn_by(configs) else None
-    return tuple(map(_record, configs)), known
-
-
-def _share(records: Sequence[str], known: float | None, ids: Callable[[int], Iterable[str]]) -> float:
-    num, same = len(records), sum(each * (each - 1) for each in Counter(records).values())
-    if not same:
+def _share(traces: Sequence[tuple[_Part, ...]], ids: Callable[[int], Iterable[str]]) -> float:
+    num, times = len(traces), Counter(part.record for parts in traces for part in parts)
+    if num < 2 or max(times.values()) < 2:
         return 0.0
-    if known is not None:
-        return known * same / (num * (num - 1))
-    times = Counter((record, name) for index, record in enumerate(records) for name in ids(index))
-    return sum(each * (each - 1) for each in times.values()) / (num - 1) / max(1, times.total())
+    if all(len(parts) == 1 and parts[0].known is not None for parts in traces):
+        same = sum(each * (each - 1) for each in times.values())
+        return (traces[0][0].known or 0.0) * same / (num * (num - 1))
+    drawn = [Counter(_drawn_from(parts, name) for name in ids(index)) for index, parts in enumerate(traces)]
+    num_traces = Counter(key for each in drawn for key in each)
+    common = sum(count * key[2] * (num_traces[key] - 1) for each in drawn for key, count in each.items())
+    return common / (num - 1) / max(1, sum(each.total() for each in drawn))
+
+
+def _drawn_from(parts: tuple[_Part, ...], request_id: str) -> tuple[str, str, float]:
+    """(the record of a request, its id there if that tells what is in common, the share in common if it is)."""
+    base, *merged = parts
+    part = base
+    for other in reversed(merged):  # the last one was merged with all before it
+        head, _, rest = request_id.partition("/")
+        is_other = request_id.startswith(f"{other.name}/") if other.name else head.split("+")[0] != base.name
+        request_id = rest
+        if is_other:
+            part = other
+            break
+    return (part.record, request_id, 1.0) if part.known is None else (part.record, "", part.known)
+
+
+def _parts(configs: Sequence[Mapping[str, Any]]) -> tuple[tuple[_Part, ...], ...]:
+    """The parts of each trace: what was read or generated, then each that is merged in."""
+    only_arrivals, lists = _differ_in_arrivals_only(configs), [_steps([config]) for config in configs]
+
+    def known(position: int) -> float | None:
+        """Of what is there before this step."""
+        are_bootstraps = any(step.get("name") == "bootstrap" for steps in lists for step in steps[position:])
+        return 1.0 if only_arrivals else _OF_BOOTSTRAPS if are_bootstraps else None
+
+    def parts(config: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> Iterator[_Part]:
+        yield _Part(str(config.get("trace.name")), _record(config), known(0))
+        for position, step in enumerate(steps):
+            if step.get("name") == "merge":
+                form = step.get("format")
+                name = step.get("label") or ("" if form in (None, "auto", "parquet") else form)
+                yield _Part(str(name), _drawn_record(config, form, step.get("path")), known(position))
+
+    return tuple(tuple(parts(*each)) for each in zip(configs, lists, strict=True))
 
 
 def _differ_in_arrivals_only(configs: Sequence[Mapping[str, Any]]) -> bool:
@@ -94,7 +134,11 @@ def _record(config: Mapping[str, Any]) -> str:
     its seed, or a user's class and its arguments."""
     if "trace._target_" in config:
         return repr([(key, value) for key, value in config.items() if is_of_trace(key) and key != "trace.transforms"])
+    return _drawn_record(config, config.get("trace.name"), config.get("trace.path"))
+
+
+def _drawn_record(config: Mapping[str, Any], form: Any, path: Any) -> str:
+    """The record of a part of the trace with this format and file."""
     seed = config.get("trace.seed")
-    is_generated = config.get("trace.path") is None or config.get("trace.name") == "servegen"
-    seeds = (config.get("seed") if seed is None else seed) if is_generated else None
-    return repr((config.get("trace.name"), config.get("trace.path"), seeds))
+    seeds = (config.get("seed") if seed is None else seed) if path is None or form == "servegen" else None
+    return repr((form, path, seeds))

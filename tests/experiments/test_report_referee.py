@@ -107,16 +107,35 @@ def test_new_arrivals_of_a_file_are_no_new_record_and_each_seed_of_ones_own_gene
     of_lengths = {"name": "lengths", "path": str(file), "rate": 20.0}
     config = {"_target_": "testbed.traces.generators.SyntheticConfig", "num_requests": 30, "rate": 20.0}
     own = {"_target_": "testbed.traces.generators.generate", "config": config}
+    generated = {"num_requests": 30, "rate": 20.0}
+    merged = {"name": "merge", "path": str(file)}
+    labelled = {**merged, "format": "lengths", "label": "b/c"}
+    (tmp_path / "chunk-0-dataset.json").write_text('{"0": {"input_tokens": "{9: 1}", "output_tokens": "{5: 1}"}}')
+    (tmp_path / "chunk-0-trace.csv").write_text("0,0.05,1,Gamma,1,1\n")
+    of_clients = {"name": "merge", "path": str(tmp_path), "format": "servegen"}  # 30 requests
+    ran(tmp_path / "once", trace=[{"arrival_time": 0.1 * i, "prompt_tokens": 9, "output_tokens": 5} for i in range(50)])
+    recorded = {"name": "jsonl", "path": str(tmp_path / "once" / "trace.jsonl")}
     traces = {
         "arrivals": [of_lengths] * 2,
         "first second": [{**of_lengths, "end_s": 1.0}] * 2,
         "bootstraps": [{**of_lengths, "transforms": [{"name": "bootstrap"}]}] * 2,
         "own": [{**own, "seed": seed} for seed in range(2)],
+        "merged": [{**generated, "transforms": [labelled]}] * 2,
+        "merged, no label": [{**generated, "transforms": [merged]}] * 2,
+        "two merged": [{**generated, "transforms": [merged, labelled]}] * 2,
+        "merged with a file": [{**recorded, "transforms": [labelled]}] * 2,
+        "generated, merged with a file": [{**recorded, "transforms": [of_clients]}] * 2,
+        "merged bootstraps": [{**recorded, "transforms": [{"name": "bootstrap"}, labelled]}] * 2,
+        "bootstraps of merged": [{**recorded, "transforms": [labelled, {"name": "bootstrap"}]}] * 2,
     }
     for (name, given), seed in itertools.product(traces.items(), range(2)):
         ran(tmp_path / "runs" / name / str(seed), trace=given[seed], seed=seed, allow_ignored=True)
     shares = {name: common_share(load_sweep(tmp_path / "runs" / name).runs) for name in traces}
-    assert shares == {"arrivals": 1.0, "first second": 1.0, "bootstraps": 0.5, "own": 0.0}
+    assert shares == {
+        "arrivals": 1.0, "first second": 1.0, "bootstraps": 0.5, "own": 0.0, "merged": 50 / 80,
+        "merged, no label": 50 / 80, "two merged": 100 / 130, "merged with a file": 1.0,
+        "generated, merged with a file": 50 / 80, "merged bootstraps": 0.75, "bootstraps of merged": 0.5,
+    }  # fmt: skip
 
 
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
@@ -77,8 +77,9 @@ class AgentConfig:
 class SyntheticConfig(ArrivalConfig):
     """What to generate. A session is a chain of turns; with max_turns=1 (and no agents) each request is independent.
 
-    rate: of sessions, so of requests if these are independent. arrival=closed_loop: num_users users begin at 0. Each
-    sends its next request think_time_s after its last one finished, forever, through one session after the other.
+    rate: of sessions, so of requests if these are independent (of tenants: see tenants_of). arrival=closed_loop:
+    num_users users begin at 0. Each sends its next request think_time_s after its last one finished, forever, through
+    one session after the other.
     """
 
     name: str = "synthetic"
@@ -135,7 +136,9 @@ class SyntheticConfig(ArrivalConfig):
 def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
     """Returns each tenant's settings, by name: its own override the common ones, and it has its share of the requests.
 
-    share: of the rate and of the requests, relative to the other tenants'. Raises ConfigError on a bad entry.
+    share: of the requests and of their rate, relative to the other tenants'. `rate` is that of sessions with the common
+    number of turns: a tenant with twice as many has half as many sessions per second, so all last equally long
+    (max_session_tokens, which ends sessions early, is not counted in). Raises ConfigError on a bad entry.
     """
     names: set[str] = set()
     for position, entry in enumerate(config.tenants):
@@ -148,12 +151,32 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
     shares = relative_shares("trace.tenants", [entry.get("share", 1.0) for entry in config.tenants])
     known = ["name", "share", *(item.name for item in fields(config) if item.name not in _OF_ALL)]
     found: dict[str, SyntheticConfig] = {}
+    nums = _apportioned(config.num_requests, shares)
     for position, (entry, share) in enumerate(zip(config.tenants, shares, strict=True)):
+        where = f"trace.tenants[{position}]"
+        least = f"enough for one of the {config.num_requests:,} requests (trace.num_requests)"
+        require(f"{where}.share", entry.get("share", 1.0), nums[position] > 0, least)
         own = {key: value for key, value in entry.items() if key not in ("name", "share")}
-        num = max(1, round(config.num_requests * share))
-        base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=num)
-        found[entry["name"]] = overlaid(base, own, f"trace.tenants[{position}]", known)
+        base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=nums[position])
+        made = overlaid(base, own, where, known)
+        if "rate" not in own:
+            made = replace(made, rate=base.rate * (_mean_requests(config) / _mean_requests(made)))
+        found[entry["name"]] = made
     return found
+
+
+def _apportioned(num: int, shares: Sequence[float]) -> list[int]:
+    """Returns whole numbers in these shares with the sum `num`, by the largest remainders."""
+    parts = [num * share for share in shares]
+    found = [int(part) for part in parts]
+    for position in sorted(range(len(parts)), key=lambda i: found[i] - parts[i])[: num - sum(found)]:
+        found[position] += 1
+    return found
+
+
+def _mean_requests(config: SyntheticConfig) -> float:
+    """Returns how many requests a session has on average, if no limit ends it early."""
+    return (config.min_turns + config.max_turns) / 2 * (1 + (config.agent.min_calls + config.agent.max_calls) / 2)
 
 
 def overlaid(base: Any, values: Mapping[str, Any], where: str, known: Collection[str] = ()) -> Any:

@@ -178,6 +178,14 @@ def test_the_rate_of_a_transformed_trace_is_that_of_its_requests() -> None:
     assert (arm.rate_key, arm.unit, arm.per_value) == ("trace.rate", "req/s", pytest.approx(2))
 
 
+def test_the_rate_of_tenants_with_turns_of_their_own_is_that_of_their_sessions() -> None:
+    """Half of 30 a second are single requests, and the other half have sessions of three turns, so 5 a second."""
+    tenants = "trace.tenants=[{name: chat, min_turns: 3, max_turns: 3}, {name: batch}]"
+    made = ("trace.arrival=deterministic", "trace.rate=30", "trace.num_requests=600", tenants)
+    (arm,), _ = parse((*ONE_TOKEN, "slo.ttft_s=0.05", *made))
+    assert (arm.unit, arm.per_value) == ("sessions/s", pytest.approx(20 / 30, rel=0.02))
+
+
 # --- early stops ---
 
 

@@ -484,6 +484,26 @@ def test_tenants_have_a_mix_of_their_own_and_share_the_rate():
     assert [r for r in other if r.tenant == "batch"] == by_tenant["batch"], "one tenant's knob leaves the others alone"
 
 
+def test_tenants_have_their_shares_of_the_requests_from_start_to_end_whatever_their_turns():
+    def ends(num_requests, *tenants, **more):
+        named = tuple({"name": str(i), **tenant} for i, tenant in enumerate(tenants))
+        trace = generate(SyntheticConfig(num_requests=num_requests, rate=40.0, tenants=named, **more), 1)
+        rows = [[row for row in trace if row.tenant == tenant["name"]] for tenant in named]
+        assert len(trace) == num_requests == sum(map(len, rows))
+        return [len(own) for own in rows], [own[-1].arrival_ns / S for own in rows]
+
+    calls = {"agent": {"min_calls": 2, "max_calls": 2}}
+    nums, last_s = ends(8_000, {"share": 3, "max_turns": 5}, {}, {"max_turns": 2, **calls}, {"share": 3, "rate": 30.0})
+    assert nums == [3_000, 1_000, 1_000, 3_000]
+    assert last_s == pytest.approx([200, 200, 200, 100], rel=0.1), "a tenant's own rate is taken as it is"
+    nums, last_s = ends(8_000, {}, {"max_turns": 5}, min_turns=4, max_turns=4)
+    assert nums == [4_000, 4_000]
+    assert last_s == pytest.approx([50, 50], rel=0.1), "40 sessions of four turns a second, as without tenants"
+    assert sorted(ends(100, {}, {}, {})[0]) == [33, 33, 34]
+    with pytest.raises(ConfigError, match=r"tenants\[1\].share is 1; it must be enough for one of the 10 requests"):
+        ends(10, {"share": 99}, {"share": 1})
+
+
 @pytest.mark.parametrize("arrival", ["poisson", "closed_loop"])
 def test_tenants_have_a_priority_and_a_deadline_of_their_own(arrival):
     def made(**urgent):

@@ -21,8 +21,14 @@ from testbed.traces.stream import CountedTrace, OutOfOrderError, StreamedTrace, 
 
 SHORT = LengthConfig("uniform", min_tokens=1, max_tokens=20)
 
+
+def with_one_each(num_requests, tenants, **more):
+    """At least a request for each tenant."""
+    return SyntheticConfig(num_requests=max(num_requests, len(tenants)), tenants=tenants, **more)
+
+
 configs = st.builds(
-    SyntheticConfig,
+    with_one_each,
     num_requests=st.integers(1, 60),
     arrival=st.sampled_from(SyntheticConfig.kinds()),
     rate=st.sampled_from([0.1, 2.0, 100.0]),

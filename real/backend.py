@@ -134,8 +134,8 @@ class RealBackend:
 
     def start(self, plan: BatchPlan) -> Work:
         """Launches one step: block moves, forward pass, sampling. On a GPU it returns before they are done. On a CPU it
-        only prepares them, and `wait` computes: after the step before, also if this one is started before that has
-        been waited for."""
+        only prepares their inputs, and `wait` computes: so a step in flight is computed before the next one.
+        """
         rows, began_ns = plan.scheduled, time.perf_counter_ns()
         with memory_named(LESS_MEMORY), torch.inference_mode(), self._part("prepare"):
             inputs = self.runner.prepare(rows) if rows else None

@@ -194,10 +194,12 @@ def _run(
     write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
-    more = [extra for extra in (prepared.checker, watch, ledger, watcher) if extra is not None]
+    more = [extra for extra in (prepared.checker, watch, watcher) if extra is not None]
     more += [*batch_limits(config), progress]
-    status = status_lines(config.record.status_s, schedulers)
-    recorders = _recorders(prepared, records, tapes, more, status)
+    own: list[list[Recorder]] = [[*lines] for lines in status_lines(config.record.status_s, schedulers)]
+    if ledger is not None:
+        own = [[*lines, ledger.of_engine()] for lines in own]
+    recorders = _recorders(prepared, records, tapes, more, own)
     loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
     try:
@@ -250,16 +252,16 @@ def _recorders(
     records: engines.RunRecords,
     tapes: list[TapeWriter],
     more: list[Recorder],
-    status: Sequence[Sequence[Recorder]],
+    more_of_each: Sequence[Sequence[Recorder]],
 ) -> list[Recorder]:
-    """Returns one combined recorder for each engine: its own records, tape, lag and status lines, and the recorders
+    """Returns one combined recorder for each engine: its own records, tape, lag and `more_of_each`, and the recorders
     that all engines share."""
     own: Iterable[Sequence[Recorder]] = [()] * len(records.recorders)
     if prepared.replay is not None:
         own = zip(tapes, prepared.replay.lags, strict=True)
     recorders = [
-        together([recorder, *one, *more, *lines])
-        for recorder, one, lines in zip(records.recorders, own, status, strict=True)
+        together([recorder, *one, *more, *others])
+        for recorder, one, others in zip(records.recorders, own, more_of_each, strict=True)
     ]
     return [late.of(one) for late, one in zip(prepared.late, recorders, strict=True)] if prepared.late else recorders
 

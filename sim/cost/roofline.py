@@ -260,16 +260,20 @@ class RooflineCost:
         """Returns the ns of the LM head, of gathering its logits, of a greedy sampler, and of sampling beyond that."""
         if num_samples == 0:
             return {"lm_head": 0, "gather": 0, "sampler": 0, "drawing": 0}
-        links, logit_bytes = self._collectives, num_samples * self._model.vocab_size * LOGIT_BYTES
+        links, num_bytes = self._collectives, self.gathered_bytes(num_samples)
         _, num_in, num_out = self.products()[-1]
         head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
         sampler, drawing_ns = self._sampler_ns(num_samples), self._drawing.ns(num_samples)
         if self.config.logits == "gather":
-            gathered = links.gather_ns(logit_bytes)
+            gathered = links.gather_ns(num_bytes)
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
         else:
-            gathered = links.all_gather_ns(logit_bytes)
+            gathered = links.all_gather_ns(num_bytes)
         return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler), "drawing": to_ns(drawing_ns)}
+
+    def gathered_bytes(self, num_samples: int) -> int:
+        """Returns the bytes of the logits that ranks gather, which become float32 only after that."""
+        return num_samples * self._model.vocab_size * self._model.activation_dtype_bytes
 
     def _sampler_ns(self, num_samples: int) -> float:
         """Returns the ns of a greedy sampler, whose kernels pass over the logits twice."""

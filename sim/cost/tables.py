@@ -16,7 +16,6 @@ from mypy_extensions import mypyc_attr
 from sim.cost.base import to_ns
 from sim.cost.collectives import Collectives
 from sim.cost.config import RooflineConfig
-from sim.cost.drawing import LOGIT_BYTES
 from sim.cost.grid import Grid
 from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.commands import Recorder, StepView
@@ -132,7 +131,7 @@ class TablesCost(RooflineCost):
         found["elementwise"] = _origin(measured.elementwise, (rows,))
         found["sampler"] = _origin(measured.sampler, (shape.num_samples,))
         found["all_reduce"] = _origin(measured.all_reduce, (rows * self._model.hidden_size * width,))
-        found["gather"] = _origin(measured.all_gather, (shape.num_samples * self._model.vocab_size * LOGIT_BYTES,))
+        found["gather"] = _origin(measured.all_gather, (self.gathered_bytes(shape.num_samples),))
         return {name: origin for name, origin in found.items() if names.get(name)}
 
     def _attention_origins(self, shape: BatchShape) -> dict[str, str]:

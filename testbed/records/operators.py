@@ -28,20 +28,24 @@ PHASES = ("prefill", "decode", "mixed", "moves")  # the kinds of a BatchShape, i
 Itemise = Callable[[BatchShape, Spans], dict[str, int]]
 
 
-class OperatorLedger(Recorder):
+class OperatorLedger:
     """Sums the parts of every step by phase. itemise: returns a step's parts from its shape and spans; they must add up
-    to the spans. None: the parts are the spans."""
+    to the spans. None: the parts are the spans. Each engine of a run has a recorder (`of_engine`)."""
 
     def __init__(self, folder: Path, itemise: Itemise | None) -> None:
         self._file = folder / OPERATORS_FILE
         self._itemise = itemise
         self._phases: dict[str, dict[str, Any]] = {}
 
-    def committed(self, step: StepView) -> None:
+    def of_engine(self) -> Recorder:
+        return _OfEngine(self)
+
+    def add(self, step: StepView, start_ns: int) -> None:
+        """start_ns: the instant of its plan, or the end of the step that was in flight then."""
         shape, spans = step.plan.shape, step.spans
         phase = self._phases.setdefault(shape.kind, {"num_steps": 0, "duration_ns": 0, "ns": {}})
         phase["num_steps"] += 1
-        phase["duration_ns"] += step.end_ns - step.plan_ns
+        phase["duration_ns"] += step.end_ns - start_ns
         parts = self._itemise(shape, spans) if self._itemise is not None else _by_span(spans)
         assert sum(parts.values()) == spans.total_ns, f"{parts} must add up to {spans}"
         sums = phase["ns"]
@@ -54,6 +58,15 @@ class OperatorLedger(Recorder):
         parts = "spans" if self._itemise is None else "operators"
         document = {"format": FORMAT, "parts": parts, "phases": phases}
         self._file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+class _OfEngine(Recorder):
+    def __init__(self, ledger: OperatorLedger) -> None:
+        self._ledger, self._end_ns = ledger, 0
+
+    def committed(self, step: StepView) -> None:
+        self._ledger.add(step, max(step.plan_ns, self._end_ns))
+        self._end_ns = step.end_ns
 
 
 def _by_span(spans: Spans) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The roofline's work counted again, independently: token by token and row by row, from what a transformer computes."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -209,6 +210,17 @@ def test_rank_0_tells_the_others_each_sampled_token(num_samples, size):
         cost = RooflineCost(QWEN, device, config, tensor_parallel_size=size)
         shape = BatchShape(num_samples, 10 * num_samples, (), num_samples)
         assert cost.breakdown(shape)["sampler"] == cost.price(shape).sample_ns == value, (logits, device)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float16", 2), ("float32", 4), ("fp8", 2)])
+def test_ranks_gather_logits_in_the_format_of_the_activations(dtype, width):
+    """As the engine's LMHead does, and vLLM's: they become float32 afterwards. Links of 1 ns a byte."""
+    near = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e9, **EXACT)
+    model = replace(QWEN, dtype=dtype)
+    for size, logits in itertools.product((2, 4), ("all_gather", "gather")):
+        cost = RooflineCost(model, near, replace(BARE, logits=logits), tensor_parallel_size=size)
+        whole = 7 * QWEN.vocab_size * width
+        assert cost.breakdown(BatchShape(7, 70, (), 7))["gather"] == whole * (size - 1) // size
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 400)))

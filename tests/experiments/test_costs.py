@@ -61,6 +61,16 @@ def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost):
     )
 
 
+@pytest.mark.parametrize("more", [(), ("backend.num_replicas=2",)], ids=["one", "two"])
+def test_steps_that_are_planned_ahead_last_from_the_end_of_the_step_before(tmp_path, more):
+    options = ["cost=roofline", "scheduler=vllm_v1_async", "record.operators=true", *more]
+    status, folder = run(tmp_path / "run", *FEW, *options)
+    assert status == 0
+    steps = pd.read_parquet(folder / "steps.parquet")
+    durations = [phase["duration_ns"] for phase in load_operators(folder)["phases"].values()]
+    assert sum(durations) == (steps["end_ns"] - steps["start_ns"]).sum()
+
+
 def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
     """Swaps on a link beside the computation, and the scheduler's own time."""
     more = ["backend.swap_overlap=true", "backend.schedule_ns=1000", "backend.schedule_ns_per_seq=10"]

@@ -136,6 +136,9 @@ class ServedFolder(Recorder):
     def prefixes_reset(self, now_ns: int, step: int) -> None:
         self._tell(self._records.prefixes_reset, now_ns, step)
 
+    def launched(self, step: StepView) -> None:
+        self._tell(self._records.launched, step)
+
     def committed(self, step: StepView) -> None:
         self._tell(self._records.committed, step)
 

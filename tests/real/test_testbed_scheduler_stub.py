@@ -120,6 +120,28 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
         made({"out": str(folder)})
 
 
+def test_a_request_that_is_aborted_while_the_plan_that_admits_it_is_in_flight_was_scheduled(tmp_path: Path) -> None:
+    from tests.real.vllm_stub_engine import Engine
+
+    scheduler = made({"out": str(tmp_path / "run"), "device": "cpu"}, is_async=True)
+    engine = Engine(
+        scheduler, OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=True), is_async=True
+    )
+    for number in range(2):
+        scheduler.add_request(vllm.Request(f"r{number}", [5 + number] * 6, vllm.SamplingParams(12)))
+        engine.step()
+    assert len(engine.queue) == 1, "the step of r1 is in flight"
+    engine.abort(["r1"])
+    while engine.has_work:
+        engine.step()
+    scheduler.shutdown()
+    run = load_run(tmp_path / "run")
+    row = run.requests.set_index("request_id").loc["r1"]
+    assert (row["finish_reason"], row["num_output_tokens"]) == ("abort", 0)
+    assert row["queued_ns"] <= row["first_scheduled_ns"] <= row["finish_ns"]
+    assert [name for name, check in run.summary["checks"].items() if check["holds"] is False] == []
+
+
 def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

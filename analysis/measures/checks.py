@@ -9,7 +9,8 @@
                      Not applicable to vLLM, whose API server delays requests; nor is never_idle.
     work_conserved   The tokens that the steps computed are those that the requests needed: prompt - cached + output - 1
                      + recomputed. The tokens that the steps emitted are those that the requests got. With asynchronous
-                     scheduling a step may compute one token too many for a request that ended in the step before.
+                     scheduling a step may compute one token too many for a request that ended in the step before; in
+                     vLLM also for one that was aborted while a step had it.
     never_idle       No time lies between two steps while a request is in the system (work conservation of queueing
                      theory). In a simulated run a request is in the system from its arrival on; else from the boundary
                      that first saw it, as a real engine's clock oversleeps and a replay takes its boundaries from the

@@ -238,12 +238,19 @@ class EngineCheck:
             return verdict(None, why, **numbers)
         least, most = self._needed()
         numbers |= {"num_needed_tokens_least": least, "num_needed_tokens_most": most}
-        if self._is_ahead:  # at most one row for each request, in the step that was in flight when it ended
-            most += len(self._requests)
+        most += self._num_in_flight()
         if not least <= computed <= most:
             needed = f"{least}" if least == most else f"from {least} to {most}"
             return verdict(False, f"steps computed {computed} tokens, and requests needed {needed}", **numbers)
         return verdict(True, None, **numbers)
+
+    def _num_in_flight(self) -> int:
+        """The most tokens computed for requests that ended while a step in flight had them: one for each of these."""
+        if self._is_ahead:
+            return len(self._requests)
+        if not self._has_front_end:
+            return 0
+        return int(self._requests.sum(lambda piece: piece.reasons.among(("abort",)).sum()))
 
     def _needed(self) -> tuple[int, int]:
         """Bounds on the tokens that had to be computed for the requests; equal unless the records leave them open.

@@ -234,6 +234,15 @@ def test_a_wrong_record_fails_its_check(name: str, sound: Records) -> None:
     assert "FAILS" in outline(checks)
 
 
+def test_in_vllm_a_step_may_have_computed_a_token_for_each_request_that_was_aborted_meanwhile(sound: Records) -> None:
+    for num_aborted, num_more, holds in ((0, 0, True), (0, 1, False), (2, 2, True), (2, 3, False)):
+        requests, steps = sound.requests.copy(), sound.steps.copy()
+        requests.loc[requests["num_preemptions"].eq(0).nlargest(num_aborted).index, "finish_reason"] = "abort"
+        change(steps, 9, "num_decode_tokens", num_more)
+        assert run_checks(requests, steps, {"backend": "vllm"})["work_conserved"]["holds"] is holds, num_more
+        assert run_checks(requests, steps, SIM)["work_conserved"]["holds"] is (num_more == 0)
+
+
 def test_a_missing_step_fails_every_check(sound: Records) -> None:
     for row in range(len(sound.steps) // 4, len(sound.steps), 5):
         if sound.steps["num_running"].iloc[row] and sound.steps["num_emitted"].iloc[row]:

@@ -139,11 +139,17 @@ class VllmBackend:
 
     def _turn(self) -> None:
         """Runs one turn of vLLM's engine. It launches the plan in the seat, if there is one, and waits for the oldest
-        plan in flight, unless it can launch another one first. Results reach the loop through the seat's outcomes."""
+        plan in flight, unless it can launch another one first. Results reach the loop through the seat's outcomes.
+        Raises DeviceError, of one line, if vLLM fails."""
         seat, newest = self._seat, self._in_flight[-1]
         is_launched = seat.plan is not None
         began_ns = time.perf_counter_ns()
-        self._engine.step()
+        try:
+            self._engine.step()
+        except TestbedError:
+            raise
+        except Exception as error:  # whatever vLLM raises: what it has done until then is kept
+            raise DeviceError(f"vLLM raised {type(error).__name__}: {_one_line(error)}") from error
         ended_ns = time.perf_counter_ns()
         if is_launched:
             newest.launched_ns, newest.prepare_ns = seat.planned_ns, seat.planned_ns - began_ns

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from analysis.load import load_run
 from experiments.configuration.compose import compose_config
 from experiments.configuration.on_device import check_in_vllm
 from experiments.runs.prepare import prepare_engine
+from experiments.runs.run import execute
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.build_engine import build_vllm_backend, check_prompts
 from real.driver import run
@@ -25,7 +28,7 @@ from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.errors import ConfigError, DeviceError, RequestError, TraceError
 from testbed.traces.arrange import arrange
-from testbed.traces.schema import Span, TraceRequest
+from testbed.traces.schema import Span, TokenIds, TraceRequest
 from tests.real import vllm_stub_types as vllm
 from tests.real.served import Requests, TickingClock
 from tests.real.vllm_stub import VERSION, stub_vllm
@@ -298,6 +301,28 @@ def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monke
         match=r"^vLLM refuses request 'r': Requested sample logprobs of 25, which is greater than max allowed: 20$",
     ):
         backend.add(Request("r", [1]))
+
+
+@LOOPS
+def test_a_run_whose_vllm_dies_is_kept_as_far_as_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    take, num_steps = LLM.step, 0
+
+    def step(llm: LLM) -> list[Any]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 6:
+            raise RuntimeError("CPU Generator does not\nuse offset")
+        return take(llm)
+
+    monkeypatch.setattr(LLM, "step", step)
+    rows = [TraceRequest(f"r{n}", 0, (TokenIds(array("i", [n % 8] * 5)),), Span(n, 5, n)) for n in (2, 20)]
+    config = compose_config([*settings(tmp_path, is_async=is_async), "trace.forced=lengths"])
+    result = execute(config, tmp_path / "run", trace=arrange("two", rows))
+    assert (result.status, result.exit_status) == ("partial", 1)
+    assert "failed after 1 of 2 requests: vLLM raised RuntimeError: CPU Generator does not use offset" in result.message
+    assert load_run(tmp_path / "run").requests["finish_reason"].isna().tolist() == [False, True]
 
 
 def test_why_vllm_did_not_start_is_one_line_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,10 @@ class ReplayLag(Recorder):
         self._lag_ns.append(now_ns - free_ns)
 
     def committed(self, step: StepView) -> None:
-        self._last_commit_ns = step.end_ns
+        self.step_ended(step.end_ns)
+
+    def step_ended(self, now_ns: int) -> None:
+        self._last_commit_ns = now_ns
 
     def describe(self) -> dict[str, Any]:
         """Returns numbers for the manifest, in seconds; null without arrivals."""

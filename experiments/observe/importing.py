@@ -57,15 +57,15 @@ def import_log(
 
 
 def import_own(
-    file: Path, folder: Path, config: RunConfig, trace: Trace, sender: Sender, how: dict[str, Any], *,
+    file: Path, folder: Path, config: RunConfig, trace: Trace, sender: Sender, measured: dict[str, Any], *,
     is_cut: bool, command: str,
 ) -> None:  # fmt: skip
     """Makes the run folder of a log that a run of ours wrote, whose configuration and trace are known. sender: the
-    requests that it sent. how: the replay's pace, speed and probe. is_cut: whether it ended early."""
+    requests that it sent. measured: the entries `replay` and `host` of the manifest. is_cut: whether it ended early."""
     log = _read(file, sender)
     log.is_cut = is_cut
-    known = {  # not known for a log of another server; `identity` is that of the configuration that was asked for
-        "replay": how, "identity": identity_of(config).describe(), "machine": describe_machine(),
+    known = measured | {  # not known for another server's log; `identity` is that of the configuration asked for
+        "identity": identity_of(config).describe(), "machine": describe_machine(),
         "started_in": os.getcwd(),
     }  # fmt: skip
     unpriced = why_unpriced(log.header, config)

@@ -18,6 +18,7 @@ from experiments.observe.log import Sender
 from experiments.runs.run_folder import describe_failure, set_aside
 from experiments.wiring.build_engine import build_vllm_backend
 from real.clocks import RealTimeClock, make_clock
+from real.replay import CoreWait, ReplayLag, core_wait_notes
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
 from testbed.core.interfaces import Inbox
@@ -50,13 +51,17 @@ def replay_stock(
     backend = _started(config, log, told)
     clock = make_clock(config.backend, backend)
     clock.start()
-    sender = Sender([], backend.log_by(clock.now_ns))
-    failures = [_failure_of(do) for do in (partial(_serve, backend, inbox, clock, sender.requests), backend.close)]
+    sender, lag, core_wait = Sender([], backend.log_by(clock.now_ns)), ReplayLag(), CoreWait()
+    failures = [_failure_of(do) for do in (partial(_serve, backend, inbox, clock, sender.requests, lag), backend.close)]
     failure = failures[0] or failures[1]
-    how = config.backend
-    replay = {"pace": how.pace, "speed": how.speed, "probe": clock.describe(), "notes": []}
+    how, waited = config.backend, core_wait.share()
+    pace = {"pace": how.pace, "speed": how.speed, "probe": clock.describe()}
+    measured = {
+        "replay": pace | lag.describe() | {"notes": [*lag.notes(), *core_wait_notes(waited)]},
+        "host": {"core_wait_share": waited},
+    }
     try:
-        import_own(log, folder, config, trace, sender, replay, is_cut=failure is not None, command=command)
+        import_own(log, folder, config, trace, sender, measured, is_cut=failure is not None, command=command)
     except (OSError, TestbedError) as error:
         if isinstance(failure, KeyboardInterrupt):
             raise failure from error
@@ -128,13 +133,15 @@ def options_of_stock(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]) -> None:
+def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request], lag: ReplayLag) -> None:
     """The serving loop: adds and aborts the requests that are due, then lets vLLM take a step."""
     live: dict[str, Request] = {}
     while True:
-        for event in inbox.due(clock.now_ns()):
+        now_ns = clock.now_ns()
+        for event in inbox.due(now_ns):
             if isinstance(event, Arrive):
                 sent.append(event.request)
+                lag.arrived(event.request, now_ns, 0)
                 live[event.request.request_id] = event.request
                 backend.add(event.request)
             elif isinstance(event, Abort) and live.pop(event.request_id, None) is not None:
@@ -142,8 +149,9 @@ def _serve(backend: Any, inbox: Inbox, clock: RealTimeClock, sent: list[Request]
         if live:
             clock.before_step()
             ended = [live.pop(name) for name in backend.step_alone() if name in live]
+            now_ns = clock.now_ns()
+            lag.step_ended(now_ns)
             if ended:
-                now_ns = clock.now_ns()
                 inbox.finished([Finished(request, FinishReason.LENGTH, "", 0, ()) for request in ended], now_ns)
             continue
         next_ns = inbox.next_ns()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from analysis.load import load_run
+from analysis.measures.notes import replay_notes
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.observe import stock
@@ -19,6 +20,7 @@ from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import is_locked, locked
 from experiments.sweeps.points import holds_another
+from real.clocks import RealTimeClock
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
@@ -175,6 +177,27 @@ def test_arrivals_that_outran_the_engine_are_told_of(
     pace = ["backend.pace=real_time", "trace.num_requests=400", "trace.rate=1000"]
     assert run(tmp_path / "run", *pace, "trace.output={kind:constant,value:10}") == 0
     assert "note         arrivals outran the engine" in capsys.readouterr().out
+
+
+def test_a_machine_that_did_not_keep_pace_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for runs that this testbed's scheduler decides, with which these are compared."""
+
+    def oversleep(self: RealTimeClock, until_ns: int) -> None:
+        while self.now_ns() < until_ns + 20_000_000:
+            time.sleep(1e-3)
+
+    start(monkeypatch, lambda number: None)
+    monkeypatch.setattr(RealTimeClock, "wait_until", oversleep)
+    monkeypatch.setattr(stock.CoreWait, "share", lambda self: 0.5)
+    assert run(tmp_path / "run", "backend.pace=real_time", "trace.rate=20") == 0
+    said, manifest = capsys.readouterr().out, load_run(tmp_path / "run").manifest
+    assert "note         REPLAY LAG: " in said
+    assert "note         BUSY MACHINE: for 50 % of the time" in said
+    assert manifest["replay"]["num_arrivals"] == NUM_REQUESTS
+    assert manifest["replay"]["lag_s"]["max"] >= 0.02
+    assert [note.size for note in replay_notes(manifest)][1] == manifest["host"]["core_wait_share"] == 0.5
 
 
 @pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.0", False)])

@@ -28,6 +28,10 @@ _STOOD_FOR = (  # arguments of vllm.LLM that are set by keys of the run
     "additional_config", "dtype", "kv_cache_dtype", "scheduling_policy", "long_prefill_token_threshold", "watermark",
     "enable_chunked_prefill",
 )  # fmt: skip
+_OWN_ONLY = (  # further arguments that only vLLM's own scheduler reads
+    "scheduler_reserve_full_isl", "long_prefill_token_threshold_adaptive", "max_num_active_seqs",
+    "max_num_scheduled_tokens", "prefill_schedule_interval",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -78,6 +82,11 @@ class VllmBackend:
             "additional_config": None if observe is None else {"testbed": {"observe": observe}},
         }  # fmt: skip
         own = {name: value for name, value in options.items() if value is not None}
+        if observe is None and (unread := sorted({*_OWN_ONLY} & {*(config.options or {})})):
+            raise ConfigError(
+                f"backend.options has {', '.join(unread)}, which only vLLM's own scheduler reads: leave it out, or set "
+                "backend.decides=vllm"
+            )
         self._llm = _started(own | (told or {}), config.options or {})
         self._engine = self._llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler

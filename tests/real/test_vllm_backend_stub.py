@@ -248,6 +248,12 @@ def test_what_its_own_scheduler_is_told_is_no_option_either(tmp_path: Path) -> N
         )  # fmt: skip
 
 
+def test_options_that_only_its_own_scheduler_reads_are_refused_where_it_does_not_decide(tmp_path: Path) -> None:
+    config = compose_config([*settings(tmp_path, is_async=False), "backend.options={prefill_schedule_interval:4}"])
+    with pytest.raises(ConfigError, match=r"^backend.options has prefill_schedule_interval, which only vLLM's own"):
+        build_vllm_backend(config)
+
+
 @pytest.mark.parametrize(
     ("decides", "num_tokens", "is_taken"),
     [("testbed", 39, True), ("testbed", 40, False), ("testbed", 41, True), ("vllm", 39, True), ("vllm", 41, False)],

@@ -10,6 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import GOES_BY, make_policy, shipped_name
 from experiments.configuration.saved import read_config
+from experiments.configuration.settings import RecordConfig
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
@@ -301,6 +302,12 @@ def unused_settings(config: RunConfig) -> list[str]:
             notes.append("record.profile has no effect in a simulation, which has no operators to trace")
         if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
             notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
+    if isinstance(backend, VllmConfig) and backend.decides == "vllm":
+        notes += [
+            f"record.{name} has no effect with backend.decides=vllm, whose records are made from vLLM's log"
+            for name in ("token_times", "steps", "operators", "status_s")
+            if getattr(config.record, name) != getattr(RecordConfig(), name)
+        ]
     if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
         notes.append("backend.router has no effect with backend.num_replicas=1")
     return notes + [

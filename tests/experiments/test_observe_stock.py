@@ -179,6 +179,17 @@ def test_arrivals_that_outran_the_engine_are_told_of(
     assert "note         arrivals outran the engine" in capsys.readouterr().out
 
 
+def test_records_that_are_made_from_the_log_as_it_is_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run", "record.status_s=0.1", "record.operators=true") == 0
+    said = capsys.readouterr().out
+    for name in ("status_s", "operators"):
+        assert f"note         record.{name} has no effect with backend.decides=vllm" in said
+    assert "record.steps has" not in said
+
+
 def test_a_machine_that_did_not_keep_pace_is_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

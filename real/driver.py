@@ -28,8 +28,8 @@ class Computed(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A launched plan. wait: must be called once, in the order of the plans. is_done: whether `wait` would not block;
-    always False if the engine does not know."""
+    """A started plan. wait: must be called once, in the order of the plans; on a CPU it computes. is_done: whether it
+    waits for nothing; always False if the engine does not know."""
 
     wait: Callable[[], Computed]
     is_done: Callable[[], bool] = lambda: False

@@ -53,8 +53,10 @@ class StepTrace:
         self._is_over = False
 
     def start(self, plan: BatchPlan) -> Work:
-        if self._is_over or plan.step < self._first:
+        if self._is_over or plan.step < self._first - 1:
             return self._backend.start(plan)
+        if plan.step < self._first:  # if the first one is launched before this one was waited for, that is traced
+            return Work(partial(self._wait, self._backend.start(plan), plan.step))
         if self._profile is None:
             self._begin()
         with named_range(f"step {plan.step}"):

@@ -153,7 +153,12 @@ def _changes(subject: _Subject, question: str) -> list[tuple[float, str]]:
     """(the largest change, the claims as text), for cells and for averages."""
     found = []
     if subject.by_cell:
-        ordered = sorted(subject.by_cell, key=lambda one: (one.comparison.metric is not SLO_METRICS[1], -_largest(one)))
+
+        def rank(one: Effect) -> tuple[bool, bool, float]:
+            metric = one.comparison.metric
+            return not is_asked(metric, question), metric is not SLO_METRICS[1], -_largest(one)
+
+        ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
         found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:

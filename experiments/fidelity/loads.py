@@ -225,8 +225,9 @@ def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: boo
 
 
 def _ends_freely(saved: Mapping[str, Any]) -> bool:
-    """Whether the model ended the outputs of a run with this configuration, which are not those of its trace."""
-    return bool(saved["trace"].get("forced") == "nothing")
+    """Whether the model ended the outputs of a run with this configuration, which are not those of its trace. It always
+    ends those of beams."""
+    return bool(saved["trace"].get("forced") == "nothing" or saved["sampling"].get("beam_width"))
 
 
 def _num_uneven(saved: Mapping[str, Any], kept: pa.Table) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import read_config
 from experiments.wiring import build
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.traces import forcing, request_sampling
+from experiments.wiring.traces import forcing, with_ends
 from sim.driver import drive
 from sim.recorded_device import RecordedDevice
 from testbed.core.commands import Execute, Recorder, Resume, StepView
@@ -112,7 +112,8 @@ def recorded_inputs(
                 "another cost model"
             )
     forced = own.forced  # as in the real run: its tape has all other tokens
-    return checker, TapeInbox(tape, _request_maker(config, trace, forced)), pools
+    make = _request_maker(config, trace, forced, manifest.get("end_token_ids") or ())
+    return checker, TapeInbox(tape, make), pools
 
 
 def _as_it_was(folder: Path) -> str:
@@ -225,9 +226,9 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
     }
 
 
-def _request_maker(config: RunConfig, trace: Trace, forced: str) -> Callable[[str, int], Request]:
+def _request_maker(config: RunConfig, trace: Trace, forced: str, ends: Sequence[int]) -> Callable[[str, int], Request]:
     rows = {row.request_id: row for row in trace.rows}
-    vocab_size, sampling = build.vocab_size(config), request_sampling(config)
+    vocab_size, sampling = build.vocab_size(config), with_ends(config.sampling, ends)
 
     def make(request_id: str, arrival_ns: int) -> Request:
         if request_id not in rows:

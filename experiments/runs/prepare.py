@@ -16,7 +16,7 @@ from experiments.configuration.saved import saved_config
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
 from experiments.wiring.costs import fit_file
-from experiments.wiring.traces import check_simulated_output, forcing, request_sampling
+from experiments.wiring.traces import check_simulated_output, end_token_ids, forcing, with_ends
 from real.clocks import RealTimeClock
 from real.config import RealConfig
 from real.late_records import LateRecords
@@ -236,7 +236,7 @@ def _described(engine: Any) -> dict[str, Any]:
 
 
 def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
-    sampling = request_sampling(config)
+    sampling = with_ends(config.sampling, end_token_ids(config))
     inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
     if needs_seed(sampling):
         inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))

@@ -39,7 +39,7 @@ from experiments.wiring.build_engine import check_prompts, check_token_ids
 from experiments.wiring.costs import itemise
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.traces import describe_trace
+from experiments.wiring.traces import describe_trace, end_token_ids
 from real.vllm.config import VllmConfig
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.profiled_range import RangeWatch
@@ -338,6 +338,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
         "command": command or " ".join(sys.argv),
         "started_in": os.getcwd(),
         "seed": config.seed,
+        "end_token_ids": [*end_token_ids(config)] or None,
         "trace": describe_trace(trace, replay_speed(config)),
         "model": config.model.name,
         "tensor_parallel_size": config.tensor_parallel_size,

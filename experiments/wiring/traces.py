@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -232,19 +232,21 @@ def vocab_size(config: RunConfig) -> int:
 # --- trace.forced: how a replay forces outputs ---
 
 
-def request_sampling(config: RunConfig) -> SamplingParams:
-    """Returns the sampling parameters of a run's requests: a checkpoint's end tokens stop the outputs that the model
-    ends. (Of several the model's shape has only the first.)"""
-    sampling = config.sampling
-    stops = () if sampling.ignore_eos else end_tokens(config.model.path)
-    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stops))))
+def end_token_ids(config: RunConfig) -> tuple[int, ...]:
+    """Returns the tokens that end the outputs that the model ends, besides `sampling.stop_token_ids`: all of a
+    checkpoint, of which the model's shape has only the first. A simulation has no such outputs."""
+    return () if config.is_simulated or config.sampling.ignore_eos else end_tokens(config.model.path)
+
+
+def with_ends(sampling: SamplingParams, ends: Iterable[int]) -> SamplingParams:
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
 
 
 def forcing(request: Request, forced: str) -> Request:
     """Returns a trace's request for a mode of `trace.forced`; one without a recorded output is unchanged.
 
-    tokens: the recorded tokens are fed back. lengths: the model's own tokens are fed back, as many as were recorded; no
-    EOS, stop token or stop string ends the output. nothing: the model's own tokens, up to sampling.max_tokens.
+    tokens: the recorded tokens are fed back. lengths: the model's own tokens are fed back, as many as were recorded;
+    neither EOS nor a stop token ends the output. nothing: the model's own tokens, up to sampling.max_tokens.
     """
     output = request.forced_output
     if forced == "tokens" or output is None:

@@ -26,6 +26,7 @@ from testbed.specs.operator_tables import OperatorTables, alike, product_dtype
 
 OUTLIER = 1.5
 PER_OCTAVE = 8  # prompt lengths for each doubling: the time of a prompt grows with the square of its length
+BLOCK = 64  # missing points that are filled at a time
 Floats = NDArray[np.float64]
 MakeRoofline = Callable[[ModelSpec, int], RooflineCost]  # (model, number of ranks) -> its roofline
 
@@ -325,10 +326,12 @@ def _filled(axes: list[Floats], points: list[Floats], ratio: Floats) -> Floats:
     )
     grid = np.full(shape, np.nan)
     grid[index] = ratio
-    known = np.column_stack([np.log1p(values) for values in points])
-    for place in map(tuple, np.argwhere(np.isnan(grid))):
-        wanted = [np.log1p(axis[i]) for axis, i in zip(axes, place, strict=True)]
-        grid[place] = ratio[((known - wanted) ** 2).sum(axis=1).argmin()]
+    known, missing = [np.log1p(values) for values in points], np.argwhere(np.isnan(grid))
+    for first in range(0, len(missing), BLOCK):
+        places = missing[first : first + BLOCK]
+        wanted = [np.log1p(axis[at]) for axis, at in zip(axes, places.T, strict=True)]
+        far = np.sum([(one[:, None] - other) ** 2 for one, other in zip(wanted, known, strict=True)], axis=0)
+        grid[tuple(places.T)] = ratio[far.argmin(axis=1)]
     return grid
 
 

@@ -86,7 +86,7 @@ class RunRecorder(Recorder):
             num_recomputed, num_preempted = self._preempted(plan.preempted)
         for admission in plan.admitted:
             if (request := self._open.get(admission.request_id)) is not None:  # it may have ended with an earlier step
-                request.admitted(admission, step.plan_ns)
+                request.admitted(admission)
         self._emitted(step.emitters, step.end_ns)
         if self._keeps_steps:
             start_ns = max(step.plan_ns, self._end_ns)
@@ -194,8 +194,7 @@ class OpenRequest:
         if self.first_scheduled_ns is None:
             self.first_scheduled_ns, self.num_cached_tokens = plan_ns, admission.num_cached_tokens
 
-    def admitted(self, admission: Admission, plan_ns: int) -> None:
-        self.scheduled(admission, plan_ns)
+    def admitted(self, admission: Admission) -> None:
         most_computed, _ = self.restarts.get(admission.seq_id, (0, 0))
         self.restarts[admission.seq_id] = most_computed, admission.num_cached_tokens
         self.num_recomputed_tokens += max(0, most_computed - admission.num_cached_tokens)

@@ -111,6 +111,7 @@ MANIFEST_KEYS = (
     "point",  # its number in the sweep, from 0 on; null: no sweep
     "measured_trace",  # trace settings of the measured run that `testbed fidelity` repeats; null: config.yaml has them
     "seed",
+    "end_token_ids",  # that end the outputs that the model ends, besides sampling.stop_token_ids; real runs only
     "trace",  # {name, num_requests, fingerprint, differ_in, is_closed_loop, notes, sent_fingerprint: as it is replayed}
     "model",  # name
     "tensor_parallel_size",

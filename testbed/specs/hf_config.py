@@ -52,11 +52,14 @@ def read_hf_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
     Raises ModelError if the file is missing or is not a JSON object.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = _config_file(path)
     if not file.is_file():
         raise ModelError(f"no model at {path}: expected a folder with config.json, or that file")
     return file, _object(file, "; expected a Hugging Face config.json")
+
+
+def _config_file(path: str | Path) -> Path:
+    return Path(path, "config.json") if Path(path).is_dir() else Path(path)
 
 
 def _object(file: Path, cure: str = "") -> dict[str, Any]:
@@ -172,15 +175,17 @@ def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
 def sliding_layers(architecture: str, raw: dict[str, Any]) -> list[bool]:
     """Returns for each layer whether its attention has a window, as transformers reads the config.
 
-    With `layer_types` a Mistral is read as a Ministral. A Qwen's config can have a window that it does not enable.
+    With `layer_types` a Mistral is read as a Ministral. A Qwen's config can have a window that it does not enable. In a
+    Qwen3-MoE a window is in every layer.
     """
     num, is_mistral, kinds = raw["num_hidden_layers"], architecture == "MistralForCausalLM", raw.get("layer_types")
     if raw.get("sliding_window", 4096) is None or not (is_mistral or raw.get("use_sliding_window")):
         return [False] * num
+    if architecture == _MOE or (is_mistral and not kinds):
+        return [True] * num
     if kinds:
         return [kind == "sliding_attention" for kind in kinds]
-    first = 0 if is_mistral else _first(28, raw.get("max_window_layers"))
-    return [layer >= first for layer in range(num)]
+    return [layer >= _first(28, raw.get("max_window_layers")) for layer in range(num)]
 
 
 def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -243,17 +248,13 @@ def end_tokens(path: str | Path | None) -> tuple[int, ...]:
     path: the folder or its config.json; None: returns none. Raises ModelError for a damaged file."""
     if path is None:
         return ()
-    folder = folder_of(path)
     found: list[int] = []
-    for name in ("config.json", GENERATION_FILE):
-        value = read_json_object(folder / name).get("eos_token_id")
+    for file in (_config_file(path), folder_of(path) / GENERATION_FILE):
+        value = read_json_object(file).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ModelError(
-                    f"{folder / name}: 'eos_token_id' is {shown(value)}; expected a token id, or a list of them"
-                )
-        found += ids
+        if not all(type(token) is int for token in ids):
+            raise ModelError(f"{file}: 'eos_token_id' is {shown(value)}; expected a token id, or a list of them")
+        found += [token for token in ids if token >= 0]  # -1 stands for none
     return tuple(dict.fromkeys(found))
 
 

@@ -154,10 +154,13 @@ def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:
     nums = _apportioned(config.num_requests, shares)
     for position, (entry, share) in enumerate(zip(config.tenants, shares, strict=True)):
         where = f"trace.tenants[{position}]"
-        least = f"enough for one of the {config.num_requests:,} requests (trace.num_requests)"
-        require(f"{where}.share", entry.get("share", 1.0), nums[position] > 0, least)
+        if not nums[position] and "num_requests" not in entry:
+            raise ConfigError(
+                f"{where} has a share of less than one of the {config.num_requests:,} requests; raise "
+                "trace.num_requests, or its share"
+            )
         own = {key: value for key, value in entry.items() if key not in ("name", "share")}
-        base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=nums[position])
+        base = replace(config, tenants=(), num_tenants=0, rate=config.rate * share, num_requests=max(1, nums[position]))
         made = overlaid(base, own, where, known)
         if "rate" not in own:
             made = replace(made, rate=base.rate * (_mean_requests(config) / _mean_requests(made)))

@@ -60,8 +60,13 @@ def test_a_run_that_ends_before_keeps_what_was_traced(tmp_path: Path, capsys: An
 
 
 def test_steps_that_are_planned_ahead_are_traced_too(tmp_path: Path, capsys: Any) -> None:
-    names = {event.get("name") for event in profiled(tmp_path / "run", capsys, "2:3", "scheduler=vllm_v1_async")}
+    events = profiled(tmp_path / "run", capsys, "2:3", "scheduler=vllm_v1_async")
+    names = {event.get("name") for event in events}
     assert {"step 2", "step 3", "wait for step 2", "wait for step 3"} <= names
+    waits = [event for event in events if str(event.get("name")).startswith("wait for step ")]
+    for forward in (event for event in events if event.get("name") == "forward" and "dur" in event):
+        begin, end = forward["ts"], forward["ts"] + forward["dur"]
+        assert [wait for wait in waits if wait["ts"] <= begin <= end <= wait["ts"] + wait["dur"]], "in its step's range"
 
 
 def test_on_a_gpu_the_parts_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,8 @@ OF_CONFIGS = [
     ("mistral", {}), ("mistral", {"sliding_window": None}), ("mistral", {"layer_types": HALF}),
     ("mistral", {"layer_types": ["full_attention"] * 2}), ("mistral", {"layer_types": ["sliding_attention"] * 2}),
     ("llama", {"sliding_window": 6}),
+    ("qwen3_moe", {}), ("qwen3_moe", {"use_sliding_window": True}),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}),
 ]  # fmt: skip
 
 
@@ -214,13 +216,13 @@ OF_CONFIGS = [
 def test_layers_have_the_windows_that_transformers_gives_them(
     tmp_path: Path, kind: str, options: dict[str, object]
 ) -> None:
-    names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
-    architecture = names.get(kind, "LlamaForCausalLM")
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mistral": "Mistral", "llama": "Llama"}
+    architecture = f"{names[kind]}ForCausalLM"
     config = {"model_type": kind, "sliding_window": 6, "num_hidden_layers": 2} | options
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(tmp_path)
     window = getattr(theirs, "sliding_window", None) if kind != "llama" else None
-    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2  # Mistral and Qwen3-MoE do not look
     expected = [window is not None and one == "sliding_attention" for one in kinds]
     assert sliding_layers(architecture, config) == expected
 

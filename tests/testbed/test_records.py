@@ -45,9 +45,12 @@ def run_steps(
         plan = scheduler.plan(now_ns)
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped
         result = StepResult(now_ns + step_ns, None, Spans(1, 2, 3, 4, 5))
-        finished = scheduler.commit(result, now_ns + step_ns)
         free = scheduler.free_gpu_blocks, scheduler.free_cpu_blocks
-        recorder.committed(StepView(plan, now_ns, result, scheduler.digest_bytes, scheduler.emitters, *counts, *free))
+        step = StepView(plan, now_ns, result, bytes(8), [], *counts, *free)
+        recorder.launched(step)
+        finished = scheduler.commit(result, now_ns + step_ns)
+        step.digest_bytes, step.emitters = scheduler.digest_bytes, scheduler.emitters
+        recorder.committed(step)
         now_ns += step_ns
         recorder.ended(finished, now_ns)
 

@@ -500,7 +500,7 @@ def test_tenants_have_their_shares_of_the_requests_from_start_to_end_whatever_th
     assert nums == [4_000, 4_000]
     assert last_s == pytest.approx([50, 50], rel=0.1), "40 sessions of four turns a second, as without tenants"
     assert sorted(ends(100, {}, {}, {})[0]) == [33, 33, 34]
-    with pytest.raises(ConfigError, match=r"tenants\[1\].share is 1; it must be enough for one of the 10 requests"):
+    with pytest.raises(ConfigError, match=r"tenants\[1\] has a share of less than one of the 10 requests; raise"):
         ends(10, {"share": 99}, {"share": 1})
 
 

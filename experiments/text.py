@@ -17,6 +17,7 @@ from experiments.llm_settings import find_model, settings_to_overrides
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.build_engine import build_real_backend
 from real.text import llm
+from testbed.checks import require
 
 
 class LLM(llm.LLM):
@@ -41,6 +42,8 @@ class LLM(llm.LLM):
         status_s: float | None = None,
         **settings: Any,
     ) -> None:
+        is_known = status_s is None or 0 < status_s <= 1e9
+        require("status_s", status_s, is_known, "above 0 and at most 1e9, or null (no status lines)")
         found = find_model(
             str(require_path("model", model)),
             tokenizer,

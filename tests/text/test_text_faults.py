@@ -227,6 +227,7 @@ def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
     [
         ({"blok_size": 4}, "LLM has no argument 'blok_size'; did you mean 'block_size'"),
         ({"block_size": 0}, "block_size"),
+        ({"status_s": float("nan")}, "status_s is nan; it must be above 0"),
         ({"scheduler": "vlm_v1"}, "did you mean 'vllm_v1'"),
         ({"dtype": "float64"}, "float64"),
         ({"max_model_len": 100_000}, "max_model_len is 100000, but the model has 256"),

@@ -124,7 +124,6 @@ class RealBackend:
             num_cpu_blocks=self.num_cpu_blocks if swaps else 0, dtype=attention.cache_dtype,
         )  # fmt: skip
         self.name_parts()
-        self._computes_in_wait = placement.device.type == "cpu"
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # at most two steps are in flight
         self.probe = make_probe(self.runner, self.cache)
         with memory_named(f"{LESS_MEMORY}, or set backend.cuda_graphs=false"):
@@ -141,7 +140,7 @@ class RealBackend:
             inputs = self.runner.prepare(rows) if rows else None
         sampled = [row for row in rows if row.samples]
         finish = partial(self._finish, sampled, time.perf_counter_ns() - began_ns)
-        if self._computes_in_wait:
+        if self.runner.placement.device.type == "cpu":
             return Work(lambda: finish(self._launch(plan, inputs)), lambda: True)
         launched = self._launch(plan, inputs)
         return Work(partial(finish, launched), launched.clock.is_done)

@@ -181,7 +181,7 @@ def _fault_of_config(folder: Path) -> str | None:
 
     try:
         AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # noqa: BLE001  # as above
+    except Exception as error:  # noqa: BLE001  # a damaged config.json raises anything, too
         return str(error)
     return None
 

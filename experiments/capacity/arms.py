@@ -24,6 +24,7 @@ from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
+from testbed.traces.generator_config import TURNS
 
 _NO_RATE = {
     "all_at_once": "all its requests arrive at once",
@@ -172,7 +173,7 @@ def _arm(
         )
     own = {key for tenant in raw["trace"].get("tenants", ()) for key in tenant}
     # transformations, and turns of tenants, may change how many requests come, and how fast
-    is_nominal = is_made and not raw["trace"]["transforms"] and own.isdisjoint(_TURNS)
+    is_nominal = is_made and not raw["trace"]["transforms"] and own.isdisjoint(TURNS)
     offered = sum(one.rate_per_s for one in arrivals) / len(seeds)
     natural = raw["trace"]["rate_scale"] if is_nominal else offered / start
     has_sessions = arrivals[0].has_think_times or (is_nominal and arrivals[0].has_turns)
@@ -181,9 +182,6 @@ def _arm(
         has_sessions, tuple(one.num_requests for one in arrivals),
         _correlation([_at(raw, key, start, seed) for seed in seeds], arrivals, shares), config.is_simulated,
     )  # fmt: skip
-
-
-_TURNS = {"min_turns", "max_turns", "agent"}  # keys that give a tenant a rate of sessions of its own
 
 
 def _refuse_rateless(trace: dict[str, Any]) -> None:

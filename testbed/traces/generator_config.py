@@ -177,6 +177,9 @@ def _apportioned(num: int, shares: Sequence[float]) -> list[int]:
     return found
 
 
+TURNS = ("min_turns", "max_turns", "agent")  # what the number of a session's requests depends on
+
+
 def _mean_requests(config: SyntheticConfig) -> float:
     """Returns how many requests a session has on average, if no limit ends it early."""
     return (config.min_turns + config.max_turns) / 2 * (1 + (config.agent.min_calls + config.agent.max_calls) / 2)

@@ -373,7 +373,7 @@ def _elementwise(tables: OperatorTables, model: ModelSpec, size: int, roofline: 
     )  # fmt: skip
     needed = [("layernorm", model.hidden_size), ("layernorm", model.hidden_size), ("rotary_emb", q_size + kv_size)]
     needed.append(("act_fn", -(-model.intermediate_size // size)))
-    if model.architecture.startswith("Qwen3"):
+    if model.has_qk_norm:
         needed.append(("qk_norm", q_size + kv_size))
     lines = []
     for kernel, width in needed:

@@ -3,11 +3,12 @@
     time = floor + max(flops / (peak x compute efficiency), bytes / (bandwidth x memory efficiency))    (Williams, 2009)
 
 The floor is the time of a kernel in a chain of kernels in addition to its work. Weights are read once a step, attention
-reads the exact context of each row, GQA shares K and V between heads. Norms, rotary embedding and activation are one
-memory-bound operator of several kernels. A step with prefills has one attention kernel over chunks and decodes; its
-arithmetic is counted in whole tiles of query rows, and in whole waves of tiles over the multiprocessors. Not modelled:
-how well a given kernel fills a device at a given shape. The efficiencies approximate that; `tables` and `calibrated`
-measure it. docs/cost-models.md derives the formulas; tests/cost/test_roofline_sums.py counts the same work row by row.
+reads the exact context of each row, GQA shares K and V between heads. A layer's small kernels (norms, rotary embedding,
+KV store, activation) are bound by memory; they are one operator here. A step with prefills has one attention kernel
+over chunks and decodes; its arithmetic is counted in whole tiles of query rows, and in whole waves of tiles over the
+multiprocessors. Not modelled: how well a given kernel fills a device at a given shape. The efficiencies approximate
+that; `tables` and `calibrated` measure it. docs/cost-models.md derives the formulas;
+tests/cost/test_roofline_sums.py counts the same work row by row.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec, check_ranks
 
-_KERNELS_PER_LAYER: Final = 11  # 2 norms, qkv, qk-norm, rotary, KV store, attention, o, gate-up, activation, down
-_SMALL_KERNELS: Final = 6  # of these, neither GEMMs nor attention
-_EXPERT_KERNELS: Final = 3  # choosing, sorting and summing in a layer with experts, in addition to the router's GEMM
+_LARGE_KERNELS: Final = 5  # of a layer: qkv, attention, o, gate-up, down; with experts also the router's GEMM
 _SAMPLER_KERNELS: Final = 10
 _TOKEN_BYTES: Final = 8
 
@@ -90,6 +89,7 @@ class RooflineCost:
             device, layers, num_heads, group, layout.sliding_window, ns_per_pair=self._attention_ns_per_pair,
             kv_ns_per_token=self._kv_ns_per_token, qo_ns_per_token=self._qo_ns_per_token,
         )  # fmt: skip
+        self._small_kernels = self._elements_of_small_kernels()
         self._cached_bytes = device.cache_bytes // 4  # as the measured tables of activations of two devices show
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
         self._drawing = Drawing(
@@ -183,8 +183,9 @@ class RooflineCost:
 
     def _num_kernels(self) -> int:
         """Returns the eager launches of a step: layers, embedding, last norm, LM head, sampler, and collectives."""
-        layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1 + _EXPERT_KERNELS
-        return layers * (_KERNELS_PER_LAYER + own) + 4 + (2 * layers + 2 if self._size > 1 else 0)
+        layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1
+        of_layer = _LARGE_KERNELS + own + len(self._small_kernels)
+        return layers * of_layer + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """Returns the ns of `times` GEMMs [num_rows, num_in] x [num_in, num_out]. weight_bytes: of one weight."""
@@ -239,18 +240,24 @@ class RooflineCost:
             "all_reduce": to_ns((2 * layers + 1) * reduced),  # after o, after the MLP, after the embedding
         }
 
-    def _elementwise_ns(self, num_tokens: int) -> float:
-        """Returns the ns of one layer's norms with residual, rotary embedding, KV store, activation, and expert sum."""
-        model, inner = self._model, -(-self._model.inner_size // self._size)
-        act_bytes = num_tokens * model.activation_dtype_bytes
-        norm, rotary = 4 * model.hidden_size, 2 * (self._q_size + 2 * self._kv_size)  # elements read and written
-        moved = 2 * self._beyond_cache(act_bytes * norm) + self._beyond_cache(act_bytes * rotary)
-        moved += self._beyond_cache(act_bytes * model.num_mlp_matrices * inner)
-        num_kernels = _SMALL_KERNELS
+    def _elements_of_small_kernels(self) -> list[int]:
+        """Returns the elements that each kernel of a layer reads and writes for a token, but GEMMs and attention."""
+        model, inner, heads = self._model, -(-self._model.inner_size // self._size), self._q_size + self._kv_size
+        norm, store, activation = 4 * model.hidden_size, 4 * self._kv_size, model.num_mlp_matrices * inner
+        elements = [norm, norm, store, activation]
+        if model.has_rotary:
+            elements.append(2 * heads)
+        if model.has_qk_norm:
+            elements.append(2 * heads)
         if self._experts is not None:
-            moved += self._beyond_cache(act_bytes * (self._experts.per_token + 1) * model.hidden_size)
-            num_kernels += _EXPERT_KERNELS
-        return num_kernels * self._kernel_floor_ns + moved * self._ns_per_byte
+            elements += [0, 0, (self._experts.per_token + 1) * model.hidden_size]  # choosing, sorting, summing
+        return elements
+
+    def _elementwise_ns(self, num_tokens: int) -> float:
+        """Returns the ns of one layer's small kernels: norms with residual, rotary embedding, KV store, activation."""
+        act_bytes = num_tokens * self._model.activation_dtype_bytes
+        moved = sum(self._beyond_cache(act_bytes * elements) for elements in self._small_kernels)
+        return len(self._small_kernels) * self._kernel_floor_ns + moved * self._ns_per_byte
 
     def _beyond_cache(self, num_bytes: int) -> int:
         """Returns the bytes that a kernel moves beyond those that the kernel before it left in the cache."""

@@ -185,6 +185,16 @@ class ModelSpec:
         return 2 if self.architecture == _OPT else 3
 
     @property
+    def has_rotary(self) -> bool:
+        """Whether q and k are rotated by position. OPT adds learned positions to the embedding."""
+        return self.architecture != _OPT
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether each head of q and k is normalised."""
+        return self.architecture.startswith("Qwen3")
+
+    @property
     def experts(self) -> ExpertsShape | None:
         """The experts of each layer; None: each layer has one MLP for all tokens."""
         num, per_token, inner_size = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size

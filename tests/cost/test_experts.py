@@ -13,7 +13,7 @@ from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.memory import activation_bytes
 from testbed.specs.model import ModelSpec
-from tests.cost.test_roofline_sums import ARITHMETIC, BARE, EXACT, KERNELS, MEMORY, QWEN
+from tests.cost.test_roofline_sums import ARITHMETIC, BARE, EXACT, MEMORY, QWEN, kernels_of
 
 MODEL = ModelSpec("m", architecture="Qwen3MoeForCausalLM", hidden_size=48, intermediate_size=999, num_hidden_layers=3,
                   num_attention_heads=8, num_key_value_heads=2, head_dim=16, vocab_size=1000, num_experts=16,
@@ -102,9 +102,10 @@ def test_bytes_are_those_of_the_experts_that_random_routers_touch(num_tokens, si
 
 def test_what_is_no_product_has_the_rows_of_every_expert_and_their_sum():
     parts = RooflineCost(MODEL, MEMORY, BARE).breakdown(prompt(10))
-    norms, rotary = 2 * 4 * 48, 2 * (8 + 2 + 2) * 16
+    norms, store = 2 * 4 * 48, 2 * (2 + 2) * 16
+    of_heads = 2 * 2 * (8 + 2) * 16  # norm of q and k, rotary
     activation, total = 4 * 3 * 24, (4 + 1) * 48
-    assert parts["elementwise"] == 3 * 10 * 2 * (norms + rotary + activation + total)
+    assert parts["elementwise"] == 3 * 10 * 2 * (norms + store + of_heads + activation + total)
 
 
 @pytest.mark.parametrize("shape", [prompt(17), BatchShape(5, 400, (), 5), BatchShape(3, 90, (PrefillChunk(8, 9),), 4)])
@@ -132,7 +133,7 @@ def test_every_kernel_of_a_layer_with_experts_is_launched():
     at_once = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e30, **EXACT)
     config = RooflineConfig(cuda_graphs=False, kernel_launch_ns=1000)
     own = ("router", "choice", "sorting", "sum of a token's experts")
-    num = 3 * (len(KERNELS) + len(own)) + len(("embedding", "norm", "LM head", "sampler"))
+    num = 3 * (len(kernels_of(QWEN)) + len(own)) + len(("embedding", "norm", "LM head", "sampler"))
     assert RooflineCost(MODEL, at_once, config).breakdown(prompt(9))["launch"] == 1000 * num
 
 

@@ -29,6 +29,7 @@ FP8 = ModelSpec("f", hidden_size=48, intermediate_size=80, num_hidden_layers=3, 
                 num_key_value_heads=2, head_dim=16, vocab_size=1000, dtype="fp8")  # fmt: skip
 
 FLOAT32 = replace(QWEN, dtype="float32")
+LLAMA = replace(QWEN, architecture="LlamaForCausalLM")
 
 
 def rows_of(seed: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -136,14 +137,18 @@ def elementwise_and_embedding(model: ModelSpec, num_tokens: int, size: int, widt
         for _ in range(model.num_hidden_layers):
             for _ in range(2):  # norms: read the stream and what is added to it, write the stream and its norm
                 elementwise += (2 + 2) * model.hidden_size * width
-            elementwise += (1 + 1) * (q + kv + kv) * width  # rotary and the store of K and V: read and write
+            elementwise += (1 + 1) * (kv + kv) * width  # the store of K and V: reads and writes them
+            if not is_opt:
+                elementwise += (1 + 1) * (q + kv) * width  # rotary: reads and writes q and k
+            if model.architecture == "Qwen3ForCausalLM":
+                elementwise += (1 + 1) * (q + kv) * width  # norm of each head of q and k
             elementwise += ((1 if is_opt else 2) + 1) * inner * width  # activation: reads up (and gate), writes one
     return elementwise, embedding
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 40, 333])
 @pytest.mark.parametrize(
-    ("model", "size", "width"), [(QWEN, 1, 2), (QWEN, 4, 2), (OPT, 2, 2), (FP8, 1, 2), (FLOAT32, 2, 4)]
+    ("model", "size", "width"), [(QWEN, 1, 2), (QWEN, 4, 2), (LLAMA, 2, 2), (OPT, 2, 2), (FP8, 1, 2), (FLOAT32, 2, 4)]
 )
 def test_bytes_of_what_is_no_product_are_those_of_every_token(num_tokens, model, size, width):
     cost = RooflineCost(model, MEMORY, BARE, tensor_parallel_size=size)
@@ -154,16 +159,19 @@ def test_bytes_of_what_is_no_product_are_those_of_every_token(num_tokens, model,
         assert (parts["elementwise"], parts["embedding"]) == (elementwise, embedding)
 
 
-KERNELS = ("norm", "qkv", "norm of q and k", "rotary", "store K and V", "attention", "o", "norm", "gate and up",
-           "activation", "down")  # fmt: skip
+def kernels_of(model: ModelSpec) -> list[str]:
+    """One layer's, in order."""
+    heads = {"Qwen3ForCausalLM": ["norm of q and k", "rotary"], "LlamaForCausalLM": ["rotary"], "OPTForCausalLM": []}
+    attention = ["norm", "qkv", *heads[model.architecture], "store K and V", "attention", "o"]
+    return [*attention, "norm", "gate and up", "activation", "down"]
 
 
-@pytest.mark.parametrize(("model", "size"), [(QWEN, 1), (QWEN, 2), (OPT, 1), (OPT, 4)])
+@pytest.mark.parametrize(("model", "size"), [(QWEN, 1), (QWEN, 2), (LLAMA, 1), (OPT, 1), (OPT, 4)])
 def test_an_eager_step_waits_for_the_launch_of_every_kernel(model, size):
     """Where the device computes in no time, a step lasts as long as the host takes to launch its kernels."""
     launches = ["embedding", *(["all-reduce"] if size > 1 else [])]
     for _ in range(model.num_hidden_layers):
-        launches += KERNELS
+        launches += kernels_of(model)
         launches += ["all-reduce"] * 2 if size > 1 else []  # after o, after the MLP
     launches += ["norm", "LM head", *(["gather"] if size > 1 else []), "sampler"]
     at_once = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e30, **EXACT)

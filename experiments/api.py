@@ -97,7 +97,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
         return read_trace("auto", fspath(trace))
     if not isinstance(trace, Iterable):
         raise TraceError(
-            f"trace is {trace!r}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"
+            f"trace is {shown(trace)}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"
         )
     with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
         file = Path(scratch) / "rows.jsonl"

@@ -15,6 +15,8 @@ from hydra.errors import HydraException
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
 
+_SENTENCE = "report.question"  # its commas and brackets are punctuation
+
 
 @cache
 def _parser() -> OverridesParser:
@@ -42,11 +44,19 @@ def _read(override: str) -> Override | None:
 
 
 def readable(override: str) -> str:
-    """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1))."""
+    """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1)), and
+    around a sentence."""
     key, _, value = override.partition("=")
+    if key == _SENTENCE and not _is_one_text(override):
+        return f"{key}={quoted(value)}"
     if not value or value[0] in "[{'\"" or "," in value:
         return override
     return f"{key}={literal(value)}" if _read(override) is None else override
+
+
+def _is_one_text(override: str) -> bool:
+    item = _read(override)
+    return item is not None and not item.is_sweep_override() and (item.value() is None or isinstance(item.value(), str))
 
 
 def is_text(override: str, text: str) -> bool:

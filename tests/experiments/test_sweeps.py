@@ -111,6 +111,15 @@ def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytes
     assert "decides nothing of a run" in sweep(capsys, tmp_path / "s", "slo.ttft_s=1,2").error()
 
 
+@pytest.mark.parametrize("question", ["Does it, or not?", "[is it] (P99), {c}: what's better", '"a, b"'])
+def test_a_question_s_commas_and_brackets_are_punctuation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str
+) -> None:
+    sweep(capsys, tmp_path / "s", POINTS, f"report.question={question}")
+    said = {run.config["report"]["question"] for run in load_sweep(tmp_path / "s").runs}
+    assert said == {question.strip('"')}
+
+
 def test_what_is_restated_from_elsewhere_keeps_its_files_as_they_were_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.comparison.compare import Metric
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Metric
 
 _WORDS = {
     "TTFT": ("ttft", "first token"),
@@ -23,3 +23,9 @@ def is_asked(metric: Metric, question: str) -> bool:
     which = [name for name, words in _STATISTICS.items() if any(word in said for word in words)]
     is_other = metric.label.startswith(tuple(_STATISTICS)) and not metric.label.startswith(tuple(which or _STATISTICS))
     return metric.label.endswith(tuple(named)) and not is_other
+
+
+def asks_beside_slo(question: str) -> bool:
+    """Whether the question names metrics, and neither goodput nor attainment."""
+    of_slo, others = (any(is_asked(one, question) for one in those) for those in (SLO_METRICS, (*LATENCY, *RATES)))
+    return others and not of_slo and "slo" not in question.casefold()

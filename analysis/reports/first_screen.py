@@ -3,7 +3,7 @@ the metrics that the question names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from analysis.comparison.wording import cells_text, change_text, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name, level_text
-from analysis.reports.asked import is_asked
+from analysis.reports.asked import asks_beside_slo, is_asked
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
@@ -69,51 +69,72 @@ class _Subject(NamedTuple):
 
 def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "") -> list[str]:
     """At most MAX_SENTENCES: which arms keep the SLO, which serves most within it, then claimed changes, the largest
-    first. Without comparisons, a description of the one arm at each load."""
+    first. The metrics that the question names come first. Without comparisons, a description of the one arm at each
+    load."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
     of_slo = [] if slo is None else _kept(groups, slo)
-    return [*of_slo, *_differences(groups, slo, question, MAX_SENTENCES - len(of_slo))]
+    changes = _differences(groups, slo, question, MAX_SENTENCES - len(of_slo))
+    return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]
 
 
 def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
-    claimed changes, and settings that changed no decision."""
-    ranked: list[tuple[float, str]] = []
+    claimed changes, settings that changed no decision, and comparisons without a difference."""
+    ranked: list[tuple[bool, float, str]] = []
     claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
-    quiet: list[Arm] = []
-    quiet_names: list[str] = []
+    quiet: list[tuple[str, _Subject]] = []  # (conditions, what has no difference under them)
     num_untested = 0
     for group in groups:
         for subject in _subjects(group):
-            ranked += [(size, _under(group.load, subject.arms, text)) for size, text in _changes(subject, question)]
+            ranked += [
+                (is_beside, -size, _under(group.load, subject.arms, text))
+                for is_beside, size, text in _changes(subject, question)
+            ]
             for row in subject.claims:
                 key = (subject.average + subject.name, row.metric.label)
                 claimed.setdefault(key, []).append((", ".join(conditions(group.load, subject.arms)), row))
             if not subject.claims and not subject.by_cell:
                 num_untested += subject.is_untested
-                quiet_names += [] if subject.is_untested else [subject.average + subject.name]
-                quiet += subject.preempting
-    ranked.sort(key=lambda item: -item[0])
+                quiet.append((", ".join(conditions(group.load, subject.arms)), subject))
+    ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
-    said = [*best[: most - 2], *_turning(claimed), *(text for _, text in ranked)]
+    said = [*_turning(claimed), *(text for *_, text in ranked)]
+    said = [*said, *best] if asks_beside_slo(question) else [*best[: most - 2], *said]
     same = _same(groups)
-    often = f" ({told})" if (told := num_preempted(quiet)) else ""
     if not said and num_untested:
+        often = _preempted([one for _, one in quiet])
         return [*same, f"There is too little data for a claim{often}: too few replicates, or too few requests of one."]
-    if not said and not same and quiet_names:
-        return [f"Nothing that was compared differs beyond the noise{often}."]
+    if not said and not same and quiet:
+        return [f"Nothing that was compared differs beyond the noise{_preempted([one for _, one in quiet])}."]
     most -= len(same)
     if len(said) > most:
         left = len(said) - most + 1
         return [*said[: most - 1], f"{left} more differences are below, under “All findings”.", *same]
-    names = [name for name in dict.fromkeys(quiet_names) if name not in {subject for subject, _ in claimed}]
-    if names and len(said) < most:
-        who_do = fmt.listing(names) if len(names) <= _MAX_QUIET else f"{len(names)} more comparisons"
-        same = [*same, f"{_as_sentence(who_do)} show{'s' * (len(names) == 1)} no difference beyond the noise{often}."]
-    return [*said, *same]
+    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed})[: most - len(said)]]
+
+
+def _preempted(subjects: Sequence[_Subject]) -> str:
+    told = num_preempted([arm for subject in subjects for arm in subject.preempting])
+    return f" ({told})" if told else ""
+
+
+def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str]) -> list[str]:
+    """Sentences on comparisons without a difference: first on those that have none under any conditions."""
+    by_at: dict[str, dict[str, list[_Subject]]] = {"": {}}
+    for at, subject in quiet:
+        name = subject.average + subject.name
+        if not subject.is_untested:
+            by_at.setdefault(at if name in claimed else "", {}).setdefault(name, []).append(subject)
+    found = []
+    for at, subjects in by_at.items():
+        names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_QUIET else f"{len(subjects)} more comparisons"
+        often = _preempted([one for those in subjects.values() for one in those])
+        text = f"{names} show{'s' * (len(subjects) == 1)} no difference beyond the noise{often}."
+        found += [_as_sentence(f"{at}, {text}" if at else text)] if subjects else []
+    return found
 
 
 def _under(load: str, arms: Sequence[Arm], text: str) -> str:
@@ -149,8 +170,9 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
     return parts
 
 
-def _changes(subject: _Subject, question: str) -> list[tuple[float, str]]:
-    """(the largest change, the claims as text), for cells and for averages."""
+def _changes(subject: _Subject, question: str) -> list[tuple[bool, float, str]]:
+    """(whether the question names none of the metrics, the largest change, the claims as text), for cells and for
+    averages."""
     found = []
     if subject.by_cell:
 
@@ -160,10 +182,12 @@ def _changes(subject: _Subject, question: str) -> list[tuple[float, str]]:
 
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
-        found.append((max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
+        is_beside = not is_asked(ordered[0].comparison.metric, question)
+        found.append((is_beside, max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
         text = f"{subject.average}{subject.name}: {_told(subject.rows, question)}{subject.hidden}"
-        found.append((max(row.size for row in claims), text))
+        is_beside = not any(is_asked(row.metric, question) for row in claims)
+        found.append((is_beside, max(row.size for row in claims), text))
     return found
 
 

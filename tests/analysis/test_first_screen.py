@@ -15,6 +15,7 @@ from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
+from analysis.reports.asked import asks_beside_slo
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -54,8 +55,30 @@ def test_what_has_a_claim_at_one_load_is_not_called_without_a_difference() -> No
         Compared("9 requests/s", base, [row("a", 0, 0.2, claimed=False)], ()),
         Compared("20 requests/s", base, [row("a", 0, -0.4)], ()),
     ]
-    (said,) = answer(groups, None)
+    said, quiet = answer(groups, None)
     assert said.startswith("At 20 requests/s, a against base: better")
+    assert quiet == "At 9 requests/s, a against base shows no difference beyond the noise."
+
+
+def test_arms_with_claims_of_the_metrics_that_the_question_names_come_first() -> None:
+    rows = [row("a", 2, 0.6), row("b", 0, 0.1)]
+    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    assert [text.split(" ")[0] for text in answer(groups, None)] == ["a", "b"]
+    assert [text.split(" ")[0] for text in answer(groups, None, "What does TTFT do?")] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("question", "is_beside"),
+    [
+        ("", False),
+        ("Is TTFT better?", True),
+        ("TTFT within the SLO?", False),
+        ("goodput and TTFT?", False),
+        ("Why?", False),
+    ],
+)
+def test_the_slo_comes_last_where_the_question_names_other_metrics_only(question: str, is_beside: bool) -> None:
+    assert asks_beside_slo(question) is is_beside
 
 
 def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None:

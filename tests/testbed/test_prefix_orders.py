@@ -89,6 +89,13 @@ def test_lpm_thresholds_are_sglangs(num_shared: int, num_cached: int, salt: str,
     assert drain(pushed(bound(orders.longest_prefix(), blocks=blocks), *seqs)) == order
 
 
+def test_lpm_without_prefix_caching_is_first_come_first_served() -> None:
+    shared = list(range(50))
+    queue = bound(orders.longest_prefix(), blocks=make_blocks(caching=False))
+    first, again, other = make_seq(0, [*shared, 1]), make_seq(1, [*shared, 2]), make_seq(2, 40)
+    assert drain(pushed(queue, first, again, other)) == [0, 1, 2], "no step computes what a duplicate could hit"
+
+
 def test_lpm_does_not_see_tokens_that_are_still_to_come() -> None:
     first, second = make_seq(0, range(20), 30), make_seq(1, range(20), 30)  # equal outputs too, none emitted yet
     assert drain(pushed(bound(orders.longest_prefix()), first, second, make_seq(2, 9))) == [0, 1, 2]

@@ -27,6 +27,7 @@ def longest_prefix(
     A duplicate goes behind all others for this step: a sequence with at most `max_cached_tokens` cached tokens whose
     first `duplicate_tokens` tokens equal those of an earlier one. By the next step that one will have computed them.
     duplicate_tokens 0: no duplicates. SGLang keeps ties in the order of the last step; here they are by arrival.
+    Without prefix caching nothing will be hit, so it is first come, first served, as in SGLang.
     """
     return WindowedQueue(LongestPrefix(max_cached_tokens, duplicate_tokens), max_waiting)
 
@@ -57,6 +58,8 @@ class LongestPrefix:
 
     def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
         assert self._blocks is not None, "bind comes before the first head"
+        if self._blocks.prefixes.source is None:
+            return waiting
         ranked: list[tuple[int, int, Sequence]] = []
         deferred: list[Sequence] = []
         beginnings: set[tuple[str, tuple[int, ...]]] = set()  # tested for membership only, never iterated

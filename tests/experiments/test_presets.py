@@ -92,6 +92,17 @@ def test_a_preset_is_named_as_its_file_and_says_what_it_is(name: str) -> None:
     assert preset(name).scheduler.name == name
 
 
+@pytest.mark.parametrize(
+    ("name", "num_seqs"),
+    [
+        ("lightllm", 1000), ("nano_vllm", 512), ("sarathi", 128), ("sglang_lpm", 2048), ("trtllm_max_util", 2048),
+        ("trtllm_no_evict", 2048), ("vllm_v0", 256), ("vtc", 1000),
+    ],
+)  # fmt: skip
+def test_a_preset_runs_as_many_sequences_as_its_system_by_default(name: str, num_seqs: int) -> None:
+    assert config_of((f"scheduler={name}",)).scheduler.max_num_seqs == num_seqs
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_serves_single_sequences_to_their_end(name: str, prefix_caching: bool) -> None:

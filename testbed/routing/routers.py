@@ -18,7 +18,7 @@ from xxhash import xxh64_intdigest
 from testbed.checks import require, require_whole
 from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import shown, unknown
 from testbed.streams import draw
 
 
@@ -247,6 +247,10 @@ class SessionSticky:
         if isinstance(others, str) and others not in ROUTERS:
             raise ConfigError(unknown(f"others of router session_sticky is {others!r}", others, list(ROUTERS)))
         self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
+        if not hasattr(self._others, "route"):
+            raise ConfigError(
+                f"others of router session_sticky is {shown(others)}; give a router's name, or a router by _target_"
+            )
         self._max_sessions = require_whole("max_sessions of router session_sticky", max_sessions, 1)
         self._homes: OrderedDict[str, int] = OrderedDict()  # replica by session, the least recently used session first
 

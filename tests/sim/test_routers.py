@@ -177,6 +177,7 @@ def test_session_sticky_remembers_the_sessions_that_were_routed_last() -> None:
         (lambda: LeastLoaded("token"), "measure of router least_loaded is 'token'; did you mean 'tokens'?"),
         (lambda: PowerOfTwo("blocks"), "measure of router power_of_two is 'blocks'"),
         (lambda: SessionSticky("shortest"), "others of router session_sticky is 'shortest'; did you mean"),
+        (lambda: SessionSticky(None), "others of router session_sticky is None; give a router's name"),
         (lambda: PrefixAffinity(1.5), "cache_threshold of router prefix_affinity is 1.5; it must be from 0 to 1"),
         (lambda: PrefixAffinity(balance_rel_threshold=0.5), "they must be at least 0 and 1"),
         (lambda: SessionSticky(max_sessions=0), "max_sessions of router session_sticky is 0; it must be at least 1"),

@@ -18,7 +18,8 @@ CAUSES = {
     "kv_blocks": "KV blocks", "token_budget": "the token budget of a step", "max_num_seqs": "max_num_seqs",
     "partial_prefills": "the limit on partial prefills", "preemption": "steps that preempted, and so admit nothing",
     "swapped_first": "swapped-out sequences, which come first", "admission": "the admission policy",
-    "batch": "the batch that ran, to its last member", "step_in_flight": "the step in flight when it came",
+    "batch": "the batch that ran: its last member, or its next decode",
+    "step_in_flight": "the step in flight when it came",
     "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
     "unsaid": "a reason that no step names",
 }  # fmt: skip

@@ -29,7 +29,7 @@ class BlockedBy(StrEnum):
     PREEMPTION = "preemption"
     SWAPPED_FIRST = "swapped_first"
     ADMISSION = "admission"  # rejected by the admission policy
-    BATCH = "batch"  # the running batch must end first
+    BATCH = "batch"  # the running batch must end, or decode, first
 
 
 class PreemptionMode(StrEnum):

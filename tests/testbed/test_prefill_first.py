@@ -5,6 +5,7 @@ from __future__ import annotations
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
+from testbed.policies.compositions.prefill_first import PrefillFirst
 from tests.testbed.core_kit import (
     add,
     cached,
@@ -127,3 +128,21 @@ def test_a_victim_that_was_scheduled_is_no_longer_in_the_step() -> None:
     assert [scheduled(step(scheduler)[0]) for _ in range(3)] == [{"a": 1}, {"b": 2}, {"c": 1}]
     plan, _ = step(scheduler)  # a has a slot left, b needs a block and takes a's, c has a slot left
     assert (scheduled(plan), preempted(plan)) == ({"b": 1, "c": 1}, ["a"])
+
+
+def test_decodes_come_between_steps_of_prompts_if_wanted() -> None:
+    for decodes_between, order in ((True, "p d p d p d"), (False, "p d p p d d")):
+        scheduler = make_scheduler(PrefillFirst(decodes_between=decodes_between), limits=make_limits(budget=16))
+        add(scheduler, make_request("first", 16, 9))
+        kinds, causes = [], []
+        for number in range(6):
+            if number == 2:
+                add(scheduler, make_request("second", 16, 9), make_request("third", 16, 9))
+            plan, _ = step(scheduler)
+            kinds.append("p" if plan.admitted else "d")
+            causes.append(plan.blocked_by)
+        assert " ".join(kinds) == order
+        assert (BlockedBy.BATCH in causes) is decodes_between
+    ended = make_scheduler(PrefillFirst(decodes_between=True), limits=make_limits(budget=16))
+    add(ended, make_request("one", 16, 1), make_request("next", 16, 1))
+    assert [scheduled(step(ended)[0]) for _ in range(2)] == [{"one": 16}, {"next": 16}], "none could decode"

@@ -21,7 +21,8 @@ class PrefillFirst:
     ignores_oversize_resumed: whether a preempted sequence that has outgrown the budget ends as ignored (0.2.7), or is
     admitted into a batch of its own. ignored_end_the_step: whether a step that ends prompts as ignored, and admits
     none, does not decode (0.2.7). sorts_by_arrival: whether running and swapped sequences are sorted by arrival before
-    they decode (0.2.7).
+    they decode (0.2.7). decodes_between: whether running sequences decode after each step of prompts (LightLLM; VTC, by
+    Sheng et al., OSDI 2024), or steps of prompts may follow each other.
     """
 
     unused_limits = (
@@ -37,16 +38,23 @@ class PrefillFirst:
         ignores_oversize_resumed: bool = False,
         ignored_end_the_step: bool = False,
         sorts_by_arrival: bool = False,
+        decodes_between: bool = False,
     ) -> None:
         self._ignores_oversize_resumed = ignores_oversize_resumed
         self._ignored_end_the_step = ignored_end_the_step
         self._sorts_by_arrival = sorts_by_arrival
+        self._decodes_between = decodes_between
+        self._owes_decodes = False  # whether the last step computed prompts, and decodes come before others
 
     def compose(self, step: Step) -> None:
-        if not step.num_swapped:
+        if self._owes_decodes and step.num_running:
+            if step.num_waiting:
+                step.blocked(BlockedBy.BATCH)
+        elif not step.num_swapped:
             self._admit(step)
         elif step.num_waiting:
             step.blocked(BlockedBy.SWAPPED_FIRST)
+        self._owes_decodes = self._decodes_between and len(step.batch.seqs) > 0
         if step.batch.seqs or (self._ignored_end_the_step and step.ignored):
             return
         if self._sorts_by_arrival:

@@ -10,6 +10,9 @@ from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 
+_WITHOUT_TOKEN_BUDGET = ("static", "iteration_level")  # their systems limit a batch by its sequences only
+_SHORTEST_BUDGET, _SHORTEST_OF_BATCHES = 2048, 16_384  # tokens; the latter are 32 prompts of 512
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -18,7 +21,7 @@ class SchedulerConfig:
     name: str = "custom"
     composition: Any = "unified"  # unified, prefill_first, decode_first, prefill_decode_split, iteration_level, static
     max_num_seqs: int = 256  # running sequences
-    max_num_batched_tokens: int | None = 2048  # tokens a step; null: as many as max_model_len, at least 2048
+    max_num_batched_tokens: int | None = 2048  # tokens a step; null: as many as max_model_len, or more (resolve_limits)
     max_model_len: int | None = None  # null: the model's
     preemption: Any = "auto"  # auto, recompute, swap, cheaper
     queue_order: Any = "fcfs"
@@ -44,15 +47,19 @@ class SchedulerConfig:
 
 
 def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:
-    """Returns the limits, with the model's length as a default. Raises ConfigError if max_model_len exceeds it."""
+    """Returns the limits, with the model's length as a default. Raises ConfigError if max_model_len exceeds it.
+
+    A step without a budget of its own has room for the longest prompt, and for a few thousand tokens.
+    """
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise ConfigError(
             f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
         )
+    shortest = _SHORTEST_OF_BATCHES if config.composition in _WITHOUT_TOKEN_BUDGET else _SHORTEST_BUDGET
     return Limits(
         config.max_num_seqs,
-        config.max_num_batched_tokens or max(max_model_len, 2048),
+        config.max_num_batched_tokens or max(max_model_len, shortest),
         max_model_len,
         config.long_prefill_token_threshold,
         config.max_num_partial_prefills,

@@ -103,6 +103,14 @@ def test_a_preset_runs_as_many_sequences_as_its_system_by_default(name: str, num
     assert config_of((f"scheduler={name}",)).scheduler.max_num_seqs == num_seqs
 
 
+@pytest.mark.parametrize(("name", "num_tokens"), [("static", 16_384), ("orca", 16_384), ("vllm_v0", 2048)])
+def test_a_step_without_a_budget_of_its_own_has_room_for_the_batches_of_its_system(name: str, num_tokens: int) -> None:
+    def budget(length: int) -> int:
+        return config_of((f"scheduler={name}", f"scheduler.max_model_len={length}")).limits.max_num_batched_tokens
+
+    assert (budget(512), budget(30_000)) == (num_tokens, 30_000)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_serves_single_sequences_to_their_end(name: str, prefix_caching: bool) -> None:

@@ -16,6 +16,7 @@ from testbed.foreign_text import Unchecked, nearest, shortened, shown
 
 MAX_WHOLE = 2**31 - 1  # of a setting: compiled code computes with 64 bits, into which a product of two still fits
 MAX_SEED = 2**63 - 1  # fits an int64 column of tables
+_WORDS = {"None": "null", "True": "true", "False": "false"}  # as the files and the command line have them
 
 
 def require(
@@ -27,7 +28,7 @@ def require(
     """
     if not condition or (isinstance(value, float) and not math.isfinite(value)):
         said = shortened(value) if isinstance(value, int) else shown(value)
-        raise error(f"{key} is {said}; it must be {expected}")
+        raise error(f"{key} is {_WORDS.get(said, said)}; it must be {expected}")
 
 
 def require_whole(key: str, value: Unchecked, least: int, most: int | None = None, *, also: str = "") -> int:

@@ -16,6 +16,11 @@ from testbed.errors import RequestError
 from testbed.foreign_text import shown
 
 INT32_MAX = 2**31 - 1
+_LISTS = {  # what each must be
+    "stop": "a string or strings",
+    "stop_token_ids": "a list of token ids",
+    "logit_bias": "token ids, each with a number",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +135,23 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """Converts lists and other iterables to tuples, so that equal parameters compare equal and are hashable."""
-        put = object.__setattr__
-        for name in ("stop", "stop_token_ids", "logit_bias"):
-            if getattr(self, name) is None:  # the default of OpenAI and vLLM
-                put(self, name, ())
-        if not isinstance(self.stop, tuple):
-            put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        for name, expected in _LISTS.items():
+            value: Any = getattr(self, name)
+            if name == "stop" and isinstance(value, str):
+                value = (value,)
+            elif name == "logit_bias" and isinstance(value, Mapping):
+                value = value.items()
+            elif value is None:  # the default of OpenAI and vLLM
+                value = ()
+            is_list = isinstance(value, Iterable) and not isinstance(value, str)
+            require(f"sampling.{name}", value, is_list, expected, RequestError)
+            object.__setattr__(self, name, tuple(value))
         are_texts = all(isinstance(text, str) for text in self.stop)
-        require("sampling.stop", self.stop, are_texts, "a string or strings", RequestError)
-        if not isinstance(self.stop_token_ids, tuple):
-            put(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
-        bias: Any = self.logit_bias
-        if isinstance(bias, Mapping):
-            bias = tuple(bias.items())
-        if bias != () or not isinstance(bias, tuple):
-            try:
-                put(self, "logit_bias", tuple([(token, value) for token, value in _tuple("logit_bias", bias)]))
-            except (TypeError, ValueError):
-                raise RequestError(
-                    f"sampling.logit_bias is {self.logit_bias!r}; it must map token ids to numbers"
-                ) from None
+        require("sampling.stop", self.stop, are_texts, _LISTS["stop"], RequestError)
+        try:
+            object.__setattr__(self, "logit_bias", tuple([(token, value) for token, value in self.logit_bias]))
+        except (TypeError, ValueError):
+            require("sampling.logit_bias", self.logit_bias, False, _LISTS["logit_bias"], RequestError)
 
     def _check_groups(self) -> None:
         self._check_count("n", 1, "at least 1")
@@ -188,20 +190,14 @@ class SamplingParams:
                 raise RequestError(
                     f"sampling.logit_bias has the token {token!r}; token ids are whole, from 0 to 2147483647"
                 )
-            is_bias = isinstance(value, Real) and -100 <= value <= 100
-            require(f"sampling.logit_bias of token {token}", value, is_bias, "from -100 to 100", RequestError)
+            is_bias = isinstance(value, Real) and not isinstance(value, bool) and -100 <= value <= 100
+            require(f"sampling.logit_bias of token {token}", value, is_bias, "a number from -100 to 100", RequestError)
         if len(dict(self.logit_bias)) != len(self.logit_bias):
             raise RequestError("sampling.logit_bias names a token twice; give one bias for each")
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise RequestError(f"sampling.{name} is {values!r}; it must be a list or a tuple")
-    return tuple(values)
 
 
 GREEDY = SamplingParams()

@@ -379,7 +379,7 @@ def test_recommended_sampling_of_a_checkpoint_is_its_own(tmp_path: Path) -> None
         ("{", f"{file} is not JSON: "),
         ('{"top_p": "much"}', f"{file}: 'top_p' is 'much'; it must be a finite number"),
         ('{"top_k": 20.5}', f"{file}: 'top_k' is 20.5; it must be a whole number"),
-        ('{"temperature": true}', f"{file}: 'temperature' is True; it must be a finite number"),
+        ('{"temperature": true}', f"{file}: 'temperature' is true; it must be a finite number"),
         ('{"temperature": Infinity}', f"{file}: 'temperature' is inf; it must be a finite number"),
         ('{"top_p": 7}', f"{file}: top_p is 7; it must be above 0 and at most 1"),
     ):

@@ -21,7 +21,7 @@ WRONG = [
     ("cache.num_gpu_blocks=", "cache.num_gpu_blocks has no value; give one, or null for none"),
     ("cache={num_gpu_blocks: ''}", "cache.num_gpu_blocks has no value; give one, or null for none"),
     ("model.name=", "model.name is ''; it must be a name"),
-    ("model.name=null", "model.name is None; it must be a name"),
+    ("model.name=null", "model.name is null; it must be a name"),
     ("device.name=", "device.name is ''; it must be a name"),
     (
         "scheduler={kv_rules: {full_length_must_fit: 2}}",

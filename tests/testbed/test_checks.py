@@ -40,9 +40,9 @@ def test_the_error_is_the_caller_s() -> None:
         (10_001, "n is 10001; it must be from 1 to 10,000"),
         (10**400, "n is a whole number of about 401 digits; it must be from 1 to 10,000"),
         (1.0, "n is 1.0; it must be a whole number from 1 to 10,000"),
-        (True, "n is True; it must be a whole number from 1 to 10,000"),
+        (True, "n is true; it must be a whole number from 1 to 10,000"),
         ("3", "n is '3'; it must be a whole number from 1 to 10,000"),
-        (None, "n is None; it must be a whole number from 1 to 10,000"),
+        (None, "n is null; it must be a whole number from 1 to 10,000"),
     ],
 )
 def test_a_whole_number_has_its_bounds_and_its_type(value: Any, expected: str) -> None:

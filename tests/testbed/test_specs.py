@@ -63,7 +63,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | byte
         ({"rope_theta": 0}, "'rope_theta' is 0; it must be a number above 0, at most 1e12"),
         ({"rope_theta": "1e6"}, "'rope_theta' is '1e6'; it must be a number above 0, at most 1e12"),
         ({"rope_parameters": [1]}, "'rope_parameters' is [1]"),
-        ({"rms_norm_eps": None}, "'rms_norm_eps' is None"),
+        ({"rms_norm_eps": None}, "'rms_norm_eps' is null"),
         ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
         ({"torch_dtype": "int3"}, "'dtype' is 'int3'; it must be one of float32, bfloat16"),
         ({"dtype": ["float32"]}, "'dtype' is ['float32']"),

@@ -182,7 +182,7 @@ def test_settings_without_effect_are_told(values, told):
             r"trace\.tenants\[0\]\.max_session_tokens is 'x'; it must be a whole number or null",
         ),
         ({"turn_prompt": 5}, r"trace\.tenants\[0\]\.turn_prompt is 5; it must be a group with keys of kind, value"),
-        ({"rate": True}, r"trace\.tenants\[0\]\.rate is True; it must be a number"),
+        ({"rate": True}, r"trace\.tenants\[0\]\.rate is true; it must be a number"),
         ({"priorty": 1}, r"unknown key 'trace\.tenants\[0\]\.priorty'; did you mean 'priority'\?"),
         ({"priority": 0.5}, r"trace\.tenants\[0\]\.priority is 0\.5; it must be a whole number"),
         (

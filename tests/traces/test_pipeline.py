@@ -94,7 +94,7 @@ def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):
         ({"name": "thin", "fractoin": 1}, r"unknown key 'trace\.transforms\[1\]\.fractoin'; did you mean 'fraction'\?"),
         ({"name": "thin"}, r"trace\.transforms\[1\] \(thin\) lacks 'fraction'; it has: fraction, seed"),
         ({"name": "thin", "fraction": "x"}, r"trace\.transforms\[1\]\.fraction is 'x'; it must be a number"),
-        ({"name": "thin", "fraction": True}, r"fraction is True; it must be a number"),
+        ({"name": "thin", "fraction": True}, r"fraction is true; it must be a number"),
         ({"name": "limit", "num_requests": 1.5}, "num_requests is 1.5; it must be a whole number"),
         ({"name": "window", "end_s": []}, r"end_s is \[\]; it must be a number or null"),
         (

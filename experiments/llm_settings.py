@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.configuration.compose import to_overrides
 from experiments.configuration.config import GROUPS
 from experiments.configuration.options import options
+from real.config import RealConfig
 from real.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_tokenizer
+from real.vllm.config import VllmConfig
+from sim.config import SimConfig
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import unknown
 from testbed.specs.hf_config import end_tokens, load_hf_config
@@ -41,6 +45,8 @@ WORDS: dict[str, dict[str, str | None]] = {
 READ = ("backend", "scheduler", "cache", "model", "device", "cost", "seed")  # what text reads of the configuration
 # keys of `backend` that it does not read
 OF_RUNS = tuple(f"backend.{name}" for name in ("pace", "probe_ns", "speed", "num_replicas", "router"))
+_OF_OTHERS = {item.name for kind in (SimConfig, VllmConfig) for item in fields(kind)}
+_OF_OTHERS -= {"name", *(item.name for item in fields(RealConfig))}
 ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # parameters that LLM declares by name
 TINY = "tiny"
 
@@ -131,5 +137,6 @@ def _check_read(key: str, value: Any) -> None:
     if group == "sampling":
         own = f"{name}=…" if name and given == key else "…"
         raise ConfigError(f"{given} is of runs of traces; text takes SamplingParams({own}) with the prompts")
-    if group not in READ or key.startswith(OF_RUNS):
+    is_of_another = group == "backend" and name.partition(".")[0] in _OF_OTHERS
+    if group not in READ or key.startswith(OF_RUNS) or is_of_another:
         raise ConfigError(f"{given} is of runs of traces, and text does not read it; leave it out")

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from experiments.configuration.config import GROUPS
+from experiments.configuration.overrides import refuse_repeated
 from experiments.console import Parser, refuse_existing
 from experiments.llm_settings import SETTINGS
 from experiments.runs.run_folder import is_same_file
@@ -35,8 +36,8 @@ FLAGS: dict[str, tuple[Any, str]] = {  # a field of SamplingParams -> the type o
     "logprobs": (int, "log-probabilities of each token and of as many of the likeliest (in --output)"),
     "seed": (int, "of the draws of each prompt"),
 }
-# a prompt that may be meant as a setting: a key, `=`, and no blanks
-_LIKE_A_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=\S*$")
+# a prompt that may be meant as a setting: a key, `=`, and no blanks; or what adds or deletes a key in `testbed run`
+_LIKE_A_SETTING = re.compile(r"(\+{0,2}[a-z_]+(\.[a-z_]+)*=|~[a-z_]+\.)\S*$")
 # without seed: --seed is the sampling seed of the prompts, not the engine's
 ENGINE_FLAGS = tuple(name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching"))
 MORE_FLAGS = ("tokenizer", "scheduler", "dtype", "device", "status_s", "enforce_eager", "enable_prefix_caching")
@@ -45,7 +46,9 @@ _FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
-    overrides = dict(_override(item) for item in options.items if _is_override(item))
+    given = [item for item in options.items if _is_override(item)]
+    refuse_repeated(given)
+    overrides = dict(map(_override, given))
     prompts = [item for item in options.items if not _is_override(item)]
     _refuse_sampling(overrides)
     for item in prompts:
@@ -128,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="cache.prefix_caching, as vLLM has it"
     )
     for name in ENGINE_FLAGS:
-        engine.add_argument(f"--{name.replace('_', '-')}", type=yaml.safe_load, metavar="VALUE", help=SETTINGS[name])
+        engine.add_argument(f"--{name.replace('_', '-')}", type=_value, metavar="VALUE", help=SETTINGS[name])
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="backend.cuda_graphs=false")
     return parser
 
@@ -144,9 +147,20 @@ def _override(item: str) -> tuple[str, Any]:
     if key == "model":
         raise ConfigError(f"{item!r}: give the model with --model")
     try:
-        return key, yaml.safe_load(value)
+        return key, _value(value)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{key} is {error}") from None
+
+
+def _value(text: str) -> Any:
+    """Returns a value that is written as YAML. Raises ArgumentTypeError if there is none: null would change nothing."""
+    try:
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"{item!r}: the value cannot be read") from None
+        value = None
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r}, which is no value; give one, or leave it out")
+    return value
 
 
 def _check_output(path: Path, prompts: Path | None, overwrite: bool) -> None:

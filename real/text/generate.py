@@ -20,8 +20,8 @@ from real.text.outputs import Piece, RequestOutput
 from real.text.prompts import KEYS
 from testbed.core.sampling import SamplingParams
 from testbed.errors import RequestError, TraceError
-from testbed.foreign_text import parsed, unknown
-from testbed.traces.readers.fields import refuse_half_characters
+from testbed.foreign_text import unknown
+from testbed.traces.readers.fields import json_value
 
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
 ROW_KEYS = ("id", *KEYS, *SAMPLING_KEYS)
@@ -58,11 +58,7 @@ def read_prompts_file(file: Path) -> list[Asked]:
 
 def _json_row(place: str, line: str) -> Asked:
     try:
-        row = parsed(json.loads, line)
-    except ValueError as error:
-        raise RequestError(f"{place}: not JSON ({error})") from None
-    try:
-        refuse_half_characters(row, place)
+        row = json_value(line, place)
     except TraceError as error:
         raise RequestError(str(error)) from None
     if isinstance(row, str):
@@ -86,7 +82,9 @@ def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> Sa
     try:
         return replace(base, **(flags | asked.sampling))
     except RequestError as error:
-        raise RequestError(f"{asked.place}: {error}" if asked.sampling else str(error)) from None
+        said = str(error)
+        is_of_row = said.removeprefix("sampling.").split()[0] in asked.sampling  # it says only its key
+        raise RequestError(f"{asked.place}: {said.removeprefix('sampling.')}" if is_of_row else said) from None
 
 
 def generate(

@@ -53,6 +53,8 @@ def _read(item: Any, where: str, tokenizer: Tokenizer | None) -> Prompt:
         text, ids = item.get("prompt"), item.get("prompt_token_ids")
         if (text is None) == (ids is None):
             raise RequestError(f"{where} must have either prompt or prompt_token_ids")
+        if isinstance(ids, str):
+            raise RequestError(f"{where} has prompt_token_ids {shown(ids)}; they must be token ids")
         item = text if ids is None else ids
     if hasattr(item, "tolist"):
         item = item.tolist()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from experiments.commands import generate as command
 from experiments.fidelity.fields import json_lines
 from experiments.runs.interrupt import ended_as_interrupted
 from experiments.text import LLM
 from real.text import generate as text_generate
-from testbed.errors import RequestError
+from testbed.errors import ConfigError, RequestError
 from tests.experiments.kit import Said, say
 from tests.text.kit import PROMPTS, greedy
 
@@ -161,6 +162,9 @@ def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
         (("a", "sampling.logit_bias=[[5,2]]"), "text takes a flag, or a row of --prompts-file that has the parameter"),
         (("a", "trace.rate=3"), "trace.rate is of runs of traces, and text does not read it; leave it out"),
         (("a", "backend=sim"), "backend=sim: text comes from the real engine only; leave it out"),
+        (("a", "backend.options.x=1"), "backend.options.x is of runs of traces, and text does not read it"),
+        (("a", "backend.dtype="), "backend.dtype is '', which is no value; give one, or leave it out"),
+        (("a", "--max-num-seqs", "[3"), "--max-num-seqs: '[3', which is no value; give one, or leave it out"),
         (("a", "model=tiny"), "give the model with --model"),
         (("a", "--scheduler", "vlm_v1"), "did you mean 'vllm_v1'"),
         (("a", "--tokenizer", "nowhere"), "no tokenizer at nowhere"),
@@ -173,6 +177,19 @@ def test_mistakes_are_one_line(
     assert says in generate(capsys, folder, *arguments).error()
 
 
+def test_a_setting_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="seed is given 2 times, and only the last would count; give it once"):
+        command.main(["--model", "tiny", "a", "seed=1", "seed=2"])
+
+
+@pytest.mark.parametrize("prompt", ["from=x", "+cache.block_size=8", "++seed=1", "~cache.block_size"])
+def test_a_prompt_that_looks_like_a_setting_has_a_note(
+    capsys: pytest.CaptureFixture[str], folder: Path, prompt: str
+) -> None:
+    said = generate(capsys, folder, prompt, "--max-tokens", "1")
+    assert f"note: {prompt!r} is no setting, so it is taken as a prompt" in said.lines
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -180,9 +197,12 @@ def test_mistakes_are_one_line(
         ("p.jsonl", "[1]", "p.jsonl:1: expected an object"),
         ("p.jsonl", '\n{"promt": "a"}', "p.jsonl:2: unknown key 'promt'; did you mean 'prompt'?"),
         ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: the prompt is empty"),
-        ("p.jsonl", '{"prompt": "a", "top_p": 2}', "p.jsonl:1: sampling.top_p is 2"),
-        ("p.jsonl", '{"prompt": "a", "logit_bias": {"x": 5}}', "p.jsonl:1: sampling.logit_bias has the token 'x'"),
-        ("p.jsonl", '{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "sampling.logit_bias names a token twice"),
+        ("p.jsonl", '{"prompt": "a", "top_p": 2}', "p.jsonl:1: top_p is 2"),
+        ("p.jsonl", '{"prompt": "a", "logit_bias": {"x": 5}}', "p.jsonl:1: logit_bias has the token 'x'"),
+        ("p.jsonl", '{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "p.jsonl:1: logit_bias names a token twice"),
+        ("p.jsonl", '{"prompt": "a", "top_p": null}', "p.jsonl:1: top_p is null; it must be above 0"),
+        ("p.jsonl", '{"prompt": "a", "n": 1, "n": 2}', "p.jsonl:1: field 'n' occurs twice; expected each name once"),
+        ("p.jsonl", '{"prompt_token_ids": "abc"}', "p.jsonl:1 has prompt_token_ids 'abc'; they must be token ids"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 5}', "p.jsonl:3 is 5; it must be a string, token ids, or a dict"),
         ("p.jsonl", '{"prompt_token_ids": [999999]}', "p.jsonl:1 has token id 999999; the model's vocabulary has ids"),
         ("p.txt", "\n\n", "nothing to generate from"),

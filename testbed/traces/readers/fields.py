@@ -123,6 +123,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 def json_object(line: str, place: str) -> dict[str, Any]:
     """Returns the object on one line of JSONL. Raises TraceError on anything else, and on a name that occurs twice."""
+    found = json_value(line, place)
+    if not isinstance(found, dict):
+        raise TraceError(f"{place}: found a JSON {type(found).__name__}; expected one object on each line")
+    return found
+
+
+def json_value(line: str, place: str) -> Any:
+    """Like json_object, but also returns a value of another kind."""
     try:
         found = _DECODER.decode(line)
     except _TwiceError as error:
@@ -130,8 +138,6 @@ def json_object(line: str, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = f"not JSON: {json_reason(error)}"
         raise TraceError(f"{place}: {reason}; expected one whole object on each line") from None
-    if not isinstance(found, dict):
-        raise TraceError(f"{place}: found a JSON {type(found).__name__}; expected one object on each line")
     if "\\u" in line:
         refuse_half_characters(found, place)
     return found

@@ -45,6 +45,8 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     failed, outrun = failures(summary["checks"]), outrun_note(summary)
     sized = [*([] if outrun is None else [outrun]), *doubts_of(manifest)]
     notes = [*routing_notes(summary), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
+        notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += build.without_classes(config, manifest["trace"]["differ_in"])
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
@@ -115,7 +117,9 @@ def ignored_message(
 
 def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
     if not blocked_by:
-        return f"{'Leave them out' if is_given else 'Cut them with trace.max_prompt_tokens'}, raise the limit"
+        of_output = "sampling.max_tokens" if config.forced == "nothing" else "trace.max_output_tokens"
+        cut = f"Cut them with trace.max_prompt_tokens or {of_output}"
+        return f"{'Leave them out' if is_given else cut}, raise the limit"
     if blocked_by != BlockedBy.ADMISSION:
         return f"Change what held them back: {_SETTINGS[BlockedBy(blocked_by)]}"
     named = config.scheduler.admission

@@ -189,6 +189,17 @@ def test_the_simulator_needs_lengths(capsys, tmp_path):
     assert said.status == 0
 
 
+def test_what_the_model_ends_is_bounded_by_its_own_parameter(capsys, tmp_path):
+    free = [*TINY, *SHORT, *REAL, "trace.forced=nothing", "sampling.ignore_eos=true", "trace.output.kind=constant"]
+    cut = ["trace.output.value=9", "trace.output.min_tokens=1", "sampling.max_tokens=2"]
+    said = say(capsys, "run", *free, *cut, f"hydra.run.dir={tmp_path / 'cut'}")
+    assert "trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace" in said.out
+    said = say(capsys, "run", *free, "cache.num_gpu_blocks=4", f"hydra.run.dir={tmp_path / 'small'}")
+    assert "Cut them with trace.max_prompt_tokens or sampling.max_tokens, raise the limit" in said.err
+    simulated = say(capsys, "run", *TINY, *SHORT, "cache.num_gpu_blocks=1", f"hydra.run.dir={tmp_path / 'simulated'}")
+    assert "Cut them with trace.max_prompt_tokens or trace.max_output_tokens" in simulated.err
+
+
 def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_same(capsys, tmp_path):
     paced = [*TINY, *SHORT, *REAL, "backend.pace=probe_scaled"]
     said = say(capsys, "run", *paced, f"hydra.run.dir={tmp_path / 'first'}")

@@ -146,6 +146,12 @@ def folder_load(
     notes = []
     if is_simulated:
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
+    had = f"scheduler={run.config['scheduler']['name']}"
+    notes += [
+        f"ran under {had}, and is simulated under {chosen} within the run's limits, unless they are given"
+        for chosen in overrides
+        if chosen.startswith("scheduler=") and chosen != had
+    ]
     if len(kept) < len(recorded):
         notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
     if _ends_freely(saved) and (num_uneven := _num_uneven(saved, kept)):

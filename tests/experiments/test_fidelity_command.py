@@ -107,6 +107,15 @@ def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path)
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_another_scheduler_than_the_run_s_is_said(base, tmp_path):
+    for chosen in ("vllm_v1", "sarathi"):
+        assert fidelity(base.path, f"scheduler={chosen}", "--out", tmp_path / chosen) == 0
+    said = {chosen: result(tmp_path / chosen)["loads"][0]["notes"][1:] for chosen in ("vllm_v1", "sarathi")}
+    note = "ran under scheduler=vllm_v1, and is simulated under scheduler=sarathi within the run's limits, unless they"
+    assert said == {"vllm_v1": [], "sarathi": [f"{note} are given"]}
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tmp_path, capsys):
     runs = tmp_path / "runs"
     repeat = ran(runs / "again", overhead_ns=GIVEN_NS)

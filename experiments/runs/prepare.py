@@ -95,18 +95,25 @@ def traced(config: RunConfig, backend: Any, folder: Path) -> tuple[Any, Callable
 class ReplayLog:
     """Measurements of a real run besides its records. lags: a `Recorder` for each engine; host: the driver's log."""
 
-    def __init__(self, options: RealConfig | VllmConfig, num_engines: int = 1, *, clock: RealTimeClock) -> None:
-        self._options, self._clock = options, clock
+    def __init__(self, config: RunConfig, num_engines: int = 1, *, clock: RealTimeClock) -> None:
+        assert isinstance(config.backend, RealConfig | VllmConfig)
+        self._options, self._profiled, self._clock = config.backend, config.record.profiled_steps, clock
         self.lags = [ReplayLag() for _ in range(num_engines)]
         self.host = HostTimes()
         self._core_wait = CoreWait()
 
-    def describe(self) -> dict[str, Any]:
-        """Returns the entries `replay` and `host` of the manifest."""
+    def describe(self, num_steps: int) -> dict[str, Any]:
+        """Returns the entries `replay` and `host` of the manifest of a run of that many steps."""
         pace = {"pace": self._options.pace, "speed": self._options.speed, "probe": self._clock.describe()}
         lag, waited = ReplayLag.of_all(self.lags), self._core_wait.share()
+        notes = [*lag.notes(), *core_wait_notes(waited)]
+        if self._profiled is not None and self._profiled[0] < num_steps:
+            notes.append(
+                "PROFILED STEPS: those of record.profile, and requests meanwhile, took longer than without the "
+                "profiler; take times from a run without it"
+            )
         return {
-            "replay": pace | lag.describe() | {"notes": [*lag.notes(), *core_wait_notes(waited)]},
+            "replay": pace | lag.describe() | {"notes": notes},
             "host": self.host.describe() | {"core_wait_share": waited},
         }
 
@@ -196,7 +203,7 @@ def prepare_engine(config: RunConfig, trace: Trace, folder: Path) -> Prepared:
     clock = make_clock(options, backend)
     inbox = trace_inbox(config, at_speed(trace, options.speed))
     inboxes = [backend.inbox(inbox) if config.is_vllm else inbox]
-    log = ReplayLog(options, clock=clock)
+    log = ReplayLog(config, clock=clock)
     driven, close = traced(config, backend, folder)
     late = LateRecords() if build_engine.computes_beside(config) else None
     return Prepared(
@@ -218,7 +225,7 @@ def _prepare_replicas(config: RunConfig, trace: Trace) -> Prepared:
     router = engines.build_router(config, options)
     backends, said = build_engine.build_replicas(config)
     inbox, clock = trace_inbox(config, at_speed(trace, options.speed)), make_clock(options)
-    log = ReplayLog(options, len(backends), clock=clock)
+    log = ReplayLog(config, len(backends), clock=clock)
     fleet = Fleet(inbox, router, backends, clock, log.host)
     late = [LateRecords() for _ in backends]
     return Prepared(

@@ -210,17 +210,18 @@ def _run(
     failure = failure or unwritten
     if not isinstance(trace, Trace):
         manifest["trace"] = describe_trace(trace)  # again: it was read during the run
+    described = engines.describe_engines(schedulers, records)
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "failure": None if failure is None else reason_of(failure, folder),
         "wall_s": round(time.monotonic() - began, 3),
-        **engines.describe_engines(schedulers, records),
+        **described,
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
         "cost_notes": watch.notes() if watch is not None else [],
         "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
-        **({} if prepared.replay is None else prepared.replay.describe()),
+        **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure, has_summary=has_summary)

@@ -93,18 +93,17 @@ class RecordConfig:
     steps: bool = True  # a row per step in steps.parquet; false: the summary has no data about steps
     operators: bool = False  # operators.json: time by operator (`testbed costs`)
     status_s: float | None = None  # interval of status lines, in seconds of the run's clock: standard error, run.log
-    profile: str | None = None  # first:last, steps of the real engine to trace with torch's profiler: profile.json.gz
+    profile: Any = None  # first:last, steps of the real engine to trace with torch's profiler: profile.json.gz
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """The first and last step to profile; None: no steps."""
         if self.profile is None:
             return None
-        found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        found = re.fullmatch(r"(\d+):(\d+)", str(self.profile))
         if found is None or int(found[1]) > int(found[2]):
-            raise ConfigError(
-                f"record.profile is {self.profile!r}; it must be first:last, the steps to trace, as 100:120, or null"
-            )
+            expected = "first:last, the steps to trace, as record.profile=100:120, or null"
+            raise ConfigError(f"record.profile is {self.profile!r}; it must be {expected}")
         return int(found[1]), int(found[2])
 
     def __post_init__(self) -> None:

@@ -31,6 +31,8 @@ def profiled(folder: Path, capsys: pytest.CaptureFixture[str], steps: str, *more
 def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "run"
     profiled(folder, capsys, "2:4")
+    note = "PROFILED STEPS: those of record.profile, and requests meanwhile, took longer than without the profiler"
+    assert note in " ".join(json.loads((folder / "manifest.json").read_text())["replay"]["notes"])
     assert say(capsys, "timeline", str(folder)).status == 0
     events = [event for event in read(folder / "timeline.json") if event["pid"] == 2]
     assert any(event["name"].startswith("aten::") for event in events), "operators"
@@ -83,6 +85,7 @@ def test_on_a_gpu_the_parts_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "told"),
     [
         ((*REAL, "record.profile=4:2"), "record.profile is '4:2'; it must be first:last, the steps to trace"),
+        ((*REAL, "record.profile=[3,6]"), "record.profile is [3, 6]; it must be first:last"),
         ((*REAL, "record.profile=x"), "record.profile is 'x'; it must be first:last"),
         (
             ("record.profile=1:2", "backend=vllm"),

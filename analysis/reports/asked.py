@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Metric
+import re
+
+from analysis import format as fmt
+from analysis.comparison.compare import LATENCY, RATES, Metric
 
 _WORDS = {
     "TTFT": ("ttft", "first token"),
@@ -14,6 +17,8 @@ _WORDS = {
     "attainment": ("attainment",),
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
+_OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
+_BESIDE = re.compile(r"\b(itl|inter-token latency|queueing|median|p(?!99\b)\d+)\b")
 
 
 def is_asked(metric: Metric, question: str) -> bool:
@@ -27,5 +32,17 @@ def is_asked(metric: Metric, question: str) -> bool:
 
 def asks_beside_slo(question: str) -> bool:
     """Whether the question names metrics, and neither goodput nor attainment."""
-    of_slo, others = (any(is_asked(one, question) for one in those) for those in (SLO_METRICS, (*LATENCY, *RATES)))
-    return others and not of_slo and "slo" not in question.casefold()
+    is_beside = any(is_asked(metric, question) for metric in (*LATENCY, *RATES))
+    return is_beside and not _OF_SLO.search(question.casefold())
+
+
+def absent(question: str, *, has_slo: bool) -> list[str]:
+    """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
+    of_slo, beside = (list(dict.fromkeys(words.findall(question.casefold()))) for words in (_OF_SLO, _BESIDE))
+    parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
+    parts += [f"{_listed(beside)} (in the summary.json of each run)"] if beside else []
+    return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []
+
+
+def _listed(words: list[str]) -> str:
+    return fmt.listing([word.upper() if len(word) <= 4 else word for word in words])

@@ -56,6 +56,7 @@ from analysis.measures.metrics import SLO
 from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
+from analysis.reports.asked import absent
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -286,7 +287,11 @@ def _context(
             *lost(report.arms, report.incomplete, sections.out.parent),
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": [*answer(sections.compared, slo, report.question or ""), *pooled_said(sections.compared)],
+        "answer": [
+            *answer(sections.compared, slo, report.question or ""),
+            *pooled_said(sections.compared),
+            *absent(report.question or "", has_slo=slo is not None),
+        ],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

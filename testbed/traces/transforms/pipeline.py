@@ -99,6 +99,8 @@ TRANSFORMS: dict[str, Transform] = {
     "merge": Transform(_merge, "with the trace at `path` (`format`), its ids and tenants under `label`"),
 }
 
+_IDLE_ALONE = ("window", "scale_lengths", "clip_lengths")  # without a parameter they change nothing
+
 
 def apply_all(trace: TraceSource, steps: Iterable[Step], open_trace: OpenTrace, seed: int = 0) -> TraceSource:
     """Returns the trace after all `steps`, in their order. A step is {"name": one of TRANSFORMS, <parameter>: value}.
@@ -210,6 +212,8 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
             valid = ", ".join(known) or "none"
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), list(known))}{name} has: {valid}")
         require_type(f"{where}.{key}", value, known[key].annotation)
+    if name in _IDLE_ALONE and all(value is None for value in values.values()):
+        raise ConfigError(f"{where} ({name}) changes nothing as it is; it has: {', '.join(known)}")
     missing = [key for key, item in known.items() if item.default is Parameter.empty and key not in values]
     if missing:
         ways = transform.ways.get(missing[0], {})

@@ -34,6 +34,7 @@ from testbed.traces.readers import MAX_WHOLE_ROWS, READERS, open_trace
 from testbed.traces.readers.open_text import existing_file, watching
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import CountedTrace, StreamedTrace, whole
+from testbed.traces.synthesis import content_key
 
 _OF_FOLDERS = ("servegen", "agentic")  # formats whose trace may be a folder
 
@@ -146,7 +147,8 @@ def _synthetic(config: RunConfig, seed: int, stream: bool | None) -> TraceSource
     generator = _generator(config)
     lengths_from = None
     if settings.lengths_from is not None:
-        lengths_from = open_trace(settings.lengths_format, settings.lengths_from)
+        own_seed = content_key("lengths_from", seed) >> 1  # as trace.seed may be
+        lengths_from = open_trace(settings.lengths_format, settings.lengths_from, seed=own_seed)
     if stream is None:
         stream = min(settings.limit or generator.num_requests, generator.num_requests) > MAX_WHOLE_ROWS
     made: Any = (stream_generated if stream else generate)(generator, seed, lengths_from)

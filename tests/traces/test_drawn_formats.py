@@ -16,6 +16,7 @@ from testbed.traces.readers import read_trace
 from testbed.traces.readers.agentic import stream_agentic
 from testbed.traces.readers.servegen import stream_servegen
 from testbed.traces.schema import Span
+from testbed.traces.stream import whole
 from testbed.traces.synthesis import materialize
 
 S = 10**9
@@ -45,6 +46,19 @@ def dataset(inputs: str = "{10: 0.5, 20: 0.5}", outputs: str = "{3: 1.0}") -> st
 def clients(windows: str = WINDOWS, data: str | None = None) -> dict[str, str]:
     files = {"m/chunk-0-trace.csv": windows, "m/chunk-0-dataset.json": dataset() if data is None else data}
     return files | {"m/chunk-7-trace.csv": WINDOWS, "m/chunk-7-dataset.json": dataset("{99: 1.0}")}
+
+
+def test_lengths_from_are_drawn_by_the_run_s_seed(tmp_path, monkeypatch):
+    from experiments.configuration.compose import compose_config, to_overrides
+    from experiments.wiring.traces import build_trace
+
+    drawn = []
+    monkeypatch.setattr("testbed.traces.generators.JointLengths", lambda source: drawn.append(whole(source)))
+    given = {"lengths_from": str(archive(tmp_path / "s.tar", clients())), "lengths_format": "servegen"}
+    for seed in (0, 1, 1):
+        build_trace(compose_config(to_overrides({"trace": given, "seed": seed})))
+    (first, second, again) = map(fingerprint, drawn)
+    assert first != second == again
 
 
 def test_clients_send_what_their_windows_say(tmp_path):

@@ -162,10 +162,10 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     write_profile(folder / PROFILE_FILE, *measured)
     calibration = calibrate(measured)
     save_calibration(calibration, folder / "calibrated-cost.json")
-    linear = fit_linear(
-        [(step.shape, step.total_ns) for step in measured.steps], sliding_window=measured.manifest.sliding_window
-    )
-    about = {"model": measured.manifest.model["name"], "block_size": measured.manifest.block_size}
+    steps, manifest = [(step.shape, step.total_ns) for step in measured.steps], measured.manifest
+    linear = fit_linear(steps, sliding_window=manifest.sliding_window)
+    about = {name: getattr(manifest, name) for name in ("device", "block_size", "tensor_parallel_size")}
+    about |= {"model": manifest.model["name"], "kv_dtype": manifest.kv_dtype or manifest.dtype}
     save_fit(linear, folder / "linear-cost.json", **about)
     best = calibration.quality["all"]
     errors = {
@@ -174,7 +174,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     }
     cost = min(errors, key=lambda name: sum(errors[name]))
     other = "linear" if cost == "calibrated" else "calibrated"
-    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}", f"device={measured.manifest.device}"]
+    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}", f"device={manifest.device}"]
     description = (
         f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
         f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"

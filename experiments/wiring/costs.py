@@ -63,7 +63,7 @@ def build_cost(config: RunConfig) -> CostModel:
         case ConstantConfig() as options:
             return ConstantCost(options)
         case LinearConfig() as options:
-            return LinearCost(options, config.sliding_window, config.model.name)
+            return LinearCost(options, config.sliding_window, {"model": config.model.name} | _fitted_with(config))
         case CalibratedConfig() as options:
             return _calibrated(config, options)
         case TablesConfig() as options:
@@ -238,6 +238,14 @@ def fit_file(config: RunConfig) -> Path | None:
     return None
 
 
+def _fitted_with(config: RunConfig) -> dict[str, Any]:
+    """Returns what a fit must have in common with a run, besides the model and its window."""
+    return {
+        "device": config.device.name, "block_size": config.cache.block_size,
+        "tensor_parallel_size": config.tensor_parallel_size, "kv_dtype": config.cache.kv_dtype or config.model.dtype,
+    }  # fmt: skip
+
+
 def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
     return CalibratedCost(calibration_of(config, options), options.outside)
 
@@ -248,15 +256,8 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
     file = str(fit_file(config))
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
     calibration = _calibration(file, options.profile is not None, modified_ns)
-    calibration.manifest.check_matches(
-        file,
-        model=config.model,
-        device=config.device.name,
-        block_size=config.cache.block_size,
-        tensor_parallel_size=config.tensor_parallel_size,
-        kv_dtype=config.cache.kv_dtype,
-        sliding_window=config.sliding_window,
-    )
+    own = _fitted_with(config)
+    calibration.manifest.check_matches(file, model=config.model, sliding_window=config.sliding_window, **own)
     if options.repeated_saving is not None:
         calibration = replace(calibration, repeated_saving=options.repeated_saving)
     return calibration.scaled(options.host_factor, options.device_factor)

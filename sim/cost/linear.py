@@ -30,6 +30,7 @@ MIN_STEPS = 14  # two per coefficient
 FORMAT = "testbed linear cost 2"
 NUM_REWEIGHTINGS = 5  # the weights have settled by then
 MeasuredStep = tuple[BatchShape, int]  # the shape of a step, and its time in ns
+Run = dict[str, Any] | None  # what a fit must have in common with a run (model, device, …); None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ class LinearCost:
     Terms are summed in a fixed order, with copies after all others except swaps, which are rounded on their own. The ns
     of a term are what it adds to the rounded sum.
 
-    sliding_window: of the attention; None: it attends to everything. model: the name of the run's. Raises ConfigError
-    if the file at `config.path` was fitted with another window or model.
+    sliding_window: of the attention; None: it attends to everything. Raises ConfigError if the file at `config.path`
+    was fitted with another window, or to another run.
     """
 
-    def __init__(self, config: LinearConfig, sliding_window: int | None = None, model: str | None = None) -> None:
+    def __init__(self, config: LinearConfig, sliding_window: int | None = None, run: Run = None) -> None:
         self._window = sliding_window
-        self.config = config = config if config.path is None else load_linear(config.path, sliding_window, model)
+        self.config = config = config if config.path is None else load_linear(config.path, sliding_window, run)
         self._base_ns = config.base_s * 1e9
         self._prefill_ns = config.per_prefill_token_s * 1e9
         self._decode_ns = config.per_decode_s * 1e9
@@ -154,11 +155,11 @@ def error_of_fit(path: str | Path) -> tuple[float, float] | None:
     return (float(found[0]), float(found[1])) if all(number(0, inf)(value) for value in found) else None
 
 
-def load_linear(path: str | Path, sliding_window: int | None = None, model: str | None = None) -> LinearConfig:
+def load_linear(path: str | Path, sliding_window: int | None = None, run: Run = None) -> LinearConfig:
     """Returns the coefficients of a file that save_fit wrote.
 
     Raises ConfigError with the file and the fault, also if it was fitted with another window than `sliding_window`, or
-    to another model than `model` (None: any).
+    to another run than `run`.
     """
     file = Path(path)
     if not file.is_file():
@@ -170,13 +171,13 @@ def load_linear(path: str | Path, sliding_window: int | None = None, model: str 
             f"{', or use it with cost=calibrated' if 'calibrated' in str(found) else ''}"
         )
     _check_window(document, path, sliding_window)
-    about = document.get("about")
-    fitted = about.get("model") if isinstance(about, dict) else None
-    if None not in (fitted, model) and fitted != model:
-        raise ConfigError(
-            f"cost.path: {path} was fitted to model {shown(fitted)}, and the run's is {model!r}; choose the model that "
-            "was measured, or measure this one with `testbed calibrate`"
-        )
+    about = found if isinstance(found := document.get("about"), dict) else {}
+    for name, value in (run or {}).items():
+        if about.get(name, value) != value:
+            raise ConfigError(
+                f"cost.path: {path} was fitted with {name} {shown(about[name])}, and the run has {shown(value)}; "
+                "choose what was measured, or measure this with `testbed calibrate`"
+            )
     coefficients = document.get("coefficients")
     if not isinstance(coefficients, dict) or sorted(coefficients) != sorted(COEFFICIENTS):
         raise ConfigError(f"cost.path: {path}: 'coefficients' must hold exactly {', '.join(COEFFICIENTS)}")

@@ -125,4 +125,4 @@ def test_a_linear_fit_says_its_error_and_is_of_its_model_alone(tmp_path, capsys)
     page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
     assert "| step times | good | fitted to measured steps; those left out of the fit are 4.0 % off" in page
     assert main(["run", *options, "model=qwen3_0.6b"]) == 1
-    assert "was fitted to model 'qwen3_8b', and the run's is 'qwen3_0.6b'" in capsys.readouterr().err
+    assert "was fitted with model 'qwen3_8b', and the run has 'qwen3_0.6b'; choose what" in capsys.readouterr().err

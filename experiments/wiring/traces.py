@@ -255,7 +255,8 @@ def forcing(request: Request, forced: str) -> Request:
         return request
     sampling = request.sampling
     if forced == "lengths":
-        sampling = replace(sampling, max_tokens=len(output), ignore_eos=True, stop_token_ids=(), stop=())
+        number = len(output)
+        sampling = replace(sampling, max_tokens=number, min_tokens=0, ignore_eos=True, stop_token_ids=(), stop=())
     return request.replace(forced_output=None, sampling=sampling)
 
 

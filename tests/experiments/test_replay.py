@@ -121,14 +121,16 @@ def test_outputs_are_forced_as_asked_for_and_every_replay_has_parity(tmp_path, f
 
 
 def test_lengths_are_kept_whatever_would_end_a_sequence():
-    sampling = SamplingParams(max_tokens=3, stop_token_ids=(7,), stop=("x",), temperature=0.5)
+    sampling = SamplingParams(max_tokens=9, min_tokens=8, stop_token_ids=(7,), stop=("x",), temperature=0.5)
     request = Request("r", [1, 2], forced_output=[4, 5, 6, 7, 8], sampling=sampling)
     assert forcing(request, "tokens") is request
     free = forcing(request, "nothing")
     assert (free.forced_output, free.sampling) == (None, sampling)
     lengths = forcing(request, "lengths")
     assert lengths.forced_output is None
-    assert lengths.sampling == replace(sampling, max_tokens=5, ignore_eos=True, stop_token_ids=(), stop=())
+    assert lengths.sampling == replace(
+        sampling, max_tokens=5, min_tokens=0, ignore_eos=True, stop_token_ids=(), stop=()
+    )
     unrecorded = request.replace(forced_output=None)
     assert forcing(unrecorded, "lengths") is unrecorded
 

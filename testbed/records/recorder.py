@@ -126,8 +126,8 @@ class RunRecorder(Recorder):
         for item in finished:
             if item.reason is FinishReason.IGNORED:
                 self.ignored.append((item.request.request_id, item.message))
-            elif item.reason is FinishReason.LENGTH and item.request.forced_output is not None:
-                missing = len(item.request.forced_output) - len(item.output_token_ids)
+            elif item.reason is FinishReason.LENGTH and (wanted := _num_wanted(item.request)):
+                missing = wanted - len(item.output_token_ids)
                 self.num_cut += missing > 0
                 self.num_cut_tokens += missing
             request = self._open.pop(item.request.request_id)
@@ -228,3 +228,10 @@ class OpenRequest:
             tpot_s(first_ns, last_ns, num_steps),
             e2e_s(arrival_ns, max(finish_ns, last_ns)) if finish_ns is not None and reason in COMPLETED else None,
         )  # fmt: skip
+
+
+def _num_wanted(request: Request) -> int:
+    """Returns the length of an output that nothing but the model's length ends earlier; 0: it has none."""
+    if request.forced_output is not None:
+        return len(request.forced_output)
+    return request.sampling.max_tokens or 0 if request.sampling.ignore_eos else 0

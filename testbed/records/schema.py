@@ -138,7 +138,7 @@ MANIFEST_KEYS = (
     "num_steps",  # of all replicas
     "num_sent",  # requests that reached the scheduler
     "num_unsent",  # rows that did not: turns after one that was ignored or aborted, or cut off by a partial run's end
-    "num_cut_outputs",  # forced outputs cut by the model's length; not known for vLLM's own scheduler
+    "num_cut_outputs",  # outputs of a given length, cut by the model's; not known for vLLM's own scheduler
     "num_cut_output_tokens",  # the tokens that are missing from them
     "prefix_cache",  # {queried_tokens, hit_tokens} of first admissions
     "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each

@@ -112,7 +112,9 @@ def test_what_can_never_fit_ends_as_ignored_and_the_rest_is_served(
     assert again.lines[0].startswith("note: 1 of 3 requests")
 
 
-@pytest.mark.parametrize("more", BACKENDS)
+@pytest.mark.parametrize(
+    "more", [*BACKENDS, pytest.param((*REAL, "trace.forced=lengths"), id="lengths", marks=needs_engine)]
+)
 def test_an_output_that_the_models_length_cuts_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:

@@ -42,12 +42,11 @@ def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
     out = out.resolve()  # the lock lies beside it, however it is spelled
     if not out.name:
         raise ConfigError(f"--out {out} cannot be made anew; choose a folder in it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(out), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
+    with _new_folders(out), _alone(out), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
         refuse_existing(out, overwrite)
         earlier = list(_earlier(out))
         _move(earlier, out, Path(aside))
-        others, is_new = set(_written(out)), not out.exists()
+        others = set(_written(out))
         try:
             yield
         except BaseException:
@@ -55,10 +54,21 @@ def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
                 for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
                     path.rmdir() if path.is_dir() else path.unlink()
                 _move([Path(aside, path.relative_to(out)) for path in earlier], Path(aside), out)
-                if is_new:
-                    with suppress(OSError):  # there is something else in it
-                        out.rmdir()
             raise
+
+
+@contextmanager
+def _new_folders(out: Path) -> Iterator[None]:
+    """Context that makes the folder of `out`. If it fails, no empty folder is left that was not there before."""
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in new:
+            with suppress(OSError):  # there is something else in it
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -398,7 +398,8 @@ def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path,
 def test_an_empty_folder_that_was_there_stays(base, tmp_path, capsys):
     (out := tmp_path / "out").mkdir()
     assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "and no other is left"
 
 
 @pytest.mark.usefixtures("unrendered")

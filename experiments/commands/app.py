@@ -39,7 +39,7 @@ from experiments.configuration.saved import read_config, read_manifest
 from experiments.console import UsageError, from_here
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
-from experiments.runs.repeat import measured_anew, same_decisions
+from experiments.runs.repeat import measured_anew, repeating, same_decisions
 from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
@@ -377,7 +377,8 @@ def _run_from(source: str, overrides: list[str]) -> int:
     if not is_changed and (said := measured_anew(Path(source), before, config)):
         print(said, flush=True)
     command = shlex.join(["testbed", "run", f"from={source}", *overrides])
-    result = _execute(config, folder, command, [*kept_in(Path(source)), *kept])
+    with repeating(Path(source)):
+        result = _execute(config, folder, command, [*kept_in(Path(source)), *kept])
     if not is_changed and (said := same_decisions(Path(source), before, result.manifest)):
         print(said)
     _finish(result)

@@ -23,6 +23,7 @@ from experiments.configuration.saved import TRACE_FILE, read_config
 from experiments.configuration.structured import freeze
 from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
+from experiments.runs.repeat import repeating
 from experiments.runs.run_folder import check_priced
 from experiments.wiring.traces import build_trace
 from testbed.core.sampling import SamplingParams
@@ -205,7 +206,8 @@ def _policy(run: Run) -> str:
 def _as_it_was(run: Run, saved: dict[str, Any], kept: pa.Table, *, is_whole: bool) -> Trace:
     """The run's trace with the recorded arrivals and output lengths, with only the kept requests."""
     file = run.path / TRACE_FILE
-    whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
+    with repeating(run.path):
+        whole = read_jsonl(file) if file.exists() else build_trace(compose_from(saved, []))
     had = _fingerprint(run)
     if had is not None and (given := fingerprint(whole)) != had:
         source = file if file.exists() else saved["trace"].get("path") or "the trace's generator"

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from experiments.configuration.config import RunConfig
+from testbed.errors import TraceError
+
+
+@contextmanager
+def repeating(source: Path) -> Iterator[None]:
+    """Context in which an error of the trace names the run in `source`, which says where the trace was."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{source} cannot be run again: {error}") from None
 
 
 def measured_anew(source: Path, before: dict[str, Any], config: RunConfig) -> str:

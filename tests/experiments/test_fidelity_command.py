@@ -382,6 +382,11 @@ def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
     for folder in (run.path, copy):
         said = error_line(capsys, folder)
         assert f"{folder}: {file} no longer gives the trace of the run (fingerprint " in said
+    file.unlink()
+    gone = f"{run.path} cannot be run again: {file}: does not exist; expected the path of a trace file"
+    assert gone in error_line(capsys, run.path)
+    assert main(["run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}"]) == 1
+    assert gone in capsys.readouterr().err
 
 
 def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):

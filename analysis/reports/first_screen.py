@@ -67,8 +67,8 @@ class _Subject(NamedTuple):
         return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
 
 
-def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "") -> list[str]:
-    """At most MAX_SENTENCES: which arms keep the SLO, which serves most within it, then claimed changes, the largest
+def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "", most: int = MAX_SENTENCES) -> list[str]:
+    """At most `most` sentences: which arms keep the SLO, which serves most within it, then claimed changes, the largest
     first. The metrics that the question names come first. Without comparisons, a description of the one arm at each
     load."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
@@ -76,7 +76,7 @@ def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "") -> l
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
     of_slo = [] if slo is None else _kept(groups, slo)
-    changes = _differences(groups, slo, question, MAX_SENTENCES - len(of_slo))
+    changes = _differences(groups, slo, question, most - len(of_slo))
     return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]
 
 

@@ -61,7 +61,7 @@ from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.figures import change_bars, main_figure, run_plots
-from analysis.reports.first_screen import answer
+from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
     ReportInput,
@@ -272,6 +272,8 @@ def _context(
     rankings: Mapping[str, Any] = measured["rankings"]
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
+    question = report.question or ""
+    beside = [*pooled_said(sections.compared), *absent(question, has_slo=slo is not None)]
     return {
         "title": report.title,
         "question": report.question or default_question(compared, baseline),
@@ -287,11 +289,7 @@ def _context(
             *lost(report.arms, report.incomplete, sections.out.parent),
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": [
-            *answer(sections.compared, slo, report.question or ""),
-            *pooled_said(sections.compared),
-            *absent(report.question or "", has_slo=slo is not None),
-        ],
+        "answer": [*answer(sections.compared, slo, question, MAX_SENTENCES - len(beside)), *beside],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

@@ -164,13 +164,17 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """The metric at both levels `[num_cells, num_replicates]`; None if one is missing, or replicate counts differ."""
+    """The metric at both levels `[num_cells, num_replicates]`, a column for each trace; None if a value is missing, or
+    if the cells have other traces."""
     try:
-        pairs = [paired_values(paired_replicates(base, arm), metric, slo) for base, arm in cells]
+        pairs = [{ours[0].fingerprint: (ours, theirs) for ours, theirs in paired_replicates(*cell)} for cell in cells]
     except RunFolderError:
         return None
-    known = [pair for pair in pairs if pair is not None]
-    if len(known) < len(pairs) or len({base.size for base, _ in known}) != 1:
+    if any(by_trace.keys() != pairs[0].keys() for by_trace in pairs):
+        return None
+    values = [paired_values([by_trace[trace] for trace in pairs[0]], metric, slo) for by_trace in pairs]
+    known = [each for each in values if each is not None]
+    if len(known) < len(values):
         return None
     return np.array([base for base, _ in known]), np.array([other for _, other in known])
 

@@ -115,7 +115,8 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     ),
     "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
     "not comparable": lambda texts, _: (
-        f"Not comparable (zero, not reached, not recorded, or of an arm that ignored requests): {fmt.listing(texts)}."
+        "Not comparable (zero, not reached, not recorded, of other traces, or of an arm that ignored requests): "
+        f"{fmt.listing(texts)}."
     ),
 }
 

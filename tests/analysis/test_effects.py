@@ -111,6 +111,28 @@ def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None
     assert list(_ambiguous(arms[:2])) == []
 
 
+def test_cells_are_averaged_trace_by_trace() -> None:
+    """In both cells the effect grows from trace to trace, and one cell has its runs in reverse."""
+    arms = [
+        Arm(
+            f"a {a}, b {b}", {"x.a": a, "x.b": b},
+            tuple(cast(Run, Known(f"{a}{b}", trace, 2.0 ** (a * (1 + (trace - b * 5) / 10)))) for trace in traces),
+        )
+        for b, traces in ((0, [0, 1, 2, 3, 4, 5]), (1, [5, 4, 3, 2, 1, 0]))
+        for a in (0, 1)
+    ]  # fmt: skip
+    effect = first_effect(arms, LATENCY[0])
+    assert effect.comparison.estimate is not None
+    each = [(1 + trace / 10 + 1 + (trace - 5) / 10) / 2 * math.log(2) for trace in range(NUM)]
+    assert effect.comparison.estimate.value == pytest.approx(np.mean(each))
+    half = effect.comparison.estimate.high - effect.comparison.estimate.value
+    assert half == pytest.approx(2.5706 * np.std(each, ddof=1) / math.sqrt(NUM), rel=1e-4)  # Student's t, 5 degrees
+
+    others = [arms[0], arms[1], *(replace(arm, runs=arm.runs[:-1]) for arm in arms[2:])]
+    others[:2] = [replace(arm, runs=arm.runs[:-1]) for arm in others[:2]]  # as many traces, but not the same
+    assert first_effect(others, LATENCY[0]).comparison.estimate is None
+
+
 def test_noise_alone_is_no_interaction() -> None:
     """Of the pairs of cells the most distant is tested, which the correction for their number makes up for."""
     designs = [design(lambda a, b: 1.0, 0.2, seed) for seed in range(60)]

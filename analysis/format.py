@@ -121,13 +121,16 @@ def plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def component(settings: Mapping[str, Any]) -> str:
-    """A component with its arguments: "AtMost(n=16)", "window(start_s=0, stop_s=60)"; "" if no key names one."""
+def component(settings: Mapping[str, Any], *, is_exact: bool = False) -> str:
+    """A component with its arguments: "AtMost(n=16)", "window(start_s=0, stop_s=60)"; "" if no key names one. is_exact:
+    "mine.AtMost(n=16)", and arguments with all their digits."""
     said = next((settings[key] for key in ("_target_", "name") if settings.get(key)), None)
     if said is None:
         return ""
-    arguments = [f"{key}={plain(value)}" for key, value in settings.items() if key not in ("_target_", "name")]
-    return str(said).rsplit(".", 1)[-1] + (f"({', '.join(arguments)})" if arguments else "")
+    write = str if is_exact else plain
+    arguments = [f"{key}={write(value)}" for key, value in settings.items() if key not in ("_target_", "name")]
+    name = str(said) if is_exact else str(said).rsplit(".", 1)[-1]
+    return name + (f"({', '.join(arguments)})" if arguments else "")
 
 
 def listing(words: list[str], most: int | None = None) -> str:

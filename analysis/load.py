@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from analysis.describe import run_lines, sweep_lines
-from analysis.format import component
 from analysis.measures.metrics import SLO
 from analysis.measures.occupancy import run_end_ns
 from analysis.measures.summary import SUMMARY_VERSION, summarise
-from analysis.naming import as_cell
+from analysis.naming import align, as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import STRINGS, RequestColumns
@@ -191,7 +190,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Ru
     if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
         folder = require_path("the run folder", paths)
         return load_run(folder) if any((folder / mark).exists() for mark in _MARKS) else load_sweep(folder)
-    sweeps = [load_sweep(path) for path in paths]
+    sweeps = [_found(path) for path in paths]
     if not sweeps:
         raise RunFolderError("no run folder given")
     align([run.flat_config for sweep in sweeps for run in sweep.runs])
@@ -260,6 +259,13 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     Runs are in path order. Within a folder, sweep points are ordered by their number in the sweep, and by command if
     several commands have points of the same number.
     """
+    sweep = _found(path)
+    align([run.flat_config for run in sweep.runs])
+    return sweep
+
+
+def _found(path: str | os.PathLike[str]) -> Sweep:
+    """As `load_sweep`, with configurations that are not aligned yet."""
     root = require_path("the run folder", path)
     if not root.is_dir():
         raise RunFolderError(
@@ -279,7 +285,6 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         else:
             why = _failure(folder) or _cure(folder, "the run is partial (interrupted or still going)")
             incomplete.append((folder, why))
-    align([run.flat_config for run in runs])
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")
@@ -322,20 +327,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def align(configs: Sequence[dict[str, Any]]) -> None:
-    """Gives a component the same key in every flat configuration if some have only its name ("watermark") and others
-    have nested keys for a class or its arguments: the nested keys become one text such as "AtMost(n=16)"."""
-    keys = {key for config in configs for key in config}
-    parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
-    for mixed in keys & parents:
-        for config in configs:
-            inner = {key: value for key, value in config.items() if key.startswith(f"{mixed}.")}
-            if words := component({key.removeprefix(f"{mixed}."): value for key, value in inner.items()}):
-                for key in inner:
-                    del config[key]
-                config[mixed] = words
 
 
 def swept_keys(runs: Sequence[Run]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.format import plain
+from analysis.format import component, plain
 
 NAMING_KEYS = ("name", "preset", "composition", "policy", "_target_")
 _UNITS = {  # the end of a key -> (what it says, units by size)
@@ -106,3 +106,24 @@ def level_text(key: str, value: Any) -> str:
 def as_cell(value: Any) -> Any:
     """A configuration value as the cell of a frame: lists and mappings become JSON text."""
     return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def align(configs: Sequence[dict[str, Any]]) -> None:
+    """Gives a component the same key in every flat configuration if some have only its name ("watermark") and others
+    have nested keys for a class or its arguments: the nested keys become one text such as "AtMost(n=16)", with the
+    module and all digits if that is the text of different components."""
+    keys = {key for config in configs for key in config}
+    parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
+    for mixed in keys & parents:
+        nested = [_below(config, f"{mixed}.") for config in configs]
+        num_of = Counter({repr(sorted(inner.items())): component(inner) for inner in nested}.values())  # by text
+        for config, inner in zip(configs, nested, strict=True):
+            if words := component(inner):
+                for key in inner:
+                    del config[f"{mixed}.{key}"]
+                config[mixed] = component(inner, is_exact=True) if num_of[words] > 1 else words
+
+
+def _below(config: Mapping[str, Any], start: str) -> dict[str, Any]:
+    """The part of a flat configuration whose keys begin so, without that beginning."""
+    return {key.removeprefix(start): value for key, value in config.items() if key.startswith(start)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -69,7 +70,13 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
         levels = {key: members[0].flat_config.get(key) for key in swept}
         name = level_names({key: levels[key] for key in naming}) or members[0].manifest.get("scheduler", "all runs")
         arms.append(Arm(str(name), levels, tuple(members), tuple(naming)))
-    return arms
+    num_of = Counter(arm.name for arm in arms)
+    return [replace(arm, name=f"{arm.name} ({_exactly(arm)})") if num_of[arm.name] > 1 else arm for arm in arms]
+
+
+def _exactly(arm: Arm) -> str:
+    """The levels in an arm's name with their modules and all their digits, where names are shorter."""
+    return ", ".join(str(arm.levels[key]) for key in arm.naming)
 
 
 def named(runs: Runs) -> dict[str, Run]:
@@ -165,6 +172,8 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
         )
         if label and says_rates and offered[name] > 0:
             label += f" ({significant(offered[name])} requests/s)"
+        if label in result:
+            label += f" ({', '.join(str(groups[name][0].flat_config.get(key)) for key in telling)})"
         mine = {id(run) for run in groups[name]}
         parts = [replace(arm, runs=tuple(run for run in arm.runs if id(run) in mine)) for arm in arms]
         result[label] = [arm for arm in parts if arm.runs]

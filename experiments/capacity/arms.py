@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis.comparison.sharing import correlation, share_between
-from analysis.load import align, differing_keys, flatten
+from analysis.load import differing_keys, flatten
 from analysis.measures.metrics import SLO
-from analysis.naming import labels_of
+from analysis.naming import align, labels_of
 from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.grammar import parsed

@@ -10,7 +10,7 @@ from analysis import format as fmt
 from analysis.comparison.arms import by_load, infer_arms
 from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import infer_pairs, join_repeats
-from analysis.load import load_run, load_sweep
+from analysis.load import load, load_run, load_sweep
 from analysis.naming import level_names
 from tests.analysis.runs import change_config, write_run
 
@@ -98,3 +98,28 @@ def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_th
         other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_trace": {"name": "synthetic"}}))
     kept = [pair.real.path for pair in infer_pairs(load_sweep(tmp_path).runs)]
     assert tmp_path / "b/real" in kept, "testbed fidelity simulated it as another model"
+
+
+def test_classes_of_one_name_in_two_modules_are_two_arms_with_two_names(tmp_path):
+    """A policy that was copied to be changed has the name of the first."""
+    own = [{"_target_": f"{module}.Cap", "share": 0.5 + digit / 1e9} for module in ("old", "new") for digit in (0, 1)]
+    for place, admission in enumerate(["watermark", *own]):
+        folder = write_run(tmp_path / f"{place // 3}" / f"{place}", num_requests=10)
+        change_config(folder, scheduler__admission=admission)
+    names = [f"admission {one['_target_']}(share={one['share']})" for one in own]
+    for sweep in (load_sweep(tmp_path), load([tmp_path / "0", tmp_path / "1"])):
+        assert [arm.name for arm in infer_arms(sweep.runs)] == ["admission watermark", *names]
+    assert [arm.name for arm in infer_arms(load_sweep(tmp_path / "0").runs)] == ["admission watermark", *names[:2]]
+
+    both = [run for run in load_sweep(tmp_path / "1").runs if "new" in str(run.config)]
+    assert [arm.name for arm in infer_arms(both)] == ["share 0.5 (0.5)", "share 0.5 (0.500000001)"]
+    (tmp_path / "0" / "0" / "done").unlink()  # no plain name any more
+    arms = infer_arms(load([tmp_path / "0" / "1", tmp_path / "1" / "3"]).runs)
+    assert [arm.name for arm in arms] == ["Cap (old.Cap)", "Cap (new.Cap)"]
+
+
+def test_loads_that_differ_in_the_last_digits_are_two(tmp_path):
+    for place, start_s in enumerate((1e6, 1e6 + 0.5)):
+        change_config(write_run(tmp_path / f"{place}", num_requests=10), trace__start_s=start_s)
+    loads = by_load(infer_arms(load_sweep(tmp_path).runs), [])
+    assert list(loads) == ["start_s = 1e+06", "start_s = 1e+06 (1000000.5)"]

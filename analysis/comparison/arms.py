@@ -89,14 +89,24 @@ def named(runs: Runs) -> dict[str, Run]:
 
 
 def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
-    """The factors, as tuples of keys whose levels differ between arms. Keys that always change together are one factor,
-    with the key that names it first."""
-    groups: dict[str, list[str]] = {}
+    """The factors, as tuples of keys whose levels differ between arms, the key that names a factor first. Keys that
+    always change together are one factor, and so are a key and those whose levels follow from it (a preset's own)."""
+    groups: dict[tuple[int, ...], list[str]] = {}  # by the first arm that has the same level, for each arm
     for key in dict.fromkeys(key for arm in arms for key in arm.levels):
         values = [repr(arm.levels.get(key)) for arm in arms]
         if len(set(values)) > 1:
-            groups.setdefault(repr([values.index(value) for value in values]), []).append(key)
-    return [tuple(keys) for keys in groups.values()]
+            groups.setdefault(tuple(map(values.index, values)), []).append(key)
+    leading = {one: [other for other in groups if other != one and _follows(one, other)] for one in groups}
+    factors = {one: keys for one, keys in groups.items() if not leading[one]}
+    for one, keys in groups.items():
+        if leading[one]:
+            factors[next(other for other in leading[one] if other in factors)].extend(keys)
+    return [tuple(keys) for keys in factors.values()]
+
+
+def _follows(levels: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether arms with one level of the other key have one level of this key, too."""
+    return len(set(zip(levels, other, strict=True))) == len(set(other))
 
 
 def same_prices(one: Arm, other: Arm) -> bool:

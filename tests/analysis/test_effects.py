@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from analysis.comparison.arms import Arm
+from analysis.comparison.arms import Arm, level_groups
 from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
 from analysis.comparison.effects import Compared, Effect, main_effects
 from analysis.comparison.wording import change_text
@@ -109,6 +109,19 @@ def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None
     assert said.endswith(" no average effect of the victim is given, and that of the queue order includes this change.")
     assert list(_ambiguous(arms[1:3])) == [said.partition(":")[0].replace("a 0, b 0 and ", "") + "."]
     assert list(_ambiguous(arms[:2])) == []
+
+
+def test_what_follows_from_a_level_is_no_factor_of_its_own() -> None:
+    """Three presets, of which two share a setting: a full design of presets and of another setting is one."""
+    arms = design(lambda a, b: 2.0**a * 3.0**b, 0.05)
+    presets = [replace(arm, levels={"x.own": arm.levels["x.b"] == 2, **arm.levels}) for arm in arms]
+    assert level_groups(presets) == [("x.a",), ("x.b", "x.own")]
+    found, known = (main_effects(those, those[0], LATENCY[:1]) for those in (presets, arms))
+    assert {(one.factor, one.level): one.comparison for one in found} == {
+        (one.factor, one.level): one.comparison for one in known
+    }
+    both = [replace(arm, levels={**arm.levels, "x.own": arm is arms[-1]}) for arm in arms]  # of both factors together
+    assert level_groups(both) == [("x.a",), ("x.b",), ("x.own",)]
 
 
 def test_cells_are_averaged_trace_by_trace() -> None:

@@ -67,20 +67,22 @@ class _Subject(NamedTuple):
         return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
 
 
-def answer(groups: Sequence[Compared], slo: SLO | None, question: str = "", most: int = MAX_SENTENCES) -> list[str]:
+def answer(
+    groups: Sequence[Compared], slo: SLO | None, question: str = "", margin: float = 0.02, most: int = MAX_SENTENCES
+) -> list[str]:
     """At most `most` sentences: which arms keep the SLO, which serves most within it, then claimed changes, the largest
     first. The metrics that the question names come first. Without comparisons, a description of the one arm at each
-    load."""
+    load. margin: of the comparisons."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
     of_slo = [] if slo is None else _kept(groups, slo)
-    changes = _differences(groups, slo, question, most - len(of_slo))
+    changes = _differences(groups, slo, question, margin, most - len(of_slo))
     return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]
 
 
-def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, most: int) -> list[str]:
+def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, margin: float, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
     claimed changes, settings that changed no decision, and comparisons without a difference."""
     ranked: list[tuple[bool, float, str]] = []
@@ -100,7 +102,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mos
                 num_untested += subject.is_untested
                 quiet.append((", ".join(conditions(group.load, subject.arms)), subject))
     ranked.sort(key=lambda item: item[:2])
-    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo))]
+    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
     said = [*_turning(claimed), *(text for *_, text in ranked)]
     said = [*said, *best] if asks_beside_slo(question) else [*best[: most - 2], *said]
     same = _same(groups)
@@ -312,7 +314,7 @@ def _told(rows: Sequence[Comparison], question: str) -> str:
     return "; ".join(parts)
 
 
-def _best_within(group: Compared, slo: SLO) -> str:
+def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     """A sentence on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
     distinguished from it. "" if no arm has more than the baseline beyond the noise. Arms of another cost model than the
     baseline's are left out."""
@@ -331,7 +333,7 @@ def _best_within(group: Compared, slo: SLO) -> str:
         for arm in (best, arms[0])
     ]
     others = [arm for arm in arms if arm is not best]
-    rows = compare([best, *comparable(others, best)], best, [goodput], slo=slo)
+    rows = compare([best, *comparable(others, best)], best, [goodput], margin, slo)
     near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"

@@ -289,7 +289,7 @@ def _context(
             *lost(report.arms, report.incomplete, sections.out.parent),
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": [*answer(sections.compared, slo, question, MAX_SENTENCES - len(beside)), *beside],
+        "answer": [*answer(sections.compared, slo, question, report.margin, MAX_SENTENCES - len(beside)), *beside],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

@@ -220,3 +220,15 @@ def test_levels_that_decided_alike_are_one_effect() -> None:
     a, b, same = effects(3)
     assert b == same == effects(2)[1]
     assert len({a, b}) == 2
+
+
+def test_an_arm_within_the_margin_of_the_best_is_not_told_apart_from_it() -> None:
+    values, noise = np.random.default_rng(1).normal(0, [[0.1], [0.002]], (2, NUM))
+    base = np.exp(values)
+    arms = [with_values("base", base), with_values("best", 2 * base), with_values("near", 1.94 * base * np.exp(noise))]
+    slo = SLO(ttft_s=1.0)
+    for margin, is_near in ((0.02, False), (0.1, True)):
+        rows = compare(arms, arms[0], SLO_METRICS[1:], margin, slo)
+        said = answer([Compared("", arms, rows, ())], slo, margin=margin)
+        assert said[0].startswith("best serves most within the SLO")
+        assert said[0].endswith("; near is not told apart from it.") is is_near

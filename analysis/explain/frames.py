@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.decisions import decided_steps
-from analysis.explain.following import Follower
+from analysis.explain.following import Follower, Stretch
 from analysis.explain.waiting import Engine, Life, Preempted, WaitRow
 from analysis.load import Run, load_run, read_frame
 from testbed.errors import RunFolderError
@@ -102,7 +102,8 @@ def stretches(source: Source, request_id: str) -> pd.DataFrame:
     """The stretches (`following.Stretch`) of one request, one row each; they cover [queued_ns, finish_ns]."""
     follower = Told(source, request_id).follower
     assert follower is not None
-    return pd.DataFrame([asdict(one) for one in follower.stretches()])
+    names = [field.name for field in fields(Stretch)]
+    return pd.DataFrame([asdict(one) for one in follower.stretches()], columns=names)
 
 
 def _frame(rows: list[WaitRow]) -> pd.DataFrame:

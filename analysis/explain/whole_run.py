@@ -119,13 +119,16 @@ def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
 def _worst(requests: pd.DataFrame) -> list[str]:
     per_token = requests["wait_ns"] / 1e9 / requests["num_output_tokens"].clip(lower=1)
     ranks = (
-        ("E2E", requests["e2e_s"], SENT_LAST), ("TTFT", requests["ttft_s"], SENT_FIRST),
-        ("waiting per output token", per_token, None),
-    )  # fmt: skip
+        ("E2E", requests["e2e_s"], SENT_LAST, "ended by stop or length"),
+        ("TTFT", requests["ttft_s"], SENT_FIRST, "got a token"),
+        ("waiting per output token", per_token, None, ""),
+    )
     lines = []
-    for title, values, sent in ranks:
+    for title, values, sent, which in ranks:
         worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
-        lines += [f"Worst {title}:"] * bool(len(worst))
+        num, num_of = values.count(), len(values)
+        of = f", of the {num:,} of {count(num_of, 'request')} that {which}" if num < num_of else ""
+        lines += [f"Worst {title}{of}:"] * bool(len(worst))
         for name, value in worst.items():
             row = requests.loc[str(name)]
             late_ns = 0 if sent is None else behind_ns(row, *sent)

@@ -130,6 +130,10 @@ def test_who_is_aborted_or_can_never_fit_waits_until_then(tmp_path: Path) -> Non
         table = stretches(folder, name)
         assert (table["start_ns"].iloc[0], table["end_ns"].iloc[-1]) == (facts["queued_ns"], facts["finish_ns"])
     assert "It had never" not in explain_request(load_run(folder), "gone")
+    said = explain_run(load_run(folder))
+    assert "\nWorst E2E, of the 2 of 3 requests that ended by stop or length:\n- a" in said
+    assert "\nWorst TTFT, of the 2 of 3 requests that got a token:\n" in said
+    assert "\nWorst waiting per output token:\n" in said, "all have it"
 
 
 def test_a_run_without_decisions_says_how_to_have_them(tmp_path: Path) -> None:
@@ -174,6 +178,7 @@ def test_who_is_aborted_as_it_comes_is_not_said_to_have_run(tmp_path: Path) -> N
     folder = run_of(tmp_path, [row("a", 12, 3), row("gone", 12, 3, at=1.5, cancel_after=0.1)])
     answer, *_ = explain_request(load_run(folder), "gone").splitlines()
     assert answer == "gone ended at the instant that first saw it: it neither waited nor ran."
+    assert stretches(folder, "gone")["end_ns"].empty
 
 
 def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:

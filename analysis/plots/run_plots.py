@@ -90,7 +90,7 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
     decodes = np.append(levels["decode"].mean_between(edges), np.nan)
     axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # for narrow areas
     axes.set_ylabel(of)
-    return float(edges[-1]), float(high.max())
+    return float(edges[-1]), float(high.max()) or 1.0  # steps that only rejected or moved requests compute nothing
 
 
 def gantt(

@@ -45,6 +45,7 @@ def runs(tmp_path_factory):
         "three": made(root / "three", num_requests=3, rate=5),
         "cut": simulate(cut, cache={"num_gpu_blocks": 40}, folder=root / "cut"),
         "no steps": made(root / "no_steps", num_requests=3, record={"steps": False}),
+        "nothing": simulate([cut[-1]], cache={"num_gpu_blocks": 40}, folder=root / "nothing", allow_ignored=True),
     }
 
 
@@ -73,6 +74,7 @@ def bars_of(axes, phase):
     ]
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_every_kind_of_run_is_drawn_in_both_formats(runs, tmp_path):
     for number, run in enumerate(runs.values()):
         for plot in (batch_composition, gantt, preemption_scatter):

@@ -119,7 +119,9 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
 
 
 def _preempted(subjects: Sequence[_Subject]) -> str:
-    told = num_preempted([arm for subject in subjects for arm in subject.preempting])
+    """How often anything was preempted in all runs that a sentence on these is about, if one is of preemptions."""
+    is_asked = any(subject.preempting for subject in subjects)
+    told = num_preempted([arm for subject in subjects for arm in subject.arms] if is_asked else [])
     return f" ({told})" if told else ""
 
 

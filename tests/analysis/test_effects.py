@@ -232,3 +232,15 @@ def test_an_arm_within_the_margin_of_the_best_is_not_told_apart_from_it() -> Non
         said = answer([Compared("", arms, rows, ())], slo, margin=margin)
         assert said[0].startswith("best serves most within the SLO")
         assert said[0].endswith("; near is not told apart from it.") is is_near
+
+
+def test_preemptions_are_counted_over_all_runs_that_a_sentence_is_of() -> None:
+    """One of two other arms differs in its preemption mode, too."""
+    arms = []
+    for place, (name, mode) in enumerate((("a", "recompute"), ("b", "recompute"), ("c", "swap")), 5):
+        arm = with_values(name, np.exp(np.arange(NUM) / place))
+        for run in arm.runs:
+            run.summary.update(preemptions={"total": 2}, num_requests=10)
+        arms.append(replace(arm, levels={**arm.levels, "scheduler.preemption": mode}))
+    (said,) = answer([Compared("", arms, compare(arms, arms[0], LATENCY[:1], margin=0.5), ())], None)
+    assert said == "Nothing that was compared differs beyond the noise (36 preemptions in 180 requests)."

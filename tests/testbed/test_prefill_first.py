@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
+from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from tests.testbed.core_kit import (
     add,
     cached,
+    commit,
     drain,
     ignored,
     make_limits,
     make_request,
     make_scheduler,
     preempted,
+    rows,
     scheduled,
     step,
 )
@@ -146,3 +149,15 @@ def test_decodes_come_between_steps_of_prompts_if_wanted() -> None:
     ended = make_scheduler(PrefillFirst(decodes_between=True), limits=make_limits(budget=16))
     add(ended, make_request("one", 16, 1), make_request("next", 16, 1))
     assert [scheduled(step(ended)[0]) for _ in range(2)] == [{"one": 16}, {"next": 16}], "none could decode"
+
+
+def test_decodes_that_wait_for_a_prompt_in_flight_still_come_before_other_prompts() -> None:
+    limits = make_limits(budget=16, plans=2)
+    scheduler = make_scheduler(PrefillFirst(decodes_between=True), limits=limits)
+    pair = SamplingParams(n=2, temperature=1.0)  # forks once its first tokens are sampled
+    add(scheduler, *[make_request(name, 16, 9, sampling=pair) for name in ("first", "second")])
+    assert scheduled(scheduler.plan(0)) == {"first": 16}
+    assert scheduler.plan(0).is_empty
+    commit(scheduler)
+    plan = scheduler.plan(0)
+    assert (len(plan.admitted), len(rows(plan)), plan.blocked_by) == (0, 2, BlockedBy.BATCH)

@@ -47,14 +47,16 @@ class PrefillFirst:
         self._owes_decodes = False  # whether the last step computed prompts, and decodes come before others
 
     def compose(self, step: Step) -> None:
-        if self._owes_decodes and step.num_running:
+        owes = self._owes_decodes and step.num_running > 0
+        if owes:
             if step.num_waiting:
                 step.blocked(BlockedBy.BATCH)
         elif not step.num_swapped:
             self._admit(step)
         elif step.num_waiting:
             step.blocked(BlockedBy.SWAPPED_FIRST)
-        self._owes_decodes = self._decodes_between and len(step.batch.seqs) > 0
+        cannot_yet = owes and not step.running()  # all wait for the outcome of the step in flight
+        self._owes_decodes = cannot_yet or (self._decodes_between and len(step.batch.seqs) > 0)
         if step.batch.seqs or (self._ignored_end_the_step and step.ignored):
             return
         if self._sorts_by_arrival:

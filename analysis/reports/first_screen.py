@@ -104,7 +104,8 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
     said = [*_turning(claimed), *(text for *_, text in ranked)]
-    said = [*said, *best] if asks_beside_slo(question) else [*best[: most - 2], *said]
+    num_first = 0 if asks_beside_slo(question) else max(1, most - 2)
+    said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
     if not said and num_untested:
         often = _preempted([one for _, one in quiet])

@@ -144,6 +144,16 @@ def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> 
         assert len(said) <= MAX_SENTENCES
 
 
+def test_the_most_goodput_at_each_load_is_told_or_counted_however_few_sentences_there_are(arms: list[Arm]) -> None:
+    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
+    rows = [Comparison(arms[1].name, SLO_METRICS[1], 4.0, change, "higher"), row("b", 0, 0.1)]
+    groups = [Compared(f"{rate} requests/s", arms, rows, ()) for rate in (1, 2, 3)]
+    for most, num_left in ((5, 5), (4, 6), (3, 7)):  # of three on goodput and six on arms
+        _, first, *_, left = answer(groups, SLO(ttft_s=0.5), most=most + 1)
+        assert "serves most within the SLO" in first
+        assert left.startswith(f"{num_left} more differences"), left
+
+
 def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
     names = [arm.name for arm in arms]
     rows = [row(names[1], index, 0.3) for index in range(6)]

@@ -83,8 +83,8 @@ def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> Sa
         return replace(base, **(flags | asked.sampling))
     except RequestError as error:
         said = str(error)
-        is_of_row = said.removeprefix("sampling.").split()[0] in asked.sampling  # it says only its key
-        raise RequestError(f"{asked.place}: {said.removeprefix('sampling.')}" if is_of_row else said) from None
+        is_of_row = not asked.sampling.keys().isdisjoint(re.findall(r"\w+", said))  # a row has only its key
+        raise RequestError(f"{asked.place}: {said.replace('sampling.', '')}" if is_of_row else said) from None
 
 
 def generate(

@@ -15,6 +15,7 @@ from experiments.fidelity.fields import json_lines
 from experiments.runs.interrupt import ended_as_interrupted
 from experiments.text import LLM
 from real.text import generate as text_generate
+from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError, RequestError
 from tests.experiments.kit import Said, say
 from tests.text.kit import PROMPTS, greedy
@@ -213,6 +214,18 @@ def test_a_bad_row_is_named_by_file_and_line(
 ) -> None:
     (tmp_path / name).write_text(text)
     assert says in generate(capsys, folder, "--prompts-file", str(tmp_path / name)).error()
+
+
+def test_a_row_that_contradicts_a_flag_is_named_and_a_bad_flag_is_not_blamed_on_it() -> None:
+    def said(row: dict[str, Any], **flags: Any) -> str:
+        with pytest.raises(RequestError) as error:
+            text_generate.sampling_of(text_generate.Asked("a", row, "p.jsonl:2"), flags, SamplingParams())
+        return str(error.value)
+
+    most = "min_tokens is 5; it must be at most max_tokens (3)"
+    assert said({"max_tokens": 3}, min_tokens=5) == f"p.jsonl:2: {most}"
+    assert said({"best_of": 2}, beam_width=2).startswith("p.jsonl:2: best_of and beam_width exclude")
+    assert said({"top_k": 3}, min_tokens=5, max_tokens=3) == f"sampling.{most}"
 
 
 def test_a_line_of_a_file_ends_at_line_feeds_only(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ _WORDS = {
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
-_BESIDE = re.compile(r"\b(itl|inter-token latency|queueing|median|p(?!99\b)\d+)\b")
+_IN_SUMMARY = re.compile(r"\b(itl|inter-token latency|queueing|median|p50|p90|p95)\b(?!\.\d)")
+_IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
 
 def is_asked(metric: Metric, question: str) -> bool:
@@ -38,11 +39,14 @@ def asks_beside_slo(question: str) -> bool:
 
 def absent(question: str, *, has_slo: bool) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
-    of_slo, beside = (list(dict.fromkeys(words.findall(question.casefold()))) for words in (_OF_SLO, _BESIDE))
+    of_slo, in_summary, in_table = (
+        list(dict.fromkeys(words.findall(question.casefold()))) for words in (_OF_SLO, _IN_SUMMARY, _IN_TABLE)
+    )
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
-    parts += [f"{_listed(beside)} (in the summary.json of each run)"] if beside else []
+    parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
+    parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []
     return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []
 
 
 def _listed(words: list[str]) -> str:
-    return fmt.listing([word.upper() if len(word) <= 4 else word for word in words])
+    return fmt.listing([word.upper() if len(word) <= 4 or word[1].isdigit() else word for word in words])

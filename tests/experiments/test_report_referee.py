@@ -307,6 +307,9 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert said == f"{begin}SLO and goodput (give an SLO, as --slo ttft_s=0.5)."
     (said,) = absent("Goodput, the P95 TTFT, or ITL?", has_slo=False)
     assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); P95 and ITL (in the summary.json of each run)."
+    (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
+    of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
+    assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"
 
 
 def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:

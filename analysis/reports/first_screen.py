@@ -114,8 +114,11 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         return [f"Nothing that was compared differs beyond the noise{_preempted([one for _, one in quiet])}."]
     most -= len(same)
     if len(said) > most:
-        left = len(said) - most + 1
-        return [*said[: most - 1], f"{left} more differences are below, under “All findings”.", *same]
+        num_told = max(1, most - 1)
+        left = len(said) - num_told
+        more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} below, under “All findings”."
+        told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
+        return [*told, *same]
     return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed})[: most - len(said)]]
 
 

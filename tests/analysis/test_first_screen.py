@@ -35,6 +35,8 @@ def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> Non
     assert "worse in P99 TTFT (+35" in said[0]
     assert [text.split(" against")[0] for text in said[:4]] == ["arm 8", "arm 7", "arm 6", "arm 5"]
     assert said[4] == "5 more differences are below, under “All findings”."
+    (only,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, most=1)
+    assert only == f"{said[0].removesuffix('.')}; 8 more differences are below, under “All findings”."
 
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:

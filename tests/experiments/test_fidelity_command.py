@@ -387,6 +387,8 @@ def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
     assert gone in error_line(capsys, run.path)
     assert main(["run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}"]) == 1
     assert gone in capsys.readouterr().err
+    assert main(["run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}", "trace.path=nowhere"]) == 1
+    assert "error: nowhere: does not exist" in capsys.readouterr().err, "it is not the run's"
 
 
 def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,10 @@ from testbed.checks import require, require_whole, require_whole_or_null
 from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 
-_WITHOUT_TOKEN_BUDGET = ("static", "iteration_level")  # their systems limit a batch by its sequences only
+_WITHOUT_TOKEN_BUDGET = (  # their systems limit a batch by its sequences only
+    "static", "testbed.policies.compositions.static.Static",
+    "iteration_level", "testbed.policies.compositions.iteration_level.IterationLevel",
+)  # fmt: skip
 _SHORTEST_BUDGET, _SHORTEST_OF_BATCHES = 2048, 16_384  # tokens; the latter are 32 prompts of 512
 
 
@@ -56,7 +60,9 @@ def resolve_limits(config: SchedulerConfig, model_max_len: int) -> Limits:
         raise ConfigError(
             f"scheduler.max_model_len is {max_model_len}, but the model has {model_max_len} positions; lower it"
         )
-    shortest = _SHORTEST_OF_BATCHES if config.composition in _WITHOUT_TOKEN_BUDGET else _SHORTEST_BUDGET
+    given = config.composition
+    named = given.get("_target_") if isinstance(given, Mapping) else given
+    shortest = _SHORTEST_OF_BATCHES if named in _WITHOUT_TOKEN_BUDGET else _SHORTEST_BUDGET
     return Limits(
         config.max_num_seqs,
         config.max_num_batched_tokens or max(max_model_len, shortest),

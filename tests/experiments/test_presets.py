@@ -111,6 +111,13 @@ def test_a_step_without_a_budget_of_its_own_has_room_for_the_batches_of_its_syst
     assert (budget(512), budget(30_000)) == (num_tokens, 30_000)
 
 
+def test_a_composition_has_the_same_budget_by_its_name_and_by_its_class() -> None:
+    own = "scheduler.composition={_target_: testbed.policies.compositions.static.Static}"
+    for more in ((), (own,)):
+        config = config_of(("scheduler=static", "scheduler.max_model_len=512", *more))
+        assert config.limits.max_num_batched_tokens == 16_384
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_serves_single_sequences_to_their_end(name: str, prefix_caching: bool) -> None:

@@ -157,9 +157,9 @@ def _value(text: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        value = None
+        raise argparse.ArgumentTypeError(f"{text!r}, which cannot be read as YAML") from None
     if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r}, which is no value; give one, or leave it out")
+        raise argparse.ArgumentTypeError(f"{text!r}, which would change nothing; give a value, or leave it out")
     return value
 
 

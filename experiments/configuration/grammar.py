@@ -47,7 +47,7 @@ def readable(override: str) -> str:
     """Returns the override, with quotes around a plain value that Hydra's grammar cannot read (such as é, =, (1)), and
     around a sentence."""
     key, _, value = override.partition("=")
-    if key == _SENTENCE and not _is_one_text(override):
+    if key.lstrip("+") == _SENTENCE and not _is_one_text(override):
         return f"{key}={quoted(value)}"
     if not value or value[0] in "[{'\"" or "," in value:
         return override

@@ -15,6 +15,8 @@ GONE = {  # removed keys, and why they are no longer needed; ignored in older ru
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
 }
 
+PROFILED = "PROFILED STEPS"  # begins the note that record.profile has spoilt times
+
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:

@@ -20,6 +20,7 @@ from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
+from experiments.configuration.settings import PROFILED
 from experiments.configuration.structured import freeze
 from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
@@ -147,6 +148,8 @@ def folder_load(
     notes = []
     if is_simulated:
         notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
+    said = (run.manifest.get("replay") or {}).get("notes", [])
+    notes += [note for note in said if note.startswith(PROFILED)]
     had = f"scheduler={run.config['scheduler']['name']}"
     notes += [
         f"ran under {had}, and is simulated under {chosen} within the run's limits, unless they are given"

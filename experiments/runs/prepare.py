@@ -13,6 +13,7 @@ from xxhash import xxh64_hexdigest
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import saved_config
+from experiments.configuration.settings import PROFILED
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
 from experiments.wiring.costs import fit_file
@@ -109,7 +110,7 @@ class ReplayLog:
         notes = [*lag.notes(), *core_wait_notes(waited)]
         if self._profiled is not None and self._profiled[0] < num_steps:
             notes.append(
-                "PROFILED STEPS: those of record.profile, and requests meanwhile, took longer than without the "
+                f"{PROFILED}: those of record.profile, and requests meanwhile, took longer than without the "
                 "profiler; take times from a run without it"
             )
         return {

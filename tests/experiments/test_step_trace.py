@@ -33,6 +33,8 @@ def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, cap
     profiled(folder, capsys, "2:4")
     note = "PROFILED STEPS: those of record.profile, and requests meanwhile, took longer than without the profiler"
     assert note in " ".join(json.loads((folder / "manifest.json").read_text())["replay"]["notes"])
+    assert say(capsys, "fidelity", str(folder), "--out", str(tmp_path / "f")).status == 0
+    assert note in (tmp_path / "f" / "fidelity.md").read_text()
     assert say(capsys, "timeline", str(folder)).status == 0
     events = [event for event in read(folder / "timeline.json") if event["pid"] == 2]
     assert any(event["name"].startswith("aten::") for event in events), "operators"
@@ -106,7 +108,7 @@ def test_a_profiled_run_is_simulated_from_its_folder(tmp_path: Path, capsys: Any
     out = ("device=cpu", "cost=linear", "--out", str(tmp_path / "fidelity"))
     told = say(capsys, "fidelity", str(measured), *out)
     assert told.status == 0
-    assert "record.profile" not in told.out
+    assert "record.profile has no effect" not in told.out
 
 
 def test_a_profile_that_is_none_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -115,7 +115,8 @@ def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytes
 def test_a_question_s_commas_and_brackets_are_punctuation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str
 ) -> None:
-    sweep(capsys, tmp_path / "s", POINTS, f"report.question={question}")
+    key = "++report.question" if question[0] == "[" else "report.question"
+    sweep(capsys, tmp_path / "s", POINTS, f"{key}={question}")
     said = {run.config["report"]["question"] for run in load_sweep(tmp_path / "s").runs}
     assert said == {question.strip('"')}
 

@@ -52,7 +52,7 @@ def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: 
     ordered = sorted(arms, key=lambda arm: arm.name != baseline.name)
     typical, ordered = _typical(ordered), ordered[:_MAX_CURVES]
     at_load = [run for arm in arms for run in arm.runs]
-    which = tables.replicate_name(next(iter(typical.values())), at_load)
+    which = tables.replicate_names(at_load)(next(iter(typical.values())))
     where = f"{f' at {load}' if load else ''}, {which}"
     note = f" The first {len(ordered)} of {len(arms)} arms are shown." if len(ordered) < len(arms) else ""
     caption = f"Share of requests within a latency, queueing included.{note}"

@@ -12,7 +12,7 @@ from analysis.comparison.compare import ignored
 from analysis.load import Run
 from analysis.measures.statistics import mser5
 from analysis.reports.keeping_up import began_within_s, is_closed_loop, judged, state_of, who
-from analysis.reports.tables import replicate_name
+from analysis.reports.tables import replicate_names
 
 _MAX_NAMED = 6  # arms or replicates
 
@@ -97,9 +97,9 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
     every = [(arm.name, run) for arm in arms for run in counted(arm)]
     if len(chosen) == len(every):
         return ""
-    runs = [run for _, run in every]
+    replicate = replicate_names([run for _, run in every])
     parts = []
-    for name in (lambda one: str(one[0]), lambda one: replicate_name(one[1], runs)):
+    for name in (lambda one: str(one[0]), lambda one: replicate(one[1])):
         names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
         these = [one for one in names if one in among]
         if len(these) < len(names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -278,18 +278,23 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
 
 def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(arm, replicate, link) of every run that counts (see `counted`)."""
-    every = [run for arm in arms for run in arm.runs]
-    return [(arm.name, replicate_name(run, every), links[str(run.path)]) for arm in arms for run in counted(arm)]
+    name_of = replicate_names([run for arm in arms for run in arm.runs])
+    return [(arm.name, name_of(run), links[str(run.path)]) for arm in arms for run in counted(arm)]
 
 
-def replicate_name(run: Run, every: Sequence[Run]) -> str:
-    """The name of a run's replicate: its values of the trace's settings that are declared as replicates, and its seed,
-    if runs differ in them."""
+def replicate_names(every: Sequence[Run]) -> Callable[[Run], str]:
+    """Returns the function that names the replicate of a run of `every`: by its values of the trace's settings that are
+    declared as replicates, and its seed, if runs differ in them. It reads all configurations, once."""
     keys = [key for key in swept_keys(every) if key.split(".")[0] == "trace" and not is_seed(key)]
     stated = stated_replicates(every)
-    told = [fmt.plain(run.flat_config.get(key)) for key in keys if any(key.startswith(name) for name in stated)]
-    seeds = {one.manifest.get("seed") for one in every}
-    return ", ".join([*told, *([f"seed {fmt.plain(run.manifest.get('seed'))}"] if len(seeds) > 1 or not told else [])])
+    keys = [key for key in keys if any(key.startswith(name) for name in stated)]
+    has_seeds = len({one.manifest.get("seed") for one in every}) > 1 or not keys
+
+    def name_of(run: Run) -> str:
+        told = [fmt.plain(run.flat_config.get(key)) for key in keys]
+        return ", ".join([*told, *([f"seed {fmt.plain(run.manifest.get('seed'))}"] if has_seeds else [])])
+
+    return name_of
 
 
 def _float(value: Any) -> float | None:

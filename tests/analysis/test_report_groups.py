@@ -11,6 +11,7 @@ from analysis.comparison.compare import LATENCY, compare
 from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import Pair, infer_pairs
 from analysis.load import load_run, load_sweep
+from analysis.reports import tables
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
@@ -176,3 +177,15 @@ def test_an_arm_equal_to_the_baseline_is_called_identical(tmp_path):
     runs = tuple(load_run(write_run(tmp_path / str(s), seed=s, num_requests=10)) for s in (0, 1))
     arms = [Arm("base", {}, runs), Arm("same", {}, runs)]
     assert {row.verdict for row in compare(arms, arms[0], LATENCY)} == {"identical"}
+
+
+def test_the_names_of_replicates_cost_one_reading_of_the_configurations(tmp_path, monkeypatch):
+    for seed in (0, 1, 2):
+        for chunked in (False, True):
+            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    arms, read = infer_arms(load_sweep(tmp_path).runs), []
+    links = {str(run.path): "" for arm in arms for run in arm.runs}
+    swept_keys = tables.swept_keys
+    monkeypatch.setattr(tables, "swept_keys", lambda runs: read.append(len(runs)) or swept_keys(runs))
+    assert [name for _, name, _ in tables.runs_table(arms, links)] == ["seed 0", "seed 1", "seed 2"] * 2
+    assert read == [6], "of all runs, once"

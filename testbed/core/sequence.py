@@ -114,9 +114,9 @@ class Sequence(KVSequence):
 
     @property
     def output_token_ids(self) -> Seq[int]:
-        forced = self.request.forced_output
-        if self._tokens is None and forced is not None and len(forced) == self.num_output_tokens:
-            return forced
+        forced, num_tokens = self.request.forced_output, self.num_output_tokens
+        if self._tokens is None and forced is not None and (self.is_forced or len(forced) == num_tokens):
+            return forced if len(forced) == num_tokens else array("i", forced[:num_tokens])
         return self._content[self.num_prompt_tokens : self.num_known_tokens]
 
     def known_tokens(self, start: int, stop: int) -> array[int]:

@@ -18,7 +18,7 @@ from testbed.traces.inbox import TraceInbox
 from testbed.traces.lazy_tokens import LazyTokens
 from testbed.traces.schema import Span, TraceRequest
 from tests.sim.kit import VOCAB_SIZE, Instants, constant
-from tests.testbed.core_kit import make_scheduler
+from tests.testbed.core_kit import make_scheduler, step
 
 IDS = array("i", range(100, 110))
 
@@ -110,3 +110,17 @@ def test_a_simulated_run_makes_no_tokens_of_prompts_that_share_nothing() -> None
         119,
         30,
     ]  # who has the prefix, who finds it
+
+
+@pytest.mark.parametrize("num_emitted", [0, 2])
+def test_a_request_that_ends_early_makes_no_prompt(num_emitted: int) -> None:
+    prompt = Maker(array("i", range(2, 10)))
+    request = Request("a", LazyTokens(8, prompt), forced_output=LazyTokens(10, Maker(IDS)))
+    scheduler = make_scheduler(caching=False)
+    scheduler.add(request)
+    for _ in range(num_emitted):
+        step(scheduler)
+    finished = scheduler.abort("a", 9)
+    assert finished is not None
+    assert list(finished.output_token_ids) == list(IDS[:num_emitted])
+    assert prompt.num_calls == 0

@@ -60,11 +60,30 @@ class ReplicaInbox:
         self._tell(requests, now_ns)
 
 
-class Replica:
-    """A replica as routers see it. Implements testbed.routing.routers.ReplicaView."""
+class Probe:
+    """The request that a router looks up, as a sequence. It is kept until the next one, so that its tokens are made and
+    its keys computed once, however many replicas are asked: all of a fleet have one configuration."""
 
-    def __init__(self, number: int, inbox: ReplicaInbox, scheduler: Scheduler) -> None:
+    def __init__(self) -> None:
+        self._seq: CoreSequence | None = None
+
+    def of(self, request: Request, max_model_len: int) -> CoreSequence:
+        seq = self._seq
+        if seq is None or seq.request is not request:
+            if seq is not None:
+                seq.chain = None  # leaves no reference cycle
+            seq = self._seq = CoreSequence(-1, request, max_model_len)
+        elif seq.chain is not None:
+            seq.chain.frozen_hit = None  # that of the replica asked before
+        return seq
+
+
+class Replica:
+    """A replica as routers see it. Implements testbed.routing.routers.ReplicaView. probe: the fleet's."""
+
+    def __init__(self, number: int, inbox: ReplicaInbox, scheduler: Scheduler, probe: Probe) -> None:
         self.number = number
+        self._probe = probe
         self._inbox, self._scheduler, self._blocks = inbox, scheduler, scheduler.blocks
 
     @property
@@ -88,10 +107,8 @@ class Replica:
         return self._blocks.num_gpu_blocks - self._blocks.num_free_blocks
 
     def num_cached_tokens(self, request: Request) -> int:
-        probe = CoreSequence(-1, request, self._scheduler.limits.max_model_len)
-        num_tokens = self._blocks.lookup(probe).num_tokens
-        self._blocks.forget(probe)
-        return num_tokens
+        probe = self._probe.of(request, self._scheduler.limits.max_model_len)
+        return self._blocks.lookup(probe).num_tokens
 
 
 class Dispatcher:
@@ -112,8 +129,8 @@ class Dispatcher:
         self._replicas: tuple[Replica, ...] = ()
 
     def attach(self, schedulers: Sequence[Scheduler]) -> None:
-        pairs = zip(self.inboxes, schedulers, strict=True)
-        self._replicas = tuple(Replica(number, inbox, scheduler) for number, (inbox, scheduler) in enumerate(pairs))
+        pairs, probe = zip(self.inboxes, schedulers, strict=True), Probe()
+        self._replicas = tuple(Replica(number, *pair, probe) for number, pair in enumerate(pairs))
 
     def next_ns(self) -> int | None:
         """Returns the instant of the next event of the source."""

@@ -13,17 +13,19 @@ from sim.cost.base import CostModel
 from sim.cost.config import ConstantConfig
 from sim.cost.constant import ConstantCost
 from testbed.blocks.config import KVRules
+from testbed.blocks.keys import TokenKeys
 from testbed.core.commands import StepView
 from testbed.core.limits import Limits
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import ConfigError
+from testbed.routing.dispatch import Dispatcher
 from testbed.routing.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain, world_of
 from tests.sim.worlds import Log, Sessions, expect_instants
-from tests.testbed.core_kit import make_scheduler
+from tests.testbed.core_kit import make_scheduler, step
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 STEP_NS = 10
@@ -305,3 +307,25 @@ def test_replicas_may_have_different_prices() -> None:
     slow, quick = drive(Sessions(arrivals, [], {}), To(a=0, b=1, c=1), schedulers, [step_of(30), step_of(7)])
     assert [event[4] for event in slow.events if event[0] == "a"] == [120]
     assert [event[2] for event in quick.events if event[:2] == ("arrived", "c")] == [21]
+
+
+def test_a_request_that_all_replicas_are_asked_about_is_hashed_once() -> None:
+    class Counting(TokenKeys):
+        num_blocks = 0
+
+        def key_of(self, content: bytes, previous_key: int) -> int:
+            Counting.num_blocks += 1
+            return super().key_of(content, previous_key)
+
+    schedulers = [make_scheduler(num_blocks=64, block_size=4, key_source=Counting(4)) for _ in range(3)]
+    dispatcher = Dispatcher(Sessions([], [], {}), RoundRobin(), len(schedulers))
+    dispatcher.attach(schedulers)
+    first, second = (request(name, 0, 9, num_prompt) for name, num_prompt in (("a", 17), ("b", 25)))
+    for scheduler in schedulers[1:]:
+        scheduler.add(first)
+        step(scheduler)
+    Counting.num_blocks = 0
+    hits = [replica.num_cached_tokens(second) for replica in dispatcher._replicas]
+    assert hits == [0, 16, 16]
+    assert Counting.num_blocks == 2 * 3 + 24 // 4, "the rest of the two cached prefixes, and the request once"
+    assert [replica.num_cached_tokens(first) for replica in dispatcher._replicas] == [0, 16, 16]

@@ -28,8 +28,8 @@ class Preempting:
         self.num_reset = 0  # how many of them, at the front, were preempted by a reset
         self.swap_out: tuple[Pair, ...] = ()
         self.held: tuple[Sequence, ...] = ()  # victims that return to the queue after the step is decided
-        self.ignored: tuple[Ignored, ...] = ()
-        self.ended: tuple[tuple[Sequence, str], ...] = ()  # ignored sequences, with the reason
+        self.ignored: list[Ignored] = []  # lists: a burst of requests that can never run ends in one step
+        self.ended: list[tuple[Sequence, str]] = []  # ignored sequences, with the reason
         self._batch, self._blocks, self._running, self._waiting = batch, blocks, running, waiting
         self._policies, self._holds = policies, holds
 
@@ -81,8 +81,8 @@ class Preempting:
 
     def end(self, seq: Sequence, reason: str) -> None:
         """Reports a sequence and its siblings as ignored. They must hold no blocks and be in no queue."""
-        self.ignored += (Ignored(seq.seq_id, seq.request_id, reason),)
-        self.ended += tuple([(one, reason) for one in seq.together])
+        self.ignored.append(Ignored(seq.seq_id, seq.request_id, reason))
+        self.ended.extend([(one, reason) for one in seq.together])
 
     def _withdraw(self, seq: Sequence) -> bool:
         """Stops a victim and removes its rows from the batch. Returns whether it was already scheduled in this step."""

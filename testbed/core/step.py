@@ -65,7 +65,7 @@ class Step:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return self.leaving.ignored
+        return tuple(self.leaving.ignored)
 
     @property
     def num_running(self) -> int:

@@ -8,6 +8,7 @@ from testbed.blocks.config import KVRules
 from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
+from testbed.core.step import Step
 from testbed.errors import RequestError
 from tests.testbed.core_kit import (
     add,
@@ -104,6 +105,23 @@ def test_a_prompt_longer_than_the_model_is_ignored_in_the_next_step(composition:
         "a": FinishReason.LENGTH,
     }
     assert plan.ignored[0].reason == "prompt of 9 tokens exceeds max_model_len (8)"
+    assert_nothing_held(scheduler)
+
+
+def test_many_that_can_never_run_end_in_one_step_and_none_is_copied_for_the_next() -> None:
+    class Refusing:
+        def compose(self, step: Step) -> None:
+            ended, reports = step.leaving.ended, step.leaving.ignored
+            while (seq := step.head()) is not None:
+                step.ignore(seq, "refused")
+            assert step.leaving.ended is ended
+            assert step.leaving.ignored is reports
+
+    scheduler = make_scheduler(Refusing(), limits=make_limits(model_len=8))
+    add(scheduler, *[make_request(f"r{i}", 9 if i % 2 else 4, 1) for i in range(8)])
+    plan, finished = step(scheduler)
+    assert ignored(plan) == ["r1", "r3", "r5", "r7", "r0", "r2", "r4", "r6"]
+    assert [item.request.request_id for item in finished] == ignored(plan)
     assert_nothing_held(scheduler)
 
 

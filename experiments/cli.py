@@ -161,7 +161,9 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument(
         "--baseline", type=words, help=f"the arm that the others are compared with; {stated} report.baseline"
     )
-    parser.add_argument("--slo", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s, lateness_s); {stated} slo.*")
+    parser.add_argument(
+        "--slo", action="append", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s, lateness_s); {stated} slo.*"
+    )
     parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
@@ -182,7 +184,8 @@ def _report(arguments: list[str]) -> int:
     with writing(out):
         page = report_from_folders(
             options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
-            slo=_limits(options.slo), margin=options.margin, command=shlex.join(["testbed", "report", *arguments]),
+            slo=_limits(options.slo and ",".join(options.slo)), margin=options.margin,
+            command=shlex.join(["testbed", "report", *arguments]),
         )  # fmt: skip
     print(page)
     return 0

@@ -61,7 +61,8 @@ def never_triggered(arms: Sequence[Arm]) -> list[str]:
     same = alike(arms)
     groups = grouped(arms, lambda arm: same[arm.name]).values()
     said = [f"{same_arms(group)}.{_diluted(group, arms, same)}" for group in groups if len(group) > 1]
-    more = [f"So did {len(said) - _MAX_GROUPS} more groups of arms."] if len(said) > _MAX_GROUPS else []
+    left = len(said) - _MAX_GROUPS
+    more = [f"So did {fmt.count(left, 'more group')} of arms."] if left > 0 else []
     return [*said[:_MAX_GROUPS], *more]
 
 

@@ -5,13 +5,20 @@ Changes are in percent; changes of shares, such as SLO attainment, are in percen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
 from analysis.comparison.effects import Effect
 from analysis.naming import factor_name, level_text
+
+
+def no_more_than(verdicts: Collection[str], margin: float) -> str:
+    """What differences without a claim do not exceed: "the noise", "±2 %", or either."""
+    said = ["the noise"] * (not {"inside the noise", "inside the engine's noise"}.isdisjoint(verdicts))
+    said += [f"±{margin * 100:g} %"] * ("equivalent" in verdicts)
+    return " or ".join(said) or "the noise"
 
 
 def change_text(comparison: Comparison) -> str:

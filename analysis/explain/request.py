@@ -56,7 +56,7 @@ def _answer(
     if not life:
         return [f"{name} ended at the instant that first saw it: it neither waited nor ran."]
     if not total:
-        first = f"{name} did not wait: the first step that saw it admitted it, and none preempted it."
+        first = f"{name} did not wait in the queue: the first step that saw it admitted it, and none preempted it."
         return [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
     by_cause: Counter[str] = Counter()
     for one in waits:

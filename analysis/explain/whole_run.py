@@ -50,7 +50,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     causes = [f"{share(ns / total)} for {CAUSES.get(str(cause), str(cause))}" for cause, ns in sums.head(3).items()]
     first = f"{num:,} requests waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
     first += " in the system"
-    lines = [f"{first}: {listing(causes)}." if total else f"{count(num, 'request')}, and none waited."]
+    lines = [f"{first}: {listing(causes)}." if total else f"{count(num, 'request')}, and none waited in the queue."]
     if len(preemptions):
         modes = listing([f"{n:,} by {mode}" for mode, n in preemptions["mode"].value_counts().items()])
         gone, num_victims = int(lost.sum()), preemptions["request_id"].nunique()
@@ -141,7 +141,8 @@ def _one_line(row: Any) -> str:
     """How long a request waited, and mostly for what."""
     wait, life, num = int(row["wait_ns"]), int(row["life_ns"]), int(row["num_preemptions"])
     if not wait:
-        text = f"did not wait: {row['num_prompt_tokens']:,} prompt and {row['num_output_tokens']:,} output tokens"
+        tokens = f"{row['num_prompt_tokens']:,} prompt and {row['num_output_tokens']:,} output tokens"
+        text = f"did not wait in the queue: {tokens}"
     else:
         cause = CAUSES.get(str(row["cause"]), str(row["cause"]))
         text = f"waited {seconds(wait / 1e9)} ({share(wait / max(1, life))}), mostly for {cause}"

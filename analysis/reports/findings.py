@@ -17,6 +17,7 @@ from analysis.comparison.wording import (
     difference_text,
     holm_text,
     interval_text,
+    no_more_than,
     step_text,
     verdict_text,
 )
@@ -93,7 +94,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
     elif {"inside the noise", "inside the engine's noise", "equivalent"} & set(groups):
-        sentences = [f"{subject} shows no difference beyond the noise."]
+        sentences = [f"{subject} shows no difference beyond {no_more_than(groups, margin)}."]
     elif set(groups) == {"identical"}:
         sentences = [f"{subject} shows no difference."]
     else:

@@ -27,7 +27,7 @@ from analysis.comparison.arms import (
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import cells_text, change_text, step_text
+from analysis.comparison.wording import cells_text, change_text, no_more_than, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import factor_name, level_text
@@ -93,7 +93,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         for subject in _subjects(group):
             ranked += [
                 (is_beside, -size, _under(group.load, subject.arms, text))
-                for is_beside, size, text in _changes(subject, question)
+                for is_beside, size, text in _changes(subject, question, margin)
             ]
             for row in subject.claims:
                 key = (subject.average + subject.name, row.metric.label)
@@ -111,7 +111,8 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         often = _preempted([one for _, one in quiet])
         return [*same, f"There is too little data for a claim{often}: too few replicates, or too few requests of one."]
     if not said and not same and quiet:
-        return [f"Nothing that was compared differs beyond the noise{_preempted([one for _, one in quiet])}."]
+        every = [one for _, one in quiet]
+        return [f"Nothing that was compared differs beyond {_no_more_than(every, margin)}{_preempted(every)}."]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -119,7 +120,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} below, under “All findings”."
         told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
         return [*told, *same]
-    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed})[: most - len(said)]]
+    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed}, margin)[: most - len(said)]]
 
 
 def _preempted(subjects: Sequence[_Subject]) -> str:
@@ -129,7 +130,11 @@ def _preempted(subjects: Sequence[_Subject]) -> str:
     return f" ({told})" if told else ""
 
 
-def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str]) -> list[str]:
+def _no_more_than(subjects: Sequence[_Subject], margin: float) -> str:
+    return no_more_than({row.verdict for subject in subjects for row in subject.rows}, margin)
+
+
+def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margin: float) -> list[str]:
     """Sentences on comparisons without a difference: first on those that have none under any conditions."""
     by_at: dict[str, dict[str, list[_Subject]]] = {"": {}}
     for at, subject in quiet:
@@ -139,8 +144,9 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str]) -> li
     found = []
     for at, subjects in by_at.items():
         names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_QUIET else f"{len(subjects)} more comparisons"
-        often = _preempted([one for those in subjects.values() for one in those])
-        text = f"{names} show{'s' * (len(subjects) == 1)} no difference beyond the noise{often}."
+        every = [one for those in subjects.values() for one in those]
+        none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
+        text = f"{names} show{'s' * (len(subjects) == 1)} {none}."
         found += [_as_sentence(f"{at}, {text}" if at else text)] if subjects else []
     return found
 
@@ -178,7 +184,7 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
     return parts
 
 
-def _changes(subject: _Subject, question: str) -> list[tuple[bool, float, str]]:
+def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool, float, str]]:
     """(whether the question names none of the metrics, the largest change, the claims as text), for cells and for
     averages."""
     found = []
@@ -193,7 +199,7 @@ def _changes(subject: _Subject, question: str) -> list[tuple[bool, float, str]]:
         is_beside = not is_asked(ordered[0].comparison.metric, question)
         found.append((is_beside, max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
-        text = f"{subject.average}{subject.name}: {_told(subject.rows, question)}{subject.hidden}"
+        text = f"{subject.average}{subject.name}: {_told(subject.rows, question, margin)}{subject.hidden}"
         is_beside = not any(is_asked(row.metric, question) for row in claims)
         found.append((is_beside, max(row.size for row in claims), text))
     return found
@@ -279,9 +285,11 @@ def _subjects(group: Compared) -> list[_Subject]:
         sizes = [effect.comparison.metric.label for effect in even if effect.interaction is not None]
         hidden = f" (in {fmt.listing(sizes)} the effect depends on the other factors)" if sizes else ""
         rows = [effect.comparison for effect in even]
-        arms = preempting(group.arms, [step.factor])
+        compared = {name for effect in effects for pair in effect.pairs for name in pair}
+        arms = [arm for arm in group.arms if first[arm.name] in compared]
+        which = preempting(group.arms, [step.factor])
         found.append(
-            _Subject(step_text(step), rows, group.arms, hidden, by_cell, "on average over the other factors, ", arms)
+            _Subject(step_text(step), rows, arms, hidden, by_cell, "on average over the other factors, ", which)
         )
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
@@ -303,7 +311,7 @@ def _against(name: str, base: str) -> str:
     return f"{', '.join(mine)} against {', '.join(theirs)} (both {', '.join(both)})"
 
 
-def _told(rows: Sequence[Comparison], question: str) -> str:
+def _told(rows: Sequence[Comparison], question: str, margin: float) -> str:
     """The largest improvements and the largest losses, as text; where nothing is better, the largest changes. First the
     metrics that the question names, and last those of them that are inside the noise."""
     told: list[tuple[bool, str]] = []  # (whether the question names none of its metrics, text)
@@ -311,12 +319,14 @@ def _told(rows: Sequence[Comparison], question: str) -> str:
         mine = [row for row in rows if row.claim == word]
         if mine:
             mine.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
-            texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:_MAX_CLAIMS]]
+            num = max(_MAX_CLAIMS, sum(is_asked(row.metric, question) for row in mine))
+            texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:num]]
             told.append((not is_asked(mine[0].metric, question), f"{word} in {fmt.listing(texts)}"))
     parts = [text for _, text in sorted(told, key=lambda item: item[0])]
     quiet = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]
     if quiet:
-        parts.append(f"no difference beyond the noise in {fmt.listing([row.metric.label for row in quiet])}")
+        most = no_more_than({row.verdict for row in quiet}, margin)
+        parts.append(f"no difference beyond {most} in {fmt.listing([row.metric.label for row in quiet])}")
     return "; ".join(parts)
 
 

@@ -112,7 +112,11 @@ def ignored_message(
     ]
     hints = "; ".join(_hint(config, by, is_given) for by in groups)
     rest = "; the other results are complete" if len(ignored) < num_requests else ""
-    return f"{'; '.join(said)}{rest}. {hints}, or accept it with allow_ignored=true"
+    if config.allow_ignored:
+        hints = hints.replace(", raise", " or raise")
+    else:
+        hints += ", or accept it with allow_ignored=true"
+    return f"{'; '.join(said)}{rest}. {hints}"
 
 
 def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:

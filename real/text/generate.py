@@ -44,7 +44,7 @@ def read_prompts_file(file: Path) -> list[Asked]:
     is bad.
     """
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is not UTF-8 text (at byte {error.start})") from None
     except OSError as error:

@@ -242,5 +242,5 @@ def test_preemptions_are_counted_over_all_runs_that_a_sentence_is_of() -> None:
         for run in arm.runs:
             run.summary.update(preemptions={"total": 2}, num_requests=10)
         arms.append(replace(arm, levels={**arm.levels, "scheduler.preemption": mode}))
-    (said,) = answer([Compared("", arms, compare(arms, arms[0], LATENCY[:1], margin=0.5), ())], None)
-    assert said == "Nothing that was compared differs beyond the noise (36 preemptions in 180 requests)."
+    (said,) = answer([Compared("", arms, compare(arms, arms[0], LATENCY[:1], margin=0.5), ())], None, margin=0.5)
+    assert said == "Nothing that was compared differs beyond ±50 % (36 preemptions in 180 requests)."

@@ -102,7 +102,7 @@ def test_the_page_says_the_same_in_whatever_order_the_folders_are_given(runs, tm
         assert "mean TTFT 750 %" in text
         assert UNMEASURED not in text
         assert all(f"| {name} |" in text for name in order), "every run that counts is listed"
-        findings = text.partition("## Findings")[2].partition("\n## ")[0]
+        findings = text.partition("## All findings")[2].partition("\n## ")[0]
         assert "Inside the engine's own noise, whose repeats are as far apart or further: mean TTFT" in findings
         assert not re.search(r"is (better|worse) in", findings)
         assert "equal runs differ by up to 750 %" in text

@@ -185,6 +185,6 @@ def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:
     folder = run_of(tmp_path, [row("a", 12, 3)])
     assert waits(folder).empty
     assert preemptions(folder).empty
-    assert explain_run(load_run(folder)).startswith("1 request, and none waited.\nNobody was preempted.")
-    assert explain_request(load_run(folder), "a").startswith("a did not wait")
+    assert explain_run(load_run(folder)).startswith("1 request, and none waited in the queue.\nNobody was preempted.")
+    assert explain_request(load_run(folder), "a").startswith("a did not wait in the queue")
     assert isinstance(stretches(folder, "a"), pd.DataFrame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
         "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
         "a against base shows no difference beyond the noise.",
     ]
+
+
+def test_what_is_equivalent_is_not_called_noise() -> None:
+    base, equal = [Arm("base", {}, ())], replace(row("a", 0, 0.05), verdict="equivalent")
+    for others, text in (([], "±10 %"), ([row("a", 1, 0.2, claimed=False)], "the noise or ±10 %")):
+        (said,) = answer([Compared("", base, [equal, *others], ())], None, margin=0.1)
+        assert said == f"Nothing that was compared differs beyond {text}."
+    told = answer([Compared("", base, [equal, row("a", 1, 0.3)], ())], None, "mean TTFT?", 0.1)
+    assert told[0].endswith("no difference beyond ±10 % in mean TTFT.")
+
+
+def test_every_metric_that_the_question_names_is_told() -> None:
+    rows = [row("a", index, 0.1 + 0.1 * index) for index in range(4)]
+    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, "TTFT, TPOT?")
+    assert all(f"{LATENCY[index].label} (+" in said for index in range(4))
 
 
 def test_what_has_a_claim_at_one_load_is_not_called_without_a_difference() -> None:

@@ -214,11 +214,11 @@ def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
     first.summary["finish_reasons"]["ignored"] = 3
     (first.path / "summary.json").write_text(json.dumps(first.summary))
     text = report_from_folders([tmp_path / "runs"], tmp_path / "report.html").with_suffix(".md").read_text()
-    before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
+    before = text.partition("**Before you read on**")[2].partition("## All findings")[0]
     assert "1 run of decode\\_first" in before
     assert "failed or did not end, and is left out (runs/cut: " in before
     assert "prefill\\_first ignored 3 of 10 requests (they can never fit, or nothing admits them)" in before
-    claims = text.partition("## Findings")[2].partition("##")[0]
+    claims = text.partition("## All findings")[2].partition("##")[0]
     assert re.search(r"Not comparable .*an arm that ignored requests\): .*P99 TTFT", claims)
     assert not re.search(r"(better|worse) in [^.]*(TTFT|TPOT|E2E)", claims)
     assert "| records | fair | 1 of the runs failed or did not end" in text

@@ -100,7 +100,7 @@ def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
     write_run(tmp_path / "a" / "real", "real", chunked=False, prefix_caching=False, **FEW)
     change_config(tmp_path / "a" / "real", cache__eviction="lfu")
     text = report_from_folders([tmp_path / "a"], tmp_path / "report.html").with_suffix(".md").read_text()
-    before = text.partition("**Before you read on**")[2].partition("## Findings")[0]
+    before = text.partition("**Before you read on**")[2].partition("## All findings")[0]
     assert "1 run at or below a/real is another experiment" in before
 
 

@@ -110,6 +110,7 @@ def test_what_can_never_fit_ends_as_ignored_and_the_rest_is_served(
     assert again.status == 0
     assert len(again.lines) == 1
     assert again.lines[0].startswith("note: 1 of 3 requests")
+    assert "allow_ignored" not in again.lines[0], "it is given"
 
 
 @pytest.mark.parametrize(

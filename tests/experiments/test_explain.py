@@ -223,7 +223,7 @@ def test_a_run_with_decisions_and_without_steps_is_simulated_again(
 def test_where_nobody_waited_no_worst_wait_is_headed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say(capsys, "run", *TINY, *SHORT, "trace.num_requests=1", f"hydra.run.dir={tmp_path / 'run'}")
     said = say(capsys, "explain", str(tmp_path / "run")).out
-    assert "1 request, and none waited." in said
+    assert "1 request, and none waited in the queue." in said
     assert "Worst E2E:" in said
     assert "Worst waiting" not in said
 

@@ -321,7 +321,7 @@ def test_an_effect_whose_size_depends_on_another_factor_is_told_so(tmp_path: Pat
     assert "Its size depends on the other factors: " in said
     told = r"mean TTFT by \S+ %? ?with max num seqs \d+ and by .* with max num seqs \d+ \(apart by .* \[.*\]\)"
     assert re.search(told, said)
-    assert " the effect depends on the other factors)" in said.partition("## Findings")[0]
+    assert " the effect depends on the other factors)" in said.partition("## All findings")[0]
 
 
 def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(

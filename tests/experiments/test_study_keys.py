@@ -55,7 +55,10 @@ def test_runs_that_state_different_things_are_not_mixed_in_silence(
         assert say(capsys, "run", *sweep, f"slo.ttft_s={limit}", where).status == 0
     report = ("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html"))
     assert "the runs state 2 different SLOs" in say(capsys, *report).error()
-    assert say(capsys, *report, "--slo", "ttft_s=1").status == 0
+    assert say(capsys, *report, "--slo", "ttft_s=1", "--slo", "tpot_s=2").status == 0
+    assert "TTFT ≤ 1.00 s and TPOT ≤ 2.00 s" in (tmp_path / "r.md").read_text().replace("\u00a0", " "), (
+        "each --slo counts"
+    )
 
 
 @pytest.mark.parametrize(

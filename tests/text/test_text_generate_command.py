@@ -93,7 +93,7 @@ def test_each_prompt_becomes_a_conversation_with_chat(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:
     text, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    text.write_text("hi\n\nyou\n")
+    text.write_text("hi\n\nyou\n", encoding="utf-8-sig")  # with the mark that editors on Windows write
     said = generate(capsys, folder, "--chat", "--prompts-file", str(text), "--output", str(out), "--max-tokens", "2")
     assert said.status == 0
     assert [line["prompt"] for line in lines_of(out)] == ["<user>hi<assistant>", "<user>you<assistant>"]

@@ -6,7 +6,7 @@ that did not complete are left out of trace and records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,21 +145,6 @@ def folder_load(
         raise RunFolderError(
             f"{run.path}: no request of {name} ended well, so there is nothing to compare; leave this folder out"
         )
-    notes = []
-    if is_simulated:
-        notes.append("was simulated itself: what stands under 'measured' says nothing of a real engine")
-    said = (run.manifest.get("replay") or {}).get("notes", [])
-    notes += [note for note in said if note.startswith(PROFILED)]
-    had = f"scheduler={run.config['scheduler']['name']}"
-    notes += [
-        f"ran under {had}, and is simulated under {chosen} within the run's limits, unless they are given"
-        for chosen in overrides
-        if chosen.startswith("scheduler=") and chosen != had
-    ]
-    if len(kept) < len(recorded):
-        notes.append(f"{len(recorded) - len(kept)} of {len(recorded)} requests did not end well and were left out")
-    if _ends_freely(saved) and (num_uneven := _num_uneven(saved, kept)):
-        notes.append(f"{num_uneven} requests whose sequences ended apart are simulated as if all ended with the last")
     speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
     key = f"{run.manifest.get('backend')} {run.fingerprint}"
     alike = [one for one in earlier if one.key == key]
@@ -183,8 +168,27 @@ def folder_load(
     written = write_folder(folder / place / "measured", kept, steps, config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),
-        {**saved, "trace": kept_trace}, key, policy, tuple(notes),
+        {**saved, "trace": kept_trace}, key, policy, tuple(_notes(run, saved, kept, len(recorded), overrides)),
     )  # fmt: skip
+
+
+def _notes(
+    run: Run, saved: dict[str, Any], kept: pa.Table, num_recorded: int, overrides: Sequence[str]
+) -> Iterator[str]:
+    """What a reader must know of a measured run. kept: those of its requests that are compared."""
+    if run.manifest.get("backend") == "sim":
+        yield "was simulated itself: what stands under 'measured' says nothing of a real engine"
+    for note in (run.manifest.get("replay") or {}).get("notes", []):
+        if note.startswith(PROFILED):
+            yield note
+    had = f"scheduler={run.config['scheduler']['name']}"
+    for chosen in overrides:
+        if chosen.startswith("scheduler=") and chosen != had:
+            yield f"ran under {had}, and is simulated under {chosen} within the run's limits, unless they are given"
+    if len(kept) < num_recorded:
+        yield f"{num_recorded - len(kept)} of {num_recorded} requests did not end well and were left out"
+    if _ends_freely(saved) and (num_uneven := _num_uneven(saved, kept)):
+        yield f"{num_uneven} requests whose sequences ended apart are simulated as if all ended with the last"
 
 
 def _settings_of_trace(run: Run, place: str, speed: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.asked import asks_beside_slo
+from analysis.reports.asked import absent, asks_beside_slo
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -234,3 +234,15 @@ def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_pat
     elsewhere = load_run(write_run(tmp_path / "other", "real", chunked=False, num_requests=30))
     elsewhere.manifest["model"] = "another"
     assert lights(arms, [Pair("p", sim, elsewhere)])["fidelity"][0] == "fair"
+
+
+def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it() -> None:
+    begin = "The question names what is not compared here: "
+    assert absent("Which keeps the SLO, by goodput and P99 TTFT?", has_slo=True) == []
+    (said,) = absent("Which keeps the SLO, by goodput?", has_slo=False)
+    assert said == f"{begin}SLO and goodput (give an SLO, as --slo ttft_s=0.5)."
+    (said,) = absent("Goodput, the P95 TTFT, or ITL?", has_slo=False)
+    assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); P95 and ITL (in the summary.json of each run)."
+    (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
+    of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
+    assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"

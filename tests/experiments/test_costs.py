@@ -11,7 +11,6 @@ from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.build import unused_settings, without_classes
-from experiments.wiring.costs import build_cost
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -19,7 +18,7 @@ from sim.cost.linear import LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed import compiled
 from testbed.core.outcome import Spans
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from testbed.traces.classes import ClassFields
@@ -205,21 +204,6 @@ def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "run", *options)[0] == 1
     assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
     assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
-
-
-def test_a_linear_fit_is_of_its_device_ranks_and_blocks_alone(tmp_path):
-    measured = {"device": "h100", "block_size": 16, "tensor_parallel_size": 1, "kv_dtype": "bfloat16"}
-    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json", model="qwen3_0.6b", **measured)
-    options = ["model=qwen3_0.6b", "cost=linear", f"cost.path={tmp_path / 'fit.json'}"]  # device=h100 is the default
-    build_cost(compose_config(options))
-    for other, said in (
-        ("device=a100", "device 'h100', and the run has 'a100'"),
-        ("cache.block_size=32", "block_size 16, and the run has 32"),
-        ("device.tensor_parallel_size=2", "tensor_parallel_size 1, and the run has 2"),
-        ("cache.kv_dtype=fp8_e4m3", "kv_dtype 'bfloat16', and the run has 'fp8_e4m3'"),
-    ):
-        with pytest.raises(ConfigError, match=rf"fit.json was fitted with {said}; choose what was measured"):
-            build_cost(compose_config([*options, other]))
 
 
 def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does():

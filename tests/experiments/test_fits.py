@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from xxhash import xxh64_hexdigest
@@ -126,3 +127,18 @@ def test_a_linear_fit_says_its_error_and_is_of_its_model_alone(tmp_path, capsys)
     assert "| step times | good | fitted to measured steps; those left out of the fit are 4.0 % off" in page
     assert main(["run", *options, "model=qwen3_0.6b"]) == 1
     assert "was fitted with model 'qwen3_8b', and the run has 'qwen3_0.6b'; choose what" in capsys.readouterr().err
+
+
+def test_a_linear_fit_is_of_its_device_ranks_and_blocks_alone(tmp_path: Path) -> None:
+    measured = {"device": "h100", "block_size": 16, "tensor_parallel_size": 1, "kv_dtype": "bfloat16"}
+    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json", model="qwen3_0.6b", **measured)
+    options = ["model=qwen3_0.6b", "cost=linear", f"cost.path={tmp_path / 'fit.json'}"]  # device=h100 is the default
+    build_cost(compose_config(options))
+    for other, said in (
+        ("device=a100", "device 'h100', and the run has 'a100'"),
+        ("cache.block_size=32", "block_size 16, and the run has 32"),
+        ("device.tensor_parallel_size=2", "tensor_parallel_size 1, and the run has 2"),
+        ("cache.kv_dtype=fp8_e4m3", "kv_dtype 'bfloat16', and the run has 'fp8_e4m3'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"fit.json was fitted with {said}; choose what was measured"):
+            build_cost(compose_config([*options, other]))

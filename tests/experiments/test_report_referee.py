@@ -20,7 +20,6 @@ from analysis.comparison.triggered import never_triggered
 from analysis.load import load_run, load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict, mean_t
-from analysis.reports.asked import absent
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
@@ -298,18 +297,6 @@ def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Pa
     rows += [Comparison(arms[1].name, RATES[1], 1.0, noise, "unknown")]
     (said,) = answer([Compared("", arms, rows, ())], None, question)
     assert said.replace(fmt.SPACE, "").endswith(f": {words}"), said
-
-
-def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it() -> None:
-    begin = "The question names what is not compared here: "
-    assert absent("Which keeps the SLO, by goodput and P99 TTFT?", has_slo=True) == []
-    (said,) = absent("Which keeps the SLO, by goodput?", has_slo=False)
-    assert said == f"{begin}SLO and goodput (give an SLO, as --slo ttft_s=0.5)."
-    (said,) = absent("Goodput, the P95 TTFT, or ITL?", has_slo=False)
-    assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); P95 and ITL (in the summary.json of each run)."
-    (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
-    of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
-    assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"
 
 
 def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from analysis.explain.decisions import DecidedStep
-from analysis.explain.waiting import IN_FLIGHT, Engine, Life
+from analysis.explain.waiting import IN_FLIGHT, NEVER_FITS, Engine, Life
 
 NUM_NAMED = 3  # other requests that are named
 
@@ -124,7 +124,7 @@ class Follower(Engine):
             one.holders = tuple((who, math.ceil(num / self._block_size)) for num, who in holders if num)
             takers = nlargest(NUM_NAMED, ((num, who) for who, num in step.scheduled.items() if num > 1))
             one.takers = tuple((who, num) for num, who in takers)
-        if state == "waiting":
+        if state == "waiting" and cause != NEVER_FITS:  # what it waits for then is its own end, whoever was the head
             self._numbers[self.index] = one
         self._stretches.append(one)
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.explain.following import NUM_NAMED, Stretch
 from analysis.explain.frames import Told
-from analysis.explain.waiting import Preempted
+from analysis.explain.waiting import IN_FLIGHT, NEVER_FITS, Preempted
 from analysis.format import listing, seconds, share
 from analysis.load import Run, num_replicas
 
@@ -19,8 +19,8 @@ CAUSES = {
     "partial_prefills": "the limit on partial prefills", "preemption": "steps that preempted, and so admit nothing",
     "swapped_first": "swapped-out sequences, which come first", "admission": "the admission policy",
     "batch": "the batch that ran: its last member, or its next decode",
-    "step_in_flight": "the step in flight when it came",
-    "never_fits": "its own end: it could never fit", "swapped_out": "room to be swapped in",
+    IN_FLIGHT: "the step in flight when it came",
+    NEVER_FITS: "its own end: it could never fit", "swapped_out": "room to be swapped in",
     "unsaid": "a reason that no step names",
 }  # fmt: skip
 REASONS = {"queue_order": "the order of the queue", "reset": "a reset of the prefix cache"}  # why a preemption happened
@@ -104,7 +104,7 @@ def _wait(one: Stretch, row: Any, block_size: int) -> str:
         text += f"behind {_some(one.ahead)} at the head of the queue, which waited for {cause}"
     else:
         text += f"{'at the head of the queue, ' if is_head else ''}for {cause}"
-    if one.cause == "step_in_flight":
+    if one.cause in (IN_FLIGHT, NEVER_FITS):
         return text
     if one.cause in _OF_BLOCKS:
         low, high, needed = one.least_free_blocks, one.most_free_blocks, math.ceil(one.num_wanted / block_size)

@@ -136,6 +136,16 @@ def test_who_is_aborted_or_can_never_fit_waits_until_then(tmp_path: Path) -> Non
     assert "\nWorst waiting per output token:\n" in said, "all have it"
 
 
+def test_who_can_never_fit_did_not_wait_behind_the_next_that_was_admitted(tmp_path: Path) -> None:
+    rows = [row("a", 12, 9), row("long", 200, 2), row("next", 12, 3)]
+    more = ("scheduler=vllm_v0", "cache.num_gpu_blocks=5", "cache.watermark=0", "allow_ignored=true")
+    folder = run_of(tmp_path, rows, *more)
+    assert stretches(folder, "long")[["cause", "ahead"]].to_numpy().tolist() == [["never_fits", ()]]
+    assert stretches(folder, "next")["ahead"].iloc[0] == ("next",)
+    answer = explain_request(load_run(folder), "long").splitlines()
+    assert answer[1].endswith("(step 0) for its own end: it could never fit.")
+
+
 def test_a_run_without_decisions_says_how_to_have_them(tmp_path: Path) -> None:
     folder = execute(config_of(TINY), tmp_path / "run", trace=trace_of(tmp_path, TWO)).folder
     with pytest.raises(RunFolderError, match=r"no decisions\.jsonl; run it with record\.explain"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from experiments.console import visible
+from testbed.checks import require_type
 from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import nearest, unknown
 
@@ -28,6 +29,8 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
 
     target = str(node.get("_target_"))
     values = {name: value for name, value in node.items() if name != "name"}
+    for name in _switches(target).intersection(values):
+        require_type(f"{key}.{name}", values[name], bool)
     try:
         return hydra_instantiate(values, **arguments)
     except InstantiationException as error:
@@ -113,13 +116,25 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _switches(target: str) -> set[str]:
+    """Returns the parameters of a class of ours that are true or false: interpreted, it would take any value."""
+    known = _parameters(target) if target.partition(".")[0] in ROOMS else None
+    return {name for name, item in (known or {}).items() if isinstance(item.default, bool)}
+
+
 def _stray(target: str, values: dict[str, Any]) -> str:
     """Returns what is wrong with a parameter that the class does not have; empty if there is none."""
-    try:
-        known = signature(resolve_name(target)).parameters
-    except (ValueError, TypeError, ImportError, AttributeError):
+    if (known := _parameters(target)) is None:
         return ""
     stray = next((name for name in values if name not in known and not name.startswith("_")), None)
     if stray is None or any(item.kind is Parameter.VAR_KEYWORD for item in known.values()):
         return ""
     return unknown(f"it has no parameter {stray!r}", stray, list(known))
+
+
+def _parameters(target: str) -> Mapping[str, Parameter] | None:
+    """Returns a class's parameters by name; None if it cannot be found or does not tell."""
+    try:
+        return signature(resolve_name(target)).parameters
+    except (ValueError, TypeError, ImportError, AttributeError):
+        return None

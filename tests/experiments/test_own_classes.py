@@ -276,6 +276,12 @@ def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
     assert error.endswith(expected)
 
 
+def test_an_option_of_our_own_class_that_is_on_or_off_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    target = "testbed.policies.compositions.unified.Unified, threshold_when_alone: maybe"
+    error = say(capsys, "run", *TINY, f"scheduler.composition={{_target_: {target}}}").error()
+    assert error == "scheduler.composition.threshold_when_alone is 'maybe'; it must be true or false"
+
+
 @pytest.mark.parametrize(
     ("target", "named"),
     [("mine.Nothing", "Nothing"), ("nowhere.Thing", "nowhere"), ("mine", "mine"), ("mine.Slow", "base_us")],

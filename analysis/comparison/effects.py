@@ -164,15 +164,16 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
 
 
 def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """The metric at both levels `[num_cells, num_replicates]`, a column for each trace; None if a value is missing, or
-    if the cells have other traces."""
+    """The metric at both levels `[num_cells, num_replicates]`, a column for each trace that all cells have; None if a
+    value is missing, or if the cells share less than two of several traces."""
     try:
         pairs = [{ours[0].fingerprint: (ours, theirs) for ours, theirs in paired_replicates(*cell)} for cell in cells]
     except RunFolderError:
         return None
-    if any(by_trace.keys() != pairs[0].keys() for by_trace in pairs):
+    traces = [trace for trace in pairs[0] if all(trace in by_trace for by_trace in pairs)]
+    if len(traces) < min(2, max(map(len, pairs))):
         return None
-    values = [paired_values([by_trace[trace] for trace in pairs[0]], metric, slo) for by_trace in pairs]
+    values = [paired_values([by_trace[trace] for trace in traces], metric, slo) for by_trace in pairs]
     known = [each for each in values if each is not None]
     if len(known) < len(values):
         return None

@@ -242,12 +242,12 @@ def _span(values: Sequence[object]) -> str:
 
 
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
-    nums = {arm.name: len(replicates(arm)) for arm in arms}
-    if len(set(nums.values())) > 1:
-        told = _shown([f"{num} of {name}" for name, num in nums.items()])
+    traces = {arm.name: {key[0] for key in replicates(arm)} for arm in arms}
+    if any(theirs != traces[arms[0].name] for theirs in traces.values()):
+        told = _shown([f"{len(theirs)} of {name}" for name, theirs in traces.items()])
         yield (
-            f"There are not as many replicates of every arm ({told}). Means in tables are over all that an arm has, "
-            f"changes over those that it shares with {arms[0].name}."
+            f"The arms do not have the same replicates ({told}). Means in tables are over all that an arm has, "
+            f"changes over those that it shares with {arms[0].name}, main effects over those that all of their arms have."
         )
 
 

@@ -71,6 +71,20 @@ def test_factors_that_multiply_do_not_interact() -> None:
     assert "depends on" not in effect_finding([effect], 0.02)
 
 
+def test_a_run_that_is_missing_costs_its_trace_not_the_effect() -> None:
+    arms = design(lambda a, b: 2.0**a * 3.0**b, 0.05)
+
+    def without(arm: Arm, *places: int) -> Arm:
+        return replace(arm, runs=tuple(run for place, run in enumerate(arm.runs) if place not in places))
+
+    one_missing = first_effect([*arms[:-1], without(arms[-1], 2)], LATENCY[0])
+    trace_missing = first_effect([without(arm, 2) for arm in arms], LATENCY[0])
+    assert one_missing.comparison == trace_missing.comparison
+    assert one_missing.comparison.estimate is not None
+    but_one = first_effect([*arms[:-1], without(arms[-1], *range(1, NUM))], LATENCY[0])
+    assert but_one.comparison.estimate is None, "one trace is no average over several"
+
+
 def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an_interval() -> None:
     effect = first_effect(design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02), LATENCY[0])
     assert effect.interaction is not None
@@ -141,9 +155,11 @@ def test_cells_are_averaged_trace_by_trace() -> None:
     half = effect.comparison.estimate.high - effect.comparison.estimate.value
     assert half == pytest.approx(2.5706 * np.std(each, ddof=1) / math.sqrt(NUM), rel=1e-4)  # Student's t, 5 degrees
 
-    others = [arms[0], arms[1], *(replace(arm, runs=arm.runs[:-1]) for arm in arms[2:])]
-    others[:2] = [replace(arm, runs=arm.runs[:-1]) for arm in others[:2]]  # as many traces, but not the same
-    assert first_effect(others, LATENCY[0]).comparison.estimate is None
+    others = [replace(arm, runs=arm.runs[:-1]) for arm in arms]  # as many traces, but not the same: without 5, without 0
+    shared = first_effect(others, LATENCY[0]).comparison.estimate
+    assert shared is not None
+    assert shared.num == NUM - 2
+    assert shared.value == pytest.approx(np.mean(each[1:-1]))
 
 
 def test_noise_alone_is_no_interaction() -> None:

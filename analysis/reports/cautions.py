@@ -247,7 +247,7 @@ def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
         told = _shown([f"{len(theirs)} of {name}" for name, theirs in traces.items()])
         yield (
             f"The arms do not have the same replicates ({told}). Means in tables are over all that an arm has, "
-            f"changes over those that it shares with {arms[0].name}, main effects over those that all of their arms have."
+            f"changes over those that it shares with {arms[0].name}, main effects over those that all of them have."
         )
 
 

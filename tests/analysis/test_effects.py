@@ -155,7 +155,7 @@ def test_cells_are_averaged_trace_by_trace() -> None:
     half = effect.comparison.estimate.high - effect.comparison.estimate.value
     assert half == pytest.approx(2.5706 * np.std(each, ddof=1) / math.sqrt(NUM), rel=1e-4)  # Student's t, 5 degrees
 
-    others = [replace(arm, runs=arm.runs[:-1]) for arm in arms]  # as many traces, but not the same: without 5, without 0
+    others = [replace(arm, runs=arm.runs[:-1]) for arm in arms]  # as many, but others: without 5, without 0
     shared = first_effect(others, LATENCY[0]).comparison.estimate
     assert shared is not None
     assert shared.num == NUM - 2

@@ -30,7 +30,7 @@ from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
 from sim.cost.config import CalibratedConfig
 from testbed.checks import require, require_whole
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError, ProfileError, RunFolderError
 from testbed.records.schema import POOR_FIT
 from testbed.specs.profiles import Profile, write_profile
 
@@ -108,7 +108,13 @@ def _all(options: argparse.Namespace, command: str) -> int:
     file = folder / PROFILE_FILE
     write_profile(file, *measurement.profile)  # before the fit, which may reject an incomplete profile
     print(_written(file, measurement.profile))
-    fitted = fit_and_save(measurement.profile, folder)
+    try:
+        fitted = fit_and_save(measurement.profile, folder)
+    except ProfileError as error:
+        if not (status := _ending(measurement)):
+            raise
+        print(f"no fit       {error}")
+        return status
     print(describe(fitted.calibration))
     print(f"best         {fitted.description}")
     print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")

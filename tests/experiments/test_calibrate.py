@@ -170,6 +170,13 @@ def test_an_interrupted_profile_keeps_what_was_measured(tmp_path, capsys, monkey
     assert "the profile is a part: it was interrupted after 7 of" in said.out
     assert len(read_profile(file).steps) >= 7
 
+    calls.clear()
+    said = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(tmp_path / "too-early"))
+    assert said.status == 130
+    assert "it was interrupted after 7 of" in said.out
+    assert "no fit       the profile has steps of" in said.out
+    assert [file.name for file in (tmp_path / "too-early").iterdir()] == ["profile.parquet"]
+
 
 def test_time_that_is_over_ends_it_too_and_nothing_measured_is_an_error(tmp_path, capsys):
     pytest.importorskip("torch")

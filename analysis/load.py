@@ -52,6 +52,11 @@ class Run:
         return (self.path / "done").exists() and self.manifest.get("status") != "partial"
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether a simulation made the run's times; a real engine's are of a clock and vary from run to run."""
+        return self.manifest.get("backend") == "sim"
+
+    @property
     def fingerprint(self) -> str | None:
         """The fingerprint of the trace as it was sent: two runs have the same load if and only if these are equal."""
         trace: dict[str, str | None] = self.manifest["trace"]

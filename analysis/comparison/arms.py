@@ -211,26 +211,21 @@ def runs_on(arm: Arm, keys: Collection[Key]) -> list[Run]:
 
 def decided_alike(run: Run) -> str:
     """A key that is equal for simulated runs with the same decisions; for real runs it is unique (the folder)."""
-    is_known = run.manifest.get("backend") == "sim" and run.manifest.get("digest")
+    is_known = run.is_simulated and run.manifest.get("digest")
     return str(run.manifest["digest"]) if is_known else str(run.path)
 
 
 def repeats(arm: Arm, run: Run) -> tuple[Run, ...]:
     """The arm's runs that form one observation with `run`, of which the mean is taken: measured runs of one trace, in
     any order (only the machine makes them differ). A simulated run has no repeats."""
-    if run.fingerprint is None or not is_measured(run):
+    if run.fingerprint is None or run.is_simulated:
         return (run,)
-    return tuple(one for one in arm.runs if is_measured(one) and one.fingerprint == run.fingerprint)
+    return tuple(one for one in arm.runs if not one.is_simulated and one.fingerprint == run.fingerprint)
 
 
 def num_repeats(groups: Iterable[Sequence[Run]]) -> int:
     """The number of runs that repeat the first of their group."""
     return sum(len(runs) - 1 for runs in groups if runs)
-
-
-def is_measured(run: Run) -> bool:
-    """Whether the times are from a real engine's clock, and so vary from run to run."""
-    return run.manifest.get("backend") != "sim"
 
 
 def was_busy(run: Run) -> bool:

@@ -43,7 +43,7 @@ def infer_pairs(runs: Sequence[Run]) -> list[Pair]:
     real run's device, and of these the one whose cost model fits most real runs, so that all pairs have the same cost
     model if possible.
     """
-    sims = [run for run in runs if run.manifest.get("backend") == "sim"]
+    sims = [run for run in runs if run.is_simulated]
     reals = [run for run in runs if run.manifest.get("backend") in ("real", "vllm")]
     swept = swept_keys(runs)
     keys = [key for key in swept if key.startswith(_POLICY) and not key.endswith(_FROM_MEMORY)]

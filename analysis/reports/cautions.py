@@ -178,7 +178,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
         per_arm = {arm.name: _span([level_text(key, run.flat_config.get(key)) for run in arm.runs]) for arm in arms}
         said.append(f"{factor_name(key)} ({_listed(per_arm, arms)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
-    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    is_simulated = any(run.is_simulated for run in runs)
     for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
         per_arm = {arm.name: _span([run.manifest.get(name) for run in arm.runs]) for arm in arms}
         if len(set(per_arm.values())) > 1 and not any(key.endswith(name) for key in (*named, *found)):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, grouped, is_measured, num_repeats, repeats, replicates
+from analysis.comparison.arms import Arm, grouped, num_repeats, repeats, replicates
 from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of
 from analysis.comparison.fidelity import StepErrors, alike_policies, worst_errors
 from analysis.comparison.pairs import Pair
@@ -36,7 +36,7 @@ UNMEASURED = (
 
 def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     """A sentence if measured arms are compared: the largest spread of repeats over loads, or that there are none."""
-    measured = [arms for arms in loads.values() if len(arms) > 1 and any(is_measured(arm.runs[0]) for arm in arms)]
+    measured = [arms for arms in loads.values() if len(arms) > 1 and not all(arm.runs[0].is_simulated for arm in arms)]
     if not measured:
         return []
     groups = [repeats(arm, run) for arms in measured for arm in arms for run in replicates(arm).values()]
@@ -264,7 +264,7 @@ def _is_of(device: str, real: Run) -> bool:
 
 def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:
     """Sentences on what the fidelity numbers do not cover."""
-    runs = [run for arm in arms for run in arm.runs if run.manifest.get("backend") == "sim"]
+    runs = [run for arm in arms for run in arm.runs if run.is_simulated]
     if not runs:
         return
     if not pairs:

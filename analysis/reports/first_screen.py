@@ -15,7 +15,6 @@ from analysis.comparison.arms import (
     alike,
     comparable,
     grouped,
-    is_measured,
     level_groups,
     num_replicates,
     repeats,
@@ -176,7 +175,7 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
         parts.append("on this one trace")
     elif shared([run for arm in arms for run in arm.runs])[0] == "poor":
         parts.append("on poor replicates, which share requests")
-    once = [len(repeats(arm, run)) == 1 for arm in arms for run in arm.runs if is_measured(run)]
+    once = [len(repeats(arm, run)) == 1 for arm in arms for run in arm.runs if not run.is_simulated]
     if any(once):
         parts.append("each measured once" if all(once) else "some measured once")
     if any(was_busy(run) for arm in arms for run in arm.runs):

@@ -96,8 +96,7 @@ def what_ran(runs: Sequence[Run]) -> str:
     said: dict[str, None] = {}
     for run in runs:
         on = f"{run.manifest.get('model')} on {run.manifest.get('device')}"
-        is_simulated = run.manifest.get("backend") == "sim"
-        said[f"simulated: {on}, cost={run.manifest.get('cost')}" if is_simulated else f"measured: {on}"] = None
+        said[f"simulated: {on}, cost={run.manifest.get('cost')}" if run.is_simulated else f"measured: {on}"] = None
     shown = [*said][:_MAX_RAN]
     more = f"; and {len(said) - len(shown)} more" if len(said) > len(shown) else ""
     text = "; ".join(shown) + more

@@ -137,7 +137,7 @@ def report_from_folders(
     assert isinstance(sweep, Sweep), folders
     runs = sweep.runs
     pairs = join_repeats(infer_pairs(runs))
-    sims = [run for run in runs if run.manifest.get("backend") == "sim"] or runs
+    sims = [run for run in runs if run.is_simulated] or runs
     paired = {pair.sim.path for pair in pairs}
     traces = {run.fingerprint for run in sims if run.path not in paired}
     chosen, *others = experiments([run for run in sims if run.fingerprint in traces] or sims)

@@ -54,7 +54,7 @@ def trust(
     or did not end."""
     arms = [arm for group in groups for arm in group.arms]
     runs = [run for arm in arms for run in arm.runs]
-    is_simulated = any(run.manifest.get("backend") == "sim" for run in runs)
+    is_simulated = any(run.is_simulated for run in runs)
     fidelity = _fidelity(arms, pairs, errors, rankings) if is_simulated else _measured(arms)
     step_times = [_step_times(runs)] if is_simulated else []
     return [fidelity, *step_times, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
@@ -176,7 +176,7 @@ _MANY = 0.1  # share of steps outside of the profile above which step times are 
 def _step_times(runs: Sequence[Run]) -> Trust:
     """The worst of the simulated runs decides the level; of each cost model the worst run is described."""
     worst: dict[str, tuple[Level, str]] = {}
-    for run in (one for one in runs if one.manifest.get("backend") == "sim"):
+    for run in (one for one in runs if one.is_simulated):
         cost, found = str(run.manifest.get("cost")), _source_of(run)
         if cost not in worst or _LEVELS.index(found[0]) > _LEVELS.index(worst[cost][0]):
             worst[cost] = found

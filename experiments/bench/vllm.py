@@ -84,7 +84,7 @@ class Bench:
                 reason = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
                 raise TestbedError(f"{name} failed: {reason[-1] if reason else f'exit status {done.returncode}'}")
         run = load_run(folder)
-        if run.manifest["backend"] != "sim" and probe_of(run.manifest) is None:
+        if not run.is_simulated and probe_of(run.manifest) is None:
             raise ConfigError(f"{folder} is of another backend.pace than probe_scaled; choose another --out")
         return run
 

@@ -60,13 +60,13 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
     """
     run = load_run(folder)
     has_steps = pq.read_metadata(run.path / "steps.parquet").num_rows > 0
-    is_simulated, has_tape = run.manifest.get("backend") == "sim", any(folder.glob("tape*.jsonl"))
+    has_tape = any(folder.glob("tape*.jsonl"))
     has_decisions = (folder / DECISIONS_FILE).is_file()
-    is_explained = run.config.get("record", {}).get("explain") or not (is_simulated or has_tape)
+    is_explained = run.config.get("record", {}).get("explain") or not (run.is_simulated or has_tape)
     if has_decisions and has_steps and is_explained:
         yield run, f"{folder / DECISIONS_FILE}{'' if keep is None else f'; nothing to keep in {keep}'}"
         return
-    if not (is_simulated or has_tape):
+    if not (run.is_simulated or has_tape):
         missing = "no steps (record.steps=false)" if has_decisions else "no decisions.jsonl"
         raise RunFolderError(
             f"{folder} has {missing} and no tape to replay: who waited for whom is not known; make the run again with "
@@ -76,7 +76,7 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
         refuse_overwrite(keep, overwrite=False, key="--keep", allow=None)
     with TemporaryDirectory(prefix="testbed-explain-") as scratch:
         target = keep or Path(scratch, "run")
-        source = _repeat(run, target) if is_simulated else _replay(run, target)
+        source = _repeat(run, target) if run.is_simulated else _replay(run, target)
         _lay_over(run, target)
         yield load_run(target), source if keep is None else f"{source}; kept in {keep}"
 
@@ -134,7 +134,7 @@ def _lay_over(run: Run, target: Path) -> None:
     """Copies the run's own records next to the decisions, with its steps if it recorded them. Replicas are replayed one
     after the other: their replayed steps are kept, as these are in the order of the decisions."""
     names = ["requests.parquet", "manifest.json", "done"]
-    is_in_order = run.manifest.get("backend") == "sim" or num_replicas(run) == 1
+    is_in_order = run.is_simulated or num_replicas(run) == 1
     names += ["steps.parquet"] if is_in_order and pq.read_metadata(run.path / "steps.parquet").num_rows else []
     for name in names:
         if (run.path / name).exists():

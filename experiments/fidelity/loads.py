@@ -128,15 +128,14 @@ def folder_load(
         raise RunFolderError(
             f"{run.path}: the run is partial, so its load is not known; measure it again, or leave it out"
         )
-    is_simulated = run.manifest.get("backend") == "sim"
-    if num_replicas(run) > 1 and not is_simulated:
+    if num_replicas(run) > 1 and not run.is_simulated:
         raise RunFolderError(
             f"{run.path}: several engines served it; give the folder of a run of one, or "
             "compare the fleet with its simulation (testbed run from=<folder> backend=sim) by testbed report"
         )
     saved = {
         **read_config(run.path),
-        "backend": run.config["backend"] if is_simulated else {"name": "sim"},
+        "backend": run.config["backend"] if run.is_simulated else {"name": "sim"},
     }
     recorded = pq.read_table(run.path / "requests.parquet")
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
@@ -154,7 +153,7 @@ def folder_load(
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
     settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
             if run.manifest.get(name) is not None]  # fmt: skip
-    there = None if is_simulated else device_of_run(str(run.manifest.get("device")))
+    there = None if run.is_simulated else device_of_run(str(run.manifest.get("device")))
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
     steps = pq.read_table(run.path / "steps.parquet")
@@ -176,7 +175,7 @@ def _notes(
     run: Run, saved: dict[str, Any], kept: pa.Table, num_recorded: int, overrides: Sequence[str]
 ) -> Iterator[str]:
     """What a reader must know of a measured run. kept: those of its requests that are compared."""
-    if run.manifest.get("backend") == "sim":
+    if run.is_simulated:
         yield "was simulated itself: what stands under 'measured' says nothing of a real engine"
     for note in (run.manifest.get("replay") or {}).get("notes", []):
         if note.startswith(PROFILED):

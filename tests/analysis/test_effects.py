@@ -29,9 +29,11 @@ NUM = 6  # replicates
 class Known:
     """What effects ask of a run, with one value of each metric."""
 
+    is_simulated = True
+
     def __init__(self, name: str, seed: int, value: float) -> None:
         self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
-        self.manifest = {"seed": seed, "backend": "sim", "digest": str(value)}
+        self.manifest = {"seed": seed, "digest": str(value)}
         self.summary = {
             "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}
         }  # fmt: skip

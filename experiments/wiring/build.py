@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -10,8 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import GOES_BY, make_policy, shipped_name
 from experiments.configuration.saved import read_config
-from experiments.configuration.settings import RecordConfig
-from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings
+from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings, without_effect
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace
@@ -21,12 +20,11 @@ from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
-from testbed.blocks.config import CacheConfig, KVRules
+from testbed.blocks.config import CacheConfig
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
-from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, TestbedError
 from testbed.policies.compositions.unified import Unified
@@ -267,31 +265,18 @@ def asks_step_times(config: RunConfig) -> bool:
 
 def unused_settings(config: RunConfig) -> list[str]:
     """Returns notes about changed settings that have no effect: arms that differ only in one of them are the same."""
-    backend, alone = config.backend, SimConfig()
-    given = config.scheduler.composition
-    composition = make_policy("scheduler.composition", given)
-    chosen = given if isinstance(given, str) else type(composition).__name__
-    defaults = {item.name: item.default for item in fields(SchedulerConfig)}
-    rules, standard = config.scheduler.kv_rules, KVRules()
+    backend, scheduler, drawn = config.backend, config.scheduler, config.sampling
+    composition = make_policy("scheduler.composition", scheduler.composition)
+    named = scheduler.composition if isinstance(scheduler.composition, str) else type(composition).__name__
+    with_composition = f"scheduler.composition={named}"
     unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
-    notes = [
-        f"scheduler.kv_rules.{name} has no effect with scheduler.composition={chosen}"
-        for name in unread
-        if getattr(rules, name) != getattr(standard, name)
-    ]
-    drawn, greedy = config.sampling, SamplingParams()
-    idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
-    notes += [
-        f"sampling.{name} has no effect with sampling.{idle}"
-        for name in ("top_p", "top_k", "min_p")
-        if (drawn.temperature == 0.0 or drawn.beam_width) and getattr(drawn, name) != getattr(greedy, name)
-    ]
+    notes = without_effect("scheduler.kv_rules", scheduler.kv_rules, unread, with_composition)
+    if drawn.temperature == 0.0 or drawn.beam_width:
+        idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
+        notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
     is_ours = isinstance(backend, SimConfig | RealConfig)
-    if (
-        is_ours
-        and config.device.kind == "cpu"
-        and config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
-    ):
+    is_set = config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
+    if is_ours and config.device.kind == "cpu" and is_set:
         notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
     if not isinstance(backend, SimConfig):
         if config.cost != RooflineConfig() and not asks_step_times(config):
@@ -300,21 +285,16 @@ def unused_settings(config: RunConfig) -> list[str]:
         notes += unread_settings(config)
         if config.record.profile is not None:
             notes.append("record.profile has no effect in a simulation, which has no operators to trace")
-        if backend.replicas_per_link != alone.replicas_per_link and not backend.swap_overlap:
-            notes.append("backend.replicas_per_link has no effect with backend.swap_overlap=false")
+        if not backend.swap_overlap:
+            notes += without_effect("backend", backend, ("replicas_per_link",), "backend.swap_overlap=false")
     if isinstance(backend, VllmConfig) and backend.decides == "vllm":
-        notes += [
-            f"record.{name} has no effect with backend.decides=vllm, whose records are made from vLLM's log"
-            for name in ("token_times", "steps", "operators", "status_s")
-            if getattr(config.record, name) != getattr(RecordConfig(), name)
-        ]
-    if isinstance(backend, SimConfig | RealConfig) and backend.router != alone.router and backend.num_replicas == 1:
-        notes.append("backend.router has no effect with backend.num_replicas=1")
-    return notes + [
-        f"scheduler.{name} has no effect with scheduler.composition={chosen}"
-        for name in getattr(composition, "unused_limits", ())
-        if getattr(config.scheduler, name) != defaults[name]
-    ]
+        unwritten = ("token_times", "steps", "operators", "status_s")
+        why = "backend.decides=vllm, whose records are made from vLLM's log"
+        notes += without_effect("record", config.record, unwritten, why)
+    if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
+        notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
+    unused = getattr(composition, "unused_limits", ())
+    return notes + without_effect("scheduler", scheduler, unused, with_composition)
 
 
 _ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.resources import files
@@ -110,7 +110,7 @@ def unread_settings(config: RunConfig) -> list[str]:
     """Returns notes about changed settings of the cost model that have no effect, each with the reason."""
     cost = config.cost
     if isinstance(cost, LinearConfig) and cost.path is not None:
-        return _changed(cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+        return without_effect("cost", cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
         unread = [] if is_plain(config.sampling) else ["sampling"]
         if isinstance(cost, CalibratedConfig):
@@ -129,14 +129,14 @@ def unread_settings(config: RunConfig) -> list[str]:
             for name in unlike_the_library(config.device, MEASURED_FIELDS)
         ]
     if is_cpu:
-        notes += _changed(cost, ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing")
+        notes += without_effect("cost", cost, ("cuda_graphs", "kernel_launch_ns"), "a CPU, which launches nothing")
     if is_cpu or not cost.cuda_graphs:
         why = "a CPU, which has no graphs" if is_cpu else "cost.cuda_graphs=false"
-        notes += _changed(cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
+        notes += without_effect("cost", cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
     if not filters(config.sampling):
-        notes += _changed(cost, ("filtering",), "sampling that has no top_k or top_p to apply")
+        notes += without_effect("cost", cost, ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
-        notes += _changed(cost, ("logits",), "device.tensor_parallel_size=1")
+        notes += without_effect("cost", cost, ("logits",), "device.tensor_parallel_size=1")
     return notes
 
 
@@ -153,10 +153,11 @@ def _library_device(name: str) -> dict[str, Any]:
     return read_device_file(str(file)) if file.is_file() else {}
 
 
-def _changed(cost: LinearConfig | RooflineConfig, names: tuple[str, ...], why: str) -> list[str]:
-    standard = type(cost)()
-    changed = [name for name in names if getattr(cost, name) != getattr(standard, name)]
-    return [f"cost.{name} has no effect with {why}" for name in changed]
+def without_effect(group: str, settings: Any, names: Iterable[str], why: str) -> list[str]:
+    """Returns a note for each of the named settings that differs from its default. `settings`: of the group's class."""
+    standard = type(settings)()
+    changed = [name for name in names if getattr(settings, name) != getattr(standard, name)]
+    return [f"{group}.{name} has no effect with {why}" for name in changed]
 
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:

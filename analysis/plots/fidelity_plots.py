@@ -62,8 +62,7 @@ def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str
     for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):
         axes.plot([low, high], [low * level, high * level], color=style.BLACK, linewidth=0.6, linestyle=dashes)
     for index, (real, sim) in enumerate(pairs):
-        look = style.point_style(index) | {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
-        axes.plot(real * factor, sim * factor, **look)
+        axes.plot(real * factor, sim * factor, **style.cloud_style(index))
     if style.log_if_wide(axes.xaxis, everything * factor, 6.0):
         style.set_log(axes.yaxis, low, high)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel=f"measured {title} ({unit})", ylabel=f"simulated ({unit})")

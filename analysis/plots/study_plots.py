@@ -240,7 +240,7 @@ def _scatter_column(upper: Axes, lower: Axes, pairs: Sequence[tuple[FloatArray, 
     low, high = float(everything.min()) * factor / 1.15, float(everything.max()) * factor * 1.15
     upper.plot([low, high], [low, high], color=style.BLACK, linewidth=0.8)
     for index, (real, sim) in enumerate(pairs):
-        look = style.point_style(index) | {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+        look = style.cloud_style(index)
         upper.plot(real * factor, sim * factor, **look)
         lower.plot(real * factor, sim / real, **look)
     for level, dashes in ((1.0, "-"), (0.9, "--"), (1.1, "--")):

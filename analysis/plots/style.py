@@ -124,6 +124,12 @@ def point_style(index: int) -> dict[str, Any]:
     return {"color": colour(index), "marker": marker(index), "linestyle": "none"}
 
 
+def cloud_style(index: int) -> dict[str, Any]:
+    """The points of a series of very many: small and half transparent, and one image in a vector file."""
+    look = {"markersize": 2.6, "alpha": 0.55, "markeredgewidth": 0, "rasterized": True}
+    return point_style(index) | look
+
+
 def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
@@ -177,7 +183,7 @@ def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
     return 0.17 * math.ceil(len(labels) / _columns(labels, width_in)) + 0.1 if labels else 0.0
 
 
-def _columns(labels: Sequence[str], width_in: float = WIDTH_IN) -> int:
+def _columns(labels: Sequence[str], width_in: float) -> int:
     widest_in = 0.058 * max(len(label) for label in labels) + 0.55
     return max(1, min(len(labels), int(width_in / widest_in)))
 

@@ -24,7 +24,6 @@ from testbed.foreign_text import not_yaml, parsed
 CONF = Path(__file__).parents[1] / "conf"
 _HYDRAS = Path(hydra.conf.__file__).parent  # Hydra's own options that are files
 OVERLAYS = "experiment"  # the group whose options choose options of other groups and set their keys
-Schema = type | Mapping[str, Any]  # a dataclass; for a file without one, the file's own keys
 
 
 def options(group: str) -> list[str]:

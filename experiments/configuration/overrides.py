@@ -227,14 +227,8 @@ def _folder(place: str) -> Path:
 
 def _choices(items: list[Override]) -> dict[str, Override]:
     """Returns, by group, the override that chooses its option; the last one if there are several."""
-    return {
-        item.key_or_group: item
-        for item in items
-        if not item.is_delete()
-        and item.package is None
-        and is_group(item.key_or_group)
-        and not is_value(str(item.input_line))
-    }
+    made = [item for item in items if chooses(item) and not item.is_delete() and item.package is None]
+    return {item.key_or_group: item for item in made}
 
 
 def _values(item: Override, library: Library) -> list[Any]:

@@ -65,7 +65,7 @@ def import_own(
     log = _read(file, sender)
     log.is_cut = is_cut
     known = measured | {  # not known for another server's log; `identity` is that of the configuration asked for
-        "identity": identity_of(config).describe(), "machine": describe_machine(),
+        "identity": asdict(identity_of(config)), "machine": describe_machine(),
         "started_in": os.getcwd(),
     }  # fmt: skip
     unpriced = why_unpriced(log.header, config)

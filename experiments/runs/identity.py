@@ -37,10 +37,6 @@ class Identity:
     code: str
     version: str
 
-    def describe(self) -> dict[str, Any]:
-        """Returns the identity as in manifest.json."""
-        return asdict(self)
-
     @property
     def name(self) -> str:
         """A folder name, `<configuration>-<the rest>`: equal configurations have the same first part."""
@@ -49,7 +45,7 @@ class Identity:
     def is_of(self, manifest: dict[str, Any]) -> bool:
         """Whether the run with this manifest has this identity. Ignores versions, as the hash of the code is exact."""
         kept = manifest.get("identity")
-        return isinstance(kept, dict) and {**self.describe(), "version": kept.get("version")} == kept
+        return isinstance(kept, dict) and {**asdict(self), "version": kept.get("version")} == kept
 
     def changes_since(self, manifest: dict[str, Any]) -> str:
         """Returns, in words, how a run of the same configuration differs from this identity."""

@@ -334,7 +334,7 @@ def _manifest(config: RunConfig, trace: TraceLike, prepared: Prepared, command: 
         "core": compiled.current().mode,
         "compiler": compiled.current().why if compiled.current().mode == "compiled" else None,
         "code_version": describe_versions()["llm-serving-testbed"],
-        "identity": identity_of(config).describe(),
+        "identity": asdict(identity_of(config)),
         "machine": describe_machine(),
         "command": command or " ".join(sys.argv),
         "started_in": os.getcwd(),

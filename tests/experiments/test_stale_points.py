@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_files_that_a_class_is_given_and_files_of_other_keys_count(tmp_path: Pat
     after = identity_of(config)
     assert (after.config, after.name[:12]) == (before.config, before.name[:12])
     assert after.name != before.name
-    assert after.changes_since({"identity": before.describe()}) == f"the file {tmp_path / 'a.csv'} changed"
+    assert after.changes_since({"identity": asdict(before)}) == f"the file {tmp_path / 'a.csv'} changed"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -314,5 +315,4 @@ def _context(
 
 def _markdown(text: Any) -> str:
     """Escapes text for Markdown: markup characters are escaped, line ends become spaces."""
-    escaped = "".join(f"\\{char}" if char in "\\`*_[]<>|#" else char for char in str(text))
-    return " ".join(escaped.split("\n"))
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", str(text)).replace("\n", " ")

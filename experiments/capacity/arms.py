@@ -30,13 +30,7 @@ _NO_RATE = {
     "all_at_once": "all its requests arrive at once",
     "closed_loop": "its users come again when they have been served",
 }
-_UNRECORDED: dict[str, Any] = {
-    "decisions": False,
-    "explain": False,
-    "steps": False,
-    "operators": False,
-    "status_s": None,
-}
+_UNRECORDED = dict.fromkeys(("decisions", "explain", "steps", "operators"), False) | {"status_s": None}
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ class _Search:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         arm = self.arm
-        for value in sorted({value: None for loads in self._tried for value in loads}):
+        for value in sorted(set().union(*self._tried)):
             for seed, loads in zip(self._seeds, self._tried, strict=True):
                 if (load := loads.get(value)) is not None:
                     point = {"policy": arm.name, "rate": value * arm.per_value, "unit": arm.unit, "seed": seed}

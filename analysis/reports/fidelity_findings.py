@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -169,7 +168,8 @@ def _instead(row: Mapping[Any, Any]) -> str:
     """The policy that is best in the simulator, for a row of the ranking."""
     if row["sim_winner"] == "":
         return "where several are best"
-    return f"{row['sim_winner']}, on the engine {_share(row['regret'])} behind {row['real_winner']}"
+    regret = "somewhat" if pd.isna(row["regret"]) else fmt.percent(row["regret"])
+    return f"{row['sim_winner']}, on the engine {regret} behind {row['real_winner']}"
 
 
 def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
@@ -177,10 +177,6 @@ def num_picked(rankings: Mapping[str, pd.DataFrame]) -> tuple[int, int]:
     number of them."""
     clear = [ranking[ranking["winner_is_clear"]]["same_winner"] for ranking in rankings.values()]
     return sum(int(same.sum()) for same in clear), sum(map(len, clear))
-
-
-def _share(value: float | None) -> str:
-    return "somewhat" if value is None or math.isnan(value) else fmt.percent(value)
 
 
 def fidelity_findings(

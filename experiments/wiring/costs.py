@@ -65,7 +65,7 @@ def build_cost(config: RunConfig) -> CostModel:
         case LinearConfig() as options:
             return LinearCost(options, config.sliding_window, {"model": config.model.name} | _fitted_with(config))
         case CalibratedConfig() as options:
-            return _calibrated(config, options)
+            return CalibratedCost(calibration_of(config, options), options.outside)
         case TablesConfig() as options:
             return _tables(config, options)
         case RooflineConfig() as options:
@@ -245,10 +245,6 @@ def _fitted_with(config: RunConfig) -> dict[str, Any]:
         "device": config.device.name, "block_size": config.cache.block_size,
         "tensor_parallel_size": config.tensor_parallel_size, "kv_dtype": config.cache.kv_dtype or config.model.dtype,
     }  # fmt: skip
-
-
-def _calibrated(config: RunConfig, options: CalibratedConfig) -> CalibratedCost:
-    return CalibratedCost(calibration_of(config, options), options.outside)
 
 
 def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:

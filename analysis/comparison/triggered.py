@@ -11,18 +11,6 @@ from analysis.load import Run
 from analysis.naming import factor_name
 
 _PREEMPTS = ("preemption", "victim")
-# (parts of a key or of its value, whether a run certainly never used the setting, what never happened)
-_UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
-    (_PREEMPTS, lambda run: _preemptions(run) == 0, "nothing was preempted"),
-    (("watermark",), lambda run: _never_blocked(run) and not _preemptions(run), "no step lacked KV blocks"),
-    (("admission",), lambda run: _never_blocked(run), "no request was held back"),
-    (("prefix_caching", "eviction"), lambda run: _never_hit(run), "no prefix was hit"),
-    (("queue_order",), lambda run: _hardly_waited(run), "requests hardly ever waited together"),
-    (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
-    (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
-    (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
-    (("edf",), lambda run: _is_alike(run, "deadline"), "all have one deadline after arrival, or none"),
-)
 _MAX_GROUPS = 4  # groups that are named
 
 
@@ -53,6 +41,20 @@ def _never_hit(run: Run) -> bool:
 def _hardly_waited(run: Run) -> bool:
     mean = run.summary["mean_waiting"]
     return mean is not None and mean < 0.01
+
+
+# (parts of a key or of its value, whether a run certainly never used the setting, what never happened)
+_UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
+    (_PREEMPTS, lambda run: _preemptions(run) == 0, "nothing was preempted"),
+    (("watermark",), lambda run: _never_blocked(run) and not _preemptions(run), "no step lacked KV blocks"),
+    (("admission",), _never_blocked, "no request was held back"),
+    (("prefix_caching", "eviction"), _never_hit, "no prefix was hit"),
+    (("queue_order",), _hardly_waited, "requests hardly ever waited together"),
+    (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
+    (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
+    (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
+    (("edf",), lambda run: _is_alike(run, "deadline"), "all have one deadline after arrival, or none"),
+)
 
 
 def never_triggered(arms: Sequence[Arm]) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from analysis.measures.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
-from analysis.measures.statistics import Estimate, mean_t
+from analysis.measures.statistics import mean_t
 from experiments.bench import machine_line
 from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
@@ -33,7 +33,6 @@ from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Span, Trace, TraceRequest
 
 STEP_NS = 10_000_000
-CONFIDENCE = 0.95
 SETTINGS = (
     "model=tiny", "cost=constant", f"cost.step_s={STEP_NS / 1e9}", "scheduler.max_num_seqs=1",
     "cache.prefix_caching=false", "cache.num_gpu_blocks=4096",
@@ -114,11 +113,11 @@ def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
     if case.urgent is None:
         exact = f"{num_exact} of {options.replications}"
         waited = (_recursion(case, options.requests, seed)[counted.start :] for seed in range(options.recursions))
-        found = interval([fmean(waits) / 1e6 for waits in waited])
+        found = mean_t(np.array([fmean(waits) / 1e6 for waits in waited]))
         further = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
     rows = []
     for (name, wait_s), of_class in zip(case.formulas(), means, strict=True):
-        found, formula = interval(of_class), wait_s * 1e3
+        found, formula = mean_t(np.array(of_class)), wait_s * 1e3
         is_inside = found.low <= formula <= found.high
         cells = (
             name, f"{case.utilisation:g}", f"{formula:.3f}", f"{found.value:.3f}",
@@ -127,11 +126,6 @@ def _measure(case: Case, options: argparse.Namespace) -> list[tuple[str, bool]]:
         )  # fmt: skip
         rows.append((f"| {' | '.join(cells)} |", is_inside))
     return rows
-
-
-def interval(means: Sequence[float]) -> Estimate:
-    """Returns Student's t interval over independent replications; `means` has one mean per replication."""
-    return mean_t(np.array(means), level=CONFIDENCE)
 
 
 def _recursion(case: Case, num_requests: int, seed: int) -> list[int]:
@@ -162,7 +156,7 @@ def _config(queue_order: str) -> RunConfig:
     return compose_config([*SETTINGS, f"scheduler.queue_order={queue_order}"])
 
 
-def simulated_waits(trace: Trace, queue_order: str = "fcfs") -> list[int]:
+def simulated_waits(trace: Trace, queue_order: str) -> list[int]:
     """Returns the wait of each request, from arrival to the start of service, in ns, in order of arrival."""
     config = _config(queue_order)
     core = build.build_scheduler(config, build.simulated_pools(config))

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.tables.roofline import FloatArray, bounds_ns, has_bound
+from analysis.reading.rows import FloatArray
+from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.errors import ProfileError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, SIZES, OperatorTables

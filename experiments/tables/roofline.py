@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from analysis.reading.rows import FloatArray
 from sim.cost.collectives import Collectives, collectives_of
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import KV_DTYPE_BYTES
 
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 _BYTES = {**KV_DTYPE_BYTES, "fp8_block": 1}
 _WITHOUT = ("host", "sampler")
 
@@ -29,7 +29,7 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
     if operator in ("all_reduce", "all_gather"):
         ranks, index = np.unique(rows["num_ranks"].to_numpy(), return_inverse=True)
         ns_per_byte = np.array([_collective_ns_per_byte(operator, int(size), spec) for size in ranks])
-        return _array(ns_per_byte[index] * numbers(rows, "num_bytes"))
+        return ns_per_byte[index] * numbers(rows, "num_bytes")
     width = _BYTES[str(rows["dtype"][0])]
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
@@ -40,7 +40,8 @@ def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
         flops, num_bytes = 0 * sizes["m"], width * sizes["m"] * sizes["n"]
     else:
         flops, num_bytes = _attention(operator, rows, sizes, width)
-    return _array(np.maximum(flops / rate, num_bytes / spec.memory_bytes_per_s) * 1e9)
+    least_s: FloatArray = np.maximum(flops / rate, num_bytes / spec.memory_bytes_per_s)
+    return least_s * 1e9
 
 
 def _collective_ns_per_byte(operator: str, size: int, spec: DeviceSpec) -> float:
@@ -73,9 +74,5 @@ def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: in
 
 
 def numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:
-    return _array(rows[name].cast("float64").fill_null(missing).to_numpy())
-
-
-def _array(values: Any) -> FloatArray:
-    array: FloatArray = np.asarray(values, dtype=np.float64)
-    return array
+    values: FloatArray = rows[name].cast("float64").fill_null(missing).to_numpy()
+    return values

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from analysis.reading.rows import FloatArray
 from experiments.tables.devices import device_spec
 from experiments.tables.roofline import numbers
 from sim.cost.collectives import collectives_of
 from testbed.specs.device import DeviceSpec
 from testbed.specs.operator_tables import OperatorTables
 
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 _MIN_BYTES, _MAX_ROWS = 8e6, 64  # GEMMs bound by reading weights, as in a decode step
 _LARGE, _MANY_ROWS = 2048, (128, 8192)  # GEMMs bound by FLOPs, as in a prefill
 _MESSAGES = (2**17, 2**26)  # message sizes, in bytes, in steps of a model with some billion weights

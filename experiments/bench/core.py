@@ -27,6 +27,7 @@ QUEUE_ORDERS = (
     "fcfs", "lcfs", "random", "priority", "sjf", "ljf", "srpt", "hrrn", "edf", "vtc", "mlfq", "lpm", "dfs", "partial",
 )  # fmt: skip
 POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+QUEUE_STEPS, POOL_STEPS = 200, 400  # that are timed
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +104,7 @@ def _bench_queues(repeats: int) -> None:
         print(f"  {order:<16}" + "".join(f"{us:>10.1f}" for us in best))
 
 
-def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
+def _queue_us(order: str, num_waiting: int) -> float:
     """Returns µs per step. lpm and dfs are first come, first served while more than 128 requests wait (their default).
     partial: decode_first with up to three partial prefills, of which one may be long; all waiting prompts are long."""
     if order == "partial":
@@ -112,7 +113,7 @@ def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
         partial = [f"scheduler.queue_order={order}"]
     options = ["scheduler=decode_first", "scheduler.oracle=perfect", *partial, "scheduler.max_num_seqs=64"]
     scheduler = _scheduler(options, 20_000)
-    for index in range(num_waiting + num_steps + 64):
+    for index in range(num_waiting + QUEUE_STEPS + 64):
         prompt = synthesize(Span(content_key("bench", 0, index % 512), 0, PROMPT_TOKENS), VOCAB)
         scheduler.add(
             Request(
@@ -120,7 +121,7 @@ def _queue_us(order: str, num_waiting: int, num_steps: int = 200) -> float:
                 tenant=str(index % 8), deadline_ns=index * 31 % 1009,
             )
         )  # fmt: skip
-    return _us_per_step(scheduler, num_steps)
+    return _us_per_step(scheduler, QUEUE_STEPS)
 
 
 def _bench_pools(repeats: int) -> None:
@@ -131,13 +132,13 @@ def _bench_pools(repeats: int) -> None:
         print(f"  {'on' if caching else 'off':<16}" + "".join(f"{us:>11.1f}" for us in best))
 
 
-def _pool_us(num_blocks: int, caching: bool, num_steps: int = 400) -> float:
+def _pool_us(num_blocks: int, caching: bool) -> float:
     options = ["scheduler=decode_first", "scheduler.max_num_seqs=64", f"cache.prefix_caching={str(caching).lower()}"]
     scheduler = _scheduler(options, num_blocks)
-    for index in range(64 + num_steps):
+    for index in range(64 + POOL_STEPS):
         prompt = synthesize(Span(content_key("bench", 1, index), 0, PROMPT_TOKENS), VOCAB)
         scheduler.add(Request(str(index), prompt, forced_output=prompt))
-    return _us_per_step(scheduler, num_steps)
+    return _us_per_step(scheduler, POOL_STEPS)
 
 
 def _scheduler(options: list[str], num_blocks: int) -> Scheduler:

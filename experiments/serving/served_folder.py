@@ -17,7 +17,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
 from experiments.runs.environment import describe_machine
 from experiments.runs.in_vllm import manifest_in_vllm
-from experiments.runs.run_folder import claim, describe_failure, refuse_overwrite, write_json  # fmt: skip
+from experiments.runs.run_folder import claim, describe_failure, refuse_overwrite, write_json
 from experiments.wiring.engines import describe_engine
 from testbed import compiled
 from testbed.core.commands import Recorder, StepView

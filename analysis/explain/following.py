@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -47,10 +48,7 @@ class Stretch:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.least_free_blocks = min(self.least_free_blocks, later.least_free_blocks)
         self.most_free_blocks = max(self.most_free_blocks, later.most_free_blocks)
-        tokens = dict(self.takers)
-        for name, num_tokens in later.takers:
-            tokens[name] = tokens.get(name, 0) + num_tokens
-        self.takers = tuple(tokens.items())
+        self.takers = tuple((Counter(dict(self.takers)) + Counter(dict(later.takers))).items())
 
 
 class Follower(Engine):

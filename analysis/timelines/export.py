@@ -312,7 +312,7 @@ def _is_empty(rows: list[Row], engines: dict[int, Engine]) -> list[bool]:
         own = replica == number
         if own.any():
             is_empty[own] = ~engine.presence.at(end_ns[own])
-    return [bool(empty) for empty in is_empty]
+    return is_empty.tolist()
 
 
 def _draw_request(trace: ChromeTrace, engine: Engine, row: Row, run_end_ns: int) -> None:

@@ -156,7 +156,6 @@ def times(num: int) -> str:
 
 
 def _whose(one: Preempted) -> str:
-    """What the request was preempted for."""
     if one.for_request_id is None:
         return REASONS.get(one.why, "a request that its log does not name")
     return "its own growth" if one.for_request_id == one.request_id else f"the growth of {one.for_request_id}"

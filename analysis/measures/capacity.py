@@ -146,7 +146,6 @@ def _nearly_all(begin: FloatArray) -> float:
 
 
 def pooled(loads: Sequence[Load]) -> Load:
-    """Pools replicates into one load."""
     names = list(dict.fromkeys(name for load in loads for name in load.over))
     whole = [load for load in loads if load.is_whole]
     queues = [load.waiting for load in whole if load.waiting.num]

@@ -193,7 +193,6 @@ def line_handle(**style: Any) -> Line2D:
 
 
 def marker_handles(num: int) -> list[Line2D]:
-    """Legend handles for `num` series of points."""
     return [line_handle(**point_style(index)) for index in range(num)]
 
 

@@ -139,7 +139,6 @@ def decode_time(
 
 
 def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_steps: int) -> StepTime:
-    """Times steps that each prefill one prompt of `num_tokens` tokens."""
     rng = random.Random(num_tokens)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
     (table,) = _tables(backend, 1, num_tokens)

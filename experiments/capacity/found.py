@@ -53,8 +53,6 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of the search for one policy."""
-
     arm: Arm
     replicates: tuple[Replicate, ...]
     notes: tuple[str, ...] = ()  # from its cost model

@@ -119,7 +119,6 @@ def _stored_keys(group: str, name: str) -> list[str]:
 
 
 def _dotted(values: Any, prefix: str) -> Iterator[str]:
-    """Yields the dotted keys of nested mappings."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _dotted(value, f"{prefix}.{name}")

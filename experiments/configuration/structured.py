@@ -103,7 +103,6 @@ def freeze(cls: type[T], group: str, values: dict[str, Any]) -> T:
 
 @cache
 def _group_in(hint: Any) -> type | None:
-    """Returns the dataclass in a type hint, or None."""
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 

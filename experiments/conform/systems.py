@@ -183,8 +183,6 @@ SYSTEMS: dict[str, System] = {
 
 
 class DecisionReader:
-    """Reads the decisions of one scheduler as fields of a system's log."""
-
     def __init__(self, system: System, scheduler: Scheduler, *, prefix_caching: bool) -> None:
         self._system = system
         self._scheduler = scheduler

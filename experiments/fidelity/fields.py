@@ -96,7 +96,6 @@ class Fields:
         return self.values[field]
 
     def within(self, field: str) -> Fields:
-        """The object in a field."""
         name = self.prefix + field
         return self.of(self.required(field, "an object"), self.place, name, f"{name}.")
 

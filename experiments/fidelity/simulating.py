@@ -85,7 +85,6 @@ def simulate(config: RunConfig, trace: Trace, folder: Path, command: str, measur
 
 
 def described(config: RunConfig) -> str:
-    """The configuration in one line."""
     raw = config.raw
     model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
     words = [model, f"device={config.device.name}", f"cost={config.cost_name}",

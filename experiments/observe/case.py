@@ -127,7 +127,6 @@ def _step(
 
 
 def request_of(one: ObservedRequest) -> Request:
-    """Returns the request in the form that the recorder takes."""
     prompt = [0] * one.prompt if isinstance(one.prompt, int) else one.prompt
     return Request(
         one.name, prompt, arrival_ns=one.arrival_ns, forced_output=one.output or [0], priority=one.priority,

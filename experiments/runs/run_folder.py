@@ -118,7 +118,6 @@ def claim(folder: Path, config: RunConfig) -> None:
 
 
 def as_yaml(tree: dict[str, Any]) -> str:
-    """Formats a configuration as in config.yaml."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
 
 

@@ -240,7 +240,6 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:
-    """Returns the estimator of step times that policies use."""
     return CostEstimator(estimator_name(config), build_cost(_priced_as(config)))
 
 

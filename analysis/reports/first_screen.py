@@ -369,7 +369,7 @@ def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
 
 def _kept_at(group: Compared, slo: SLO) -> str:
     share = SLO_METRICS[0]
-    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms if arm.runs}
+    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms}
     values = {name: value for name, value in known.items() if value is not None}
     if not values:
         return ""
@@ -392,7 +392,7 @@ def _kept_at(group: Compared, slo: SLO) -> str:
 
 
 def _over_replicates(arms: Sequence[Arm]) -> str:
-    nums = sorted({len(replicates(arm)) for arm in arms if arm.runs})
+    nums = sorted({len(replicates(arm)) for arm in arms})
     span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
     return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
 

@@ -108,9 +108,9 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
         ]
         found = {effect.comparison.metric.label: effect for effect in group}
         for label in metrics:
-            effect = found.get(label)
-            row = None if effect is None else effect.comparison
-            if effect is None or row is None or row.estimate is None:
+            effect = found[label]  # every step has an effect in each metric
+            row = effect.comparison
+            if row.estimate is None:
                 cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
             elif effect.is_uneven:
                 ends = [change_text(end) for end in effect.ends]

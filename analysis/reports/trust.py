@@ -61,9 +61,9 @@ def trust(
 
 
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
-    num = min((num_replicates(group.arms) for group in groups if group.arms), default=0)
+    num = min(num_replicates(group.arms) for group in groups)
     if num < 2:
-        few = [on_one_replicate(group.arms) for group in groups if group.arms and num_replicates(group.arms) < 2]
+        few = [on_one_replicate(group.arms) for group in groups if num_replicates(group.arms) < 2]
         names = list(dict.fromkeys(name for one in few for name in one)) if all(few) else []
         of = f" of {fmt.listing(names, _MAX_NAMED)}" if names else ""
         return Trust("replicates", "poor", f"one replicate{of}: nothing says how the result varies between traces")

@@ -105,7 +105,7 @@ def is_done(folder: Path, identity: Identity) -> bool:
 
 def _is_damaged(folder: Path) -> bool:
     """Whether a finished run has lost files, or the ends of its tables."""
-    return (folder / "done").exists() and not all(_has_its_end(folder / name) for name in RUN_FILES)
+    return not all(_has_its_end(folder / name) for name in RUN_FILES)
 
 
 def _has_its_end(file: Path) -> bool:

@@ -54,8 +54,7 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
         named = found("model", model_named(meta["model"]), meta["model"]) if model is None else chosen("model", model)
         spec = model_spec(named)
-        only = folder if folder.parent == file.parent else None
-        folders = [only] if only is not None else sorted(file.parent.glob("tp*"))
+        folders = [folder] if folder.parent == file.parent else sorted(file.parent.glob("tp*"))
         for ranks in folders:
             is_copy = ranks.name != "tp1" and any(other.name == "tp1" for other in folders)
             tables += _of_ranks(ranks, meta, spec, without=_STABLE if is_copy else ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.fidelity.fields import Fields, json_lines
-from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
+from experiments.fidelity.measured import AT_CLIENT, MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
 from testbed.wording import count
@@ -29,7 +29,7 @@ def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
             num_failed += 1
         else:
             rows.append(_row(about, record.within("metrics")))
-    notes = ["measured at the client of a server: its time is in TTFT"]
+    notes = [AT_CLIENT]
     if num_warmup:
         notes.append(f"{count(num_warmup, 'request')} of the warm-up left out")
     return [measured(file.stem, "AIPerf", rows, file, (), num_failed, notes)]

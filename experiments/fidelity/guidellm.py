@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fidelity.fields import Fields, duration_s, json_value
-from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
+from experiments.fidelity.measured import AT_CLIENT, MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
 
@@ -40,7 +40,7 @@ def _one(benchmark: Fields, name: str, file: Path) -> MeasuredRun:
             "sampling of requests, as all of them are the load"
         )
     rows = [_row(Fields.of(item, f"{place}: request {i + 1}", "request"), i) for i, item in enumerate(successful)]
-    notes = ["measured at the client of a server: its time is in TTFT"]
+    notes = [AT_CLIENT]
     return measured(name, "GuideLLM", rows, file, (), num_failed, notes)
 
 

@@ -133,10 +133,8 @@ def folder_load(
             f"{run.path}: several engines served it; give the folder of a run of one, or "
             "compare the fleet with its simulation (testbed run from=<folder> backend=sim) by testbed report"
         )
-    saved = {
-        **read_config(run.path),
-        "backend": run.config["backend"] if run.is_simulated else {"name": "sim"},
-    }
+    backend = run.config["backend"] if run.is_simulated else {"name": "sim"}
+    saved = {**read_config(run.path), "backend": backend}
     recorded = pq.read_table(run.path / "requests.parquet")
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
                                    pc.greater(recorded["num_output_tokens"], 0)))  # fmt: skip

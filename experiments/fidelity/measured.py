@@ -27,6 +27,7 @@ from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
+AT_CLIENT = "measured at the client of a server: its time is in TTFT"  # a note of readers
 MEASURED = "measured\n"  # content of the file `done` in the run folder of a measured run
 _ROUNDING_S = 2e-6  # clients round to microseconds, so equal instants of first and last token may differ by this
 _NEAR_S, _NEAR_SHARE = 1e-3, 0.05  # of E2E - TTFT, by which TPOT x (tokens - 1) may differ from it: both are rounded

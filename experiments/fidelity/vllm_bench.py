@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.configuration.names import choice
 from experiments.fidelity.fields import Fields, json_value
-from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
+from experiments.fidelity.measured import AT_CLIENT, MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
 MARKS = ("ttfts", "itls", "input_lens")  # any of these, or of AGGREGATES, identifies the format
@@ -42,7 +42,7 @@ def _one(result: Fields, file: Path, name: str, given: list[str]) -> MeasuredRun
     every = _rows(result)
     rows = [_row(row, i) for i, row in enumerate(every) if not row.get("errors")]
     said, most = result.get("model_id"), result.get("max_concurrency")
-    notes = ["measured at the client of a server: its time is in TTFT"]
+    notes = [AT_CLIENT]
     if most is not None:
         notes.append(f"sent by at most {most} at once; the simulation sends at the measured instants")
     settings = choice("model", str(said) if said else None, result.place, given)

@@ -151,9 +151,7 @@ def pooled(loads: Sequence[Load]) -> Load:
     queues = [load.waiting for load in whole if load.waiting.num]
     num, work = ([getattr(queue, name) for queue in queues] for name in ("num", "work"))
     means = [load.mean_s for load in whole if load.mean_s]
-    added = (
-        "num_requests", "num_failed", "duration_s", "num_completed", "num_customers", "num_done", "arriving_s"
-    )  # fmt: skip
+    added = ("num_requests", "num_failed", "duration_s", "num_completed", "num_customers", "num_done", "arriving_s")
     return Load(
         is_whole=len(whole) == len(loads),
         over={name: sum(load.over.get(name, 0) for load in loads) for name in names},

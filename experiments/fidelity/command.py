@@ -156,7 +156,7 @@ def _folder_loads(folders: list[Path], overrides: list[str], runs: Path, format_
     points = {place: run for place, run in found.items() if run.manifest.get("swept")}
     labels = labels_of(
         [(run.flat_config, Path(place)) for place, run in points.items()], swept_keys(list(points.values()))
-    )  # fmt: skip
+    )
     if len(points) == 1:
         labels = [level_names(run.manifest["swept"]) for run in points.values()]
     names = dict(zip(found, found, strict=True)) | dict(zip(points, labels, strict=True))

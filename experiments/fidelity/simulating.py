@@ -87,8 +87,7 @@ def simulate(config: RunConfig, trace: Trace, folder: Path, command: str, measur
 def described(config: RunConfig) -> str:
     raw = config.raw
     model = config.model.name if config.model.path is None else f"model.path={config.model.path}"
-    words = [model, f"device={config.device.name}", f"cost={config.cost_name}",
-             f"scheduler={config.scheduler.name}"]  # fmt: skip
+    words = [model, f"device={config.device.name}", f"cost={config.cost_name}", f"scheduler={config.scheduler.name}"]
     for key in _SHOWN:
         group, name = key.split(".")
         value = getattr(config.device, name, raw[group].get(name))

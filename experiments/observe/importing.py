@@ -249,4 +249,4 @@ def _manifest(
         "num_sent": recorder.num_sent,
         "num_unsent": max(0, trace.num_requests - recorder.num_sent),  # 0 for a trace made from the log itself
         "prefix_cache": {"queried_tokens": queried, "hit_tokens": sum(first.values())},
-    }  # fmt: skip
+    }

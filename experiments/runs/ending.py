@@ -95,9 +95,7 @@ def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:
     return [f"{left}, so there are no numbers: lower it, or take a longer trace"]
 
 
-def ignored_message(
-    config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]], is_given: bool
-) -> str:  # fmt: skip
+def ignored_message(config: RunConfig, num_requests: int, ignored: Sequence[tuple[str, str]], is_given: bool) -> str:
     """Returns the message about ignored requests. ignored: (request id, reason), at least one. Distinguishes requests
     that can never fit from those that were held back. is_given: the trace was given whole (a measured run's, or an
     object in Python), so that no setting changes it."""

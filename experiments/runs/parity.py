@@ -35,7 +35,7 @@ class DivergedError(TestbedError):
 
     def __init__(
         self, step: int, recorded: dict[str, Any] | None, replayed: dict[str, Any] | None, reason: str
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             f"the replay diverges from the recorded run at step {step}: {reason}; "
             "cost=recorded needs that run's own scheduler, cache and trace"

@@ -41,9 +41,7 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     few = is_16_bit & (2 * n * k > _MIN_BYTES) & (m <= _MAX_ROWS)
     if few.sum() >= _MIN_POINTS:
         start = (1e-3 * spec.gemm_floor_ns, spec.memory_efficiency)  # us
-        floor_us, efficiency = _minimized(
-            lambda x: _loss(1e3 * abs(x[0]) + bytes_ns[few] / abs(x[1]), ns[few]), start
-        )  # fmt: skip
+        floor_us, efficiency = _minimized(lambda x: _loss(1e3 * abs(x[0]) + bytes_ns[few] / abs(x[1]), ns[few]), start)
         lines.append(
             f"products of at most {_MAX_ROWS} rows and over {_MIN_BYTES / 1e6:g} MB of weights fit gemm_floor_ns="
             f"{round(100 * floor_us) * 10} memory_efficiency={efficiency:.3g} (device={spec.name} has "

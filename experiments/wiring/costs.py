@@ -111,12 +111,13 @@ def unread_settings(config: RunConfig) -> list[str]:
     cost = config.cost
     if isinstance(cost, LinearConfig) and cost.path is not None:
         return without_effect("cost", cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+    if isinstance(cost, dict):
+        return []  # of a user's own class nothing is known
     if not isinstance(cost, RooflineConfig):
         unread = [] if is_plain(config.sampling) else ["sampling"]
         if isinstance(cost, CalibratedConfig):
             unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
-        is_own = isinstance(cost, dict)
-        return [] if is_own else [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
+        return [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture not in ARCHITECTURES:
         notes.append(

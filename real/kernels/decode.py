@@ -86,13 +86,13 @@ def decode_kernel(
     acc = acc * (value_scale / total)[:, None]
     outputs = output + token.to(tl.int64) * stride_output_token + heads[:, None] * stride_output_head + dims[None, :]
     if IS_SPLIT:
-        is_alone = tl.load(items + 4 * item + 2) == 1
-        places = item.to(tl.int64) * NUM_HEADS + heads
-        tl.store(outputs, acc.to(output.dtype.element_ty), mask=is_part & is_alone)
-        tl.store(partial + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_part & ~is_alone)
-        tl.store(partial + partial_size + places, top + tl.log2(total), mask=(in_group < GROUP) & ~is_alone)
-    else:
-        tl.store(outputs, acc.to(output.dtype.element_ty), mask=is_part)
+        num_parts = tl.load(items + 4 * item + 2)
+        if num_parts > 1:
+            places = item.to(tl.int64) * NUM_HEADS + heads
+            tl.store(partial + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_part)
+            tl.store(partial + partial_size + places, top + tl.log2(total), mask=in_group < GROUP)
+            return
+    tl.store(outputs, acc.to(output.dtype.element_ty), mask=is_part)
 
 
 @triton.jit(do_not_specialize=["partial_size"], do_not_specialize_on_alignment=INDICES)

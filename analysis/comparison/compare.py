@@ -65,6 +65,7 @@ class Metric:
 
 _OF_CLASS = "classes."
 _MIN_FOR_EFFECT = 3  # replicates
+P99_ITL = Metric("P99 ITL", "itl_s.p99", -1, fmt.seconds)  # of single gaps: TPOT, a mean of them, hides stalls
 LATENCY = (
     Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
     Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
@@ -72,6 +73,7 @@ LATENCY = (
     Metric("P99 TPOT", "tpot_s.p99", -1, fmt.seconds),
     Metric("mean E2E", "e2e_s.mean", -1, fmt.seconds),
     Metric("P99 E2E", "e2e_s.p99", -1, fmt.seconds),
+    P99_ITL,
 )
 _PER_S = partial(fmt.number, unit="req/s")
 RATES = (
@@ -114,7 +116,7 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
     names = dict.fromkeys(name for classes in known for name in classes["num_requests"])
     if len({classes["by"] for classes in known}) != 1:
         return {}
-    metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E")]
+    metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E", "P99 ITL")]
     share, met = replace(SLO_METRICS[0], path="attainment"), replace(DEADLINES, path="deadlines_met")
     with_deadlines = {name for classes in known for name in classes["deadlines_met"] or ()}
     return {

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from analysis import format as fmt
-from analysis.comparison.compare import LATENCY, RATES, Metric
+from analysis.comparison.compare import LATENCY, P99_ITL, RATES, Metric
+from analysis.load import Run
 
 _WORDS = {
     "TTFT": ("ttft", "first token"),
     "TPOT": ("tpot", "per output token"),
     "E2E": ("e2e", "end to end", "end-to-end"),
+    "ITL": ("itl", "inter-token", "tbt", "between tokens", "stall"),
     "requests/s": ("requests/s", "requests per second", "throughput"),
     "output tokens/s": ("tokens/s", "tokens per second", "throughput"),
     "goodput": ("goodput",),
@@ -18,7 +21,9 @@ _WORDS = {
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
-_IN_SUMMARY = re.compile(r"\b(itl|inter-token latency|queueing|median|p50|p90|p95)\b(?!\.\d)")
+_OF_GAPS = re.compile(r"\b(itl|inter-token latency|tbt)\b")
+_IN_TABLES = {"hit rate": "hit rate", "preemptions": "preemptions", "fairness": "fair"}  # without a verdict
+_IN_SUMMARY = re.compile(r"\b(queueing|median|p50|p90|p95)\b(?!\.\d)")
 _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
 
@@ -37,12 +42,21 @@ def asks_beside_slo(question: str) -> bool:
     return is_beside and not _OF_SLO.search(question.casefold())
 
 
-def absent(question: str, *, has_slo: bool) -> list[str]:
+def have_gaps(runs: Sequence[Run]) -> bool:
+    """Whether gaps between tokens are known of any of the runs."""
+    return any(P99_ITL.of(run.summary) is not None for run in runs)
+
+
+def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: bool = True) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
-    of_slo, in_summary, in_table = (
-        list(dict.fromkeys(words.findall(question.casefold()))) for words in (_OF_SLO, _IN_SUMMARY, _IN_TABLE)
+    said = question.casefold()
+    of_slo, of_gaps, in_summary, in_table = (
+        list(dict.fromkeys(words.findall(said))) for words in (_OF_SLO, _OF_GAPS, _IN_SUMMARY, _IN_TABLE)
     )
+    in_tables = [name for name, word in _IN_TABLES.items() if word in said and (has_tenants or name != "fairness")]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
+    parts += [f"{_listed(of_gaps)} (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
+    parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []
     parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
     parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []
     return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []

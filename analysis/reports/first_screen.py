@@ -23,7 +23,7 @@ from analysis.comparison.arms import (
     same_prices,
     was_busy,
 )
-from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, compare, mean_over_replicates
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, Metric, compare, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, step_text
@@ -185,7 +185,7 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
 
 def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool, float, str]]:
     """(whether the question names none of the metrics, the largest change, the claims as text), for cells and for
-    averages."""
+    averages. The largest change is that of the metrics that the question names, if it names any."""
     found = []
     if subject.by_cell:
 
@@ -195,13 +195,20 @@ def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool
 
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
-        is_beside = not is_asked(ordered[0].comparison.metric, question)
-        found.append((is_beside, max(map(_largest, ordered)), f"{subject.name}: {'; '.join(texts)}"))
+        is_beside, size = _rank([(one.comparison.metric, _largest(one)) for one in ordered], question)
+        if not subject.claims and (quiet := _told(subject.rows, question, margin)):
+            texts.append(f"{subject.average}{quiet}")
+        found.append((is_beside, size, f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
         text = f"{subject.average}{subject.name}: {_told(subject.rows, question, margin)}{subject.hidden}"
-        is_beside = not any(is_asked(row.metric, question) for row in claims)
-        found.append((is_beside, max(row.size for row in claims), text))
+        found.append((*_rank([(row.metric, row.size) for row in claims], question), text))
     return found
+
+
+def _rank(changes: Sequence[tuple[Metric, float]], question: str) -> tuple[bool, float]:
+    """Whether the question names none of these metrics, and the largest change of those that it names (else of all)."""
+    asked = [size for metric, size in changes if is_asked(metric, question)]
+    return not asked, max(asked or [size for _, size in changes])
 
 
 def _largest(effect: Effect) -> float:

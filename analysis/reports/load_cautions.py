@@ -140,8 +140,9 @@ def warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
 
 
 def change_by_warm_up(run: Run) -> float:
-    """The relative change of mean TTFT if the start is cut; 0 beyond capacity, where there is no steady state."""
-    if state_of(run) == "beyond":
+    """The relative change of mean TTFT if the start is cut; 0 where there is no steady state: beyond capacity, and if
+    all requests came at once."""
+    if state_of(run) == "beyond" or (state_of(run) == "at once" and not is_closed_loop(run)):
         return 0.0
     requests = run.requests.sort_values("arrival_ns", kind="stable")
     start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)

@@ -34,6 +34,7 @@ from analysis.comparison.compare import (
     FLEET,
     INSIDE,
     LATENCY,
+    P99_ITL,
     RATES,
     SLO_METRICS,
     Comparison,
@@ -57,7 +58,7 @@ from analysis.measures.metrics import SLO
 from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.asked import absent
+from analysis.reports.asked import absent, have_gaps
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -198,7 +199,8 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     where = f" at {load}" if load else ""
     runs = [run for arm in arms for run in arm.runs]
     kept = (*(SLO_METRICS if slo else ()), *([DEADLINES] * any(run.summary["deadlines"] for run in runs)))
-    parts = {"latency": LATENCY, "throughput": (*RATES, *kept)}
+    latency = tuple(metric for metric in LATENCY if metric is not P99_ITL or have_gaps(runs))
+    parts = {"latency": latency, "throughput": (*RATES, *kept)}
     metrics = [metric for part in parts.values() for metric in part]
     rows = compare(arms, baseline, metrics, report.margin, slo)
     effects = main_effects(arms, baseline, metrics, report.margin, slo)
@@ -274,7 +276,9 @@ def _context(
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
-    beside = [*pooled_said(sections.compared), *absent(question, has_slo=slo is not None)]
+    has_tenants = all(run.summary["fairness"] for run in runs)
+    lacks = absent(question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_tenants=has_tenants)
+    beside = [*pooled_said(sections.compared), *lacks]
     return {
         "title": report.title,
         "question": report.question or default_question(compared, baseline),

@@ -69,6 +69,6 @@ def _check_goes_together(rules: KVRules, lookahead_slots: int, sliding_window: i
         )
     if sliding_window is not None and rules.duplicates != "listed":
         raise ConfigError(
-            f"cache.sliding_window={sliding_window} releases blocks that "
-            f"scheduler.kv_rules.duplicates={rules.duplicates} would still name; set it to null, or take another preset"
+            f"cache.sliding_window or model.sliding_window, {sliding_window}, releases blocks that scheduler."
+            f"kv_rules.duplicates={rules.duplicates} would still name; set both to null, or take another preset"
         )

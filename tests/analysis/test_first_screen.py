@@ -85,6 +85,13 @@ def test_arms_with_claims_of_the_metrics_that_the_question_names_come_first() ->
     assert [text.split(" ")[0] for text in answer(groups, None, "What does TTFT do?")] == ["b", "a"]
 
 
+def test_arms_are_ranked_by_the_metrics_that_the_question_names() -> None:
+    rows = [row("a", 4, -0.3), row("a", 1, 2.0), row("b", 4, -0.8)]  # of mean E2E, and a's P99 TTFT
+    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    assert [text.split(" ")[0] for text in answer(groups, None)] == ["a", "b"]
+    assert [text.split(" ")[0] for text in answer(groups, None, "Which has the lowest mean E2E?")] == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     ("question", "is_beside"),
     [
@@ -134,6 +141,10 @@ def test_an_average_that_hides_two_signs_is_told_by_cells() -> None:
     assert said.replace("\u00a0", " ") == (
         "a 1 instead of 0: mean TTFT is inside the noise with b 0 (−18 %) and inside the noise with b 1 (+1.0 %)."
     )
+    quiet = Effect("x.a", 0, 1, row("1", 4, 0.01, claimed=False), effect.pairs, None)
+    (asked,) = answer([Compared("", [Arm("base", {}, ())], [row("a", 0, -0.1)], [effect, quiet])], None, "mean E2E?")
+    none = "; on average over the other factors, no difference beyond the noise in mean E2E."
+    assert asked == f"{said.removesuffix('.')}{none}", "the metric that the question names is told"
 
 
 def test_no_interval_is_no_equality() -> None:
@@ -241,8 +252,15 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert absent("Which keeps the SLO, by goodput and P99 TTFT?", has_slo=True) == []
     (said,) = absent("Which keeps the SLO, by goodput?", has_slo=False)
     assert said == f"{begin}SLO and goodput (give an SLO, as --slo ttft_s=0.5)."
-    (said,) = absent("Goodput, the P95 TTFT, or ITL?", has_slo=False)
-    assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); P95 and ITL (in the summary.json of each run)."
+    (said,) = absent("Goodput, the P95 TTFT, or queueing?", has_slo=False)
+    in_summary = "P95 and queueing (in the summary.json of each run)"
+    assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); {in_summary}."
+    assert absent("Which has the lower P99 ITL?", has_slo=False) == []
+    (said,) = absent("Which has the lower P99 ITL?", has_slo=False, has_gaps=False)
+    assert said == f"{begin}ITL (of runs with record.token_times=true)."
+    (said,) = absent("Is it fair, at what hit rate?", has_slo=False)
+    assert said == f"{begin}hit rate and fairness (in the tables below, without a verdict)."
+    assert absent("Is it fair?", has_slo=False, has_tenants=False) == []
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
     assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"

@@ -109,6 +109,29 @@ def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:
         assert any("The start, when the system is still empty" in text for text in said) is is_said, name
 
 
+def test_of_requests_that_come_at_once_none_is_a_start(tmp_path: Path) -> None:
+    ran(tmp_path, trace={"num_requests": 120, "arrival": "all_at_once"}, cache={"num_gpu_blocks": 400})
+    (run,) = load_sweep(tmp_path).runs
+    assert change_by_warm_up(run) == 0.0
+    run.summary["steadiness"] = {"is_outrun": False}  # as of the same requests one by one
+    assert change_by_warm_up(run) > 0.1
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_stalls_of_decodes_are_compared_where_gaps_are_known(tmp_path: Path, is_recorded: bool) -> None:
+    """A mean over a request's gaps hides how long one of them is: chunks shorten it, whole prompts do not."""
+    trace = {"num_requests": 60, "rate": 20.0, "prompt": {"kind": "constant", "value": 4000}}
+    scheduler = {"name": "sarathi", "max_num_seqs": 64}
+    record = {"token_times": is_recorded}
+    for budget, seed in itertools.product((512, 4096), range(3)):
+        limits = {"max_num_batched_tokens": budget}
+        ran(tmp_path / f"{budget}-{seed}", trace=trace, scheduler=scheduler | limits, seed=seed, record=record)
+    said = report(tmp_path, question="Which stalls less, by P99 ITL?")
+    assert ("| P99 E2E | P99 ITL |" in said) is is_recorded
+    assert ("512 against max num batched tokens 4096: better in P99 ITL (" in said) is is_recorded
+    assert ("not compared here: ITL (of runs with record.token_times=true)" in said) is not is_recorded
+
+
 @pytest.mark.parametrize(
     ("warmup_s", "start"),
     [

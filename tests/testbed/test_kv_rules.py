@@ -249,6 +249,12 @@ def test_rules_that_contradict_each_other_are_refused(fields: dict[str, object])
         KVRules(**fields)  # type: ignore[arg-type]
 
 
+def test_a_window_that_the_rules_do_not_allow_is_named_wherever_it_comes_from() -> None:
+    rules = KVRules(duplicates="merged", hits_visible="plan", allocate="whole")
+    with pytest.raises(ConfigError, match=r"cache\.sliding_window or model\.sliding_window, 8, .* set both to null"):
+        make_scheduler(sliding_window=8, rules=rules)
+
+
 # --- tenants ---
 
 

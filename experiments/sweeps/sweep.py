@@ -172,7 +172,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             check_importable(config)
             check_trace(config)
             fit_file(config)  # raises if no fit comes with the testbed
-            if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend")])) not in makeable:
+            if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend", "model")])) not in makeable:
                 check_makeable(config)
                 makeable.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]

@@ -21,6 +21,7 @@ from sim.backend import SimBackend, refuse_unforced
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
 from testbed.blocks.config import CacheConfig
+from testbed.blocks.demand import Demand
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
@@ -117,10 +118,14 @@ def make_policies(config: RunConfig) -> Policies:
 
 
 def check_makeable(config: RunConfig) -> None:
-    """Raises ConfigError for policies that do not exist or cannot be constructed; called before a sweep runs."""
+    """Raises ConfigError for policies that do not exist or cannot be constructed, and for limits and KV rules that the
+    model does not allow; called before a sweep runs."""
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return
     make_policies(config)
+    cache, chosen = config.cache, config.scheduler
+    longest, lookahead = config.limits.max_model_len, chosen.lookahead_slots
+    Demand(cache.block_size, chosen.kv_rules, longest, lookahead, config.sliding_window)
     if isinstance(config.backend, SimConfig | RealConfig):
         make_policy("backend.router", config.backend.router)
 

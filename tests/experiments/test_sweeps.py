@@ -355,12 +355,22 @@ def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
             "scheduler.oracle=none,{_target_: testbed.policies.oracle.Noisy, sd: 3}",
             "cannot make 'testbed.policies.oracle.Noisy'",
         ),
+        ("scheduler.max_model_len=64,100000", "scheduler.max_model_len is 100000, but the model has "),
+        (
+            "scheduler=sarathi,vllm_v0 & model.sliding_window=8",
+            "cache.sliding_window or model.sliding_window, 8, ",
+        ),
+        (
+            "scheduler=vllm_v0 & model.sliding_window=null,8",
+            "cache.sliding_window or model.sliding_window, 8, ",
+        ),
+        ("scheduler=vllm_v0 & scheduler.lookahead_slots=0,2", "scheduler.lookahead_slots is 2, which"),
     ],
 )
-def test_policies_that_cannot_be_made_are_said_before_any_point_runs(
+def test_what_cannot_be_made_is_said_before_any_point_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
-    error = sweep(capsys, tmp_path / "s", override, "seed=0,1").error()
+    error = sweep(capsys, tmp_path / "s", *override.split(" & "), "seed=0,1").error()
     assert said in error
     assert error.endswith("(2 of 4 points are refused, and none was run)")
     assert not (tmp_path / "s").exists()

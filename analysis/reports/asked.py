@@ -18,6 +18,7 @@ _WORDS = {
     "output tokens/s": ("tokens/s", "tokens per second", "throughput"),
     "goodput": ("goodput",),
     "attainment": ("attainment",),
+    "deadlines met": ("deadline",),
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.compare import DEADLINES, LATENCY, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
@@ -90,6 +90,9 @@ def test_arms_are_ranked_by_the_metrics_that_the_question_names() -> None:
     groups = [Compared("", [Arm("base", {}, ())], rows, ())]
     assert [text.split(" ")[0] for text in answer(groups, None)] == ["a", "b"]
     assert [text.split(" ")[0] for text in answer(groups, None, "Which has the lowest mean E2E?")] == ["b", "a"]
+    of_deadlines = replace(rows[2], metric=DEADLINES, verdict="inside the noise")
+    (said,) = answer([Compared("", groups[0].arms, [row("b", 0, -0.8), of_deadlines], ())], None, "Are deadlines met?")
+    assert said.endswith("; no difference beyond the noise in deadlines met.")
 
 
 @pytest.mark.parametrize(

@@ -187,21 +187,21 @@ def test_ranks_beyond_the_kv_heads_copy_them():
 
 
 def test_collectives_take_the_faster_of_ring_and_tree():
-    links = Collectives(8, 1e9, 1000)
-    assert links.all_reduce_ns(8) == 2 * 8 + 2 * 3 * 1000  # a tree: few hops
-    assert links.all_reduce_ns(10**9) == 2 * 7 * 10**9 / 8 + 14 * 1000  # a ring: little volume
-    assert links.all_gather_ns(10**9) == links.gather_ns(10**9) == 7 * 10**9 / 8 + 3000
-    assert links.broadcast_ns(8) == 3 * 8 + 3000  # down a tree
-    assert links.broadcast_ns(10**9) == 2 * 7 * 10**9 / 8 + 10_000  # scattered, then gathered
+    links = Collectives(8, 5e8, 1000)  # 2 ns for a byte
+    assert links.all_reduce_ns(4) == 2 * 8 + 2 * 3 * 1000  # a tree: few hops
+    assert links.all_reduce_ns(10**9) == 2 * 7 * 2 * 10**9 / 8 + 14 * 1000  # a ring: little volume
+    assert links.all_gather_ns(10**9) == links.gather_ns(10**9) == 7 * 2 * 10**9 / 8 + 3000
+    assert links.broadcast_ns(4) == 3 * 8 + 3000  # down a tree
+    assert links.broadcast_ns(10**9) == 2 * 7 * 2 * 10**9 / 8 + 10_000  # scattered, then gathered
     alone = Collectives(1, 1e9, 1000)
     for collective in (alone.all_reduce_ns, alone.all_gather_ns, alone.gather_ns, alone.broadcast_ns):
         assert collective(8) == 0
 
 
 def test_through_a_switch_ranks_meet_directly_and_over_pcie_by_turns():
-    switched = Collectives(8, 1e9, 1000, is_switched=True)
-    assert switched.all_reduce_ns(8) == 7 * 8 + 2 * 1000  # each reads what all have
-    assert switched.all_reduce_ns(10**6) == 2 * 7 * 10**6 / 8 + 4 * 1000  # each sums a share, then reads the others'
+    switched = Collectives(8, 5e8, 1000, is_switched=True)  # 2 ns for a byte
+    assert switched.all_reduce_ns(4) == 7 * 8 + 2 * 1000  # each reads what all have
+    assert switched.all_reduce_ns(10**6) == 2 * 7 * 2 * 10**6 / 8 + 4 * 1000  # each sums a share, then reads the rest
     one_mb = 1_000_000
     nvlink, host, p2p = (
         collectives_of(2, replace(DEVICE, interconnect=name, host_link_bytes_per_s=60e9)).all_reduce_ns(one_mb)

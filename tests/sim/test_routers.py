@@ -122,7 +122,7 @@ def test_prefix_affinity_goes_to_the_longest_cached_prefix() -> None:
 
 
 def test_prefix_affinity_gives_way_to_balance() -> None:
-    """More than 4 apart, and more than twice as many."""
+    """More than 4 apart, and more than twice as many; by default, 64 apart and 1.5 times as many."""
     router = PrefixAffinity(balance_abs_threshold=4, balance_rel_threshold=2.0)
 
     def sent_to(low: int, high: int) -> int:
@@ -134,6 +134,8 @@ def test_prefix_affinity_gives_way_to_balance() -> None:
     assert sent_to(1, 6) == 2
     assert sent_to(6, 12) == 0
     assert sent_to(6, 13) == 2
+    router = PrefixAffinity()
+    assert [sent_to(low, high) for low, high in ((9, 73), (9, 74), (130, 195), (130, 196))] == [0, 2, 0, 2]
 
 
 def test_prefix_hash_keeps_prefixes_together_and_moves_few() -> None:
@@ -146,6 +148,9 @@ def test_prefix_hash_keeps_prefixes_together_and_moves_few() -> None:
     assert salted != homes
     grown = [router.route(request("a", prompt), idle(5)) for prompt in prompts]
     assert all(new in (old, 4) for new, old in zip(grown, homes, strict=True))
+    router = seeded(PrefixHash())
+    alike, unlike = ({router.route(request("a", [7] * num + [i]), idle(4)) for i in range(20)} for num in (64, 63))
+    assert (len(alike), len(unlike)) == (1, 4), "64 tokens by default"
 
 
 def test_session_sticky_stays_whatever_the_load() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.measures.steadiness import ends_growing, is_outrun, outrun_note, steadiness, waiting_of
+from analysis.measures.steadiness import LIKELY, ends_growing, is_outrun, outrun_note, steadiness, waiting_of
 from analysis.reading.request_columns import Requests
 from experiments import simulate
 from testbed.records.schema import REQUEST_COLUMNS
@@ -132,6 +132,9 @@ def test_growth_must_go_on_and_be_more_than_chance() -> None:
     assert not is_outrun((), 1000)
     assert is_outrun((1000.0, 2000.0, 4000.0), 100_000)
     assert not is_outrun((1000.0, 2000.0, 3000.0), 100_000), "5 % of what came are 2,500"
+    assert not is_outrun((10.0, 60.0, 110.0), 1000, 2.5), "of work with sizes that differ three are 106"
+    assert [is_outrun((0.0, rise / 2, rise), 1000, 1.0, LIKELY) for rise in (22.0, 23.0)] == [False, True]
+    assert [is_outrun((0.0, rise / 2, rise), 100_000, 1.0, LIKELY) for rise in (990.0, 1010.0)] == [False, True]
 
 
 @pytest.mark.parametrize(("rate", "verdict"), [(10.0, False), (60.0, None), (90.0, True), (200.0, True)])

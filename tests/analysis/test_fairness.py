@@ -20,12 +20,13 @@ from tests.analysis.runs import request_row, table
 S = 10**9
 
 
-def in_turn(order: str) -> Requests:
-    """One a second, 50 tokens of prompt and 50 of output; all came at 0. order: the tenants, as they are served."""
+def in_turn(order: str, at_ns: int = 0) -> Requests:
+    """One a second, 50 tokens of prompt and 50 of output; all came at `at_ns`. order: the tenants, as served."""
     rows = [
         request_row(
-            request_id=f"r{i}", tenant=tenant, arrival_ns=0, first_scheduled_ns=i * S, first_token_ns=i * S + S // 2,
-            finish_ns=(i + 1) * S, num_prompt_tokens=50, num_output_tokens=50,
+            request_id=f"r{i}", tenant=tenant, arrival_ns=at_ns, first_scheduled_ns=at_ns + i * S,
+            first_token_ns=at_ns + i * S + S // 2, finish_ns=at_ns + (i + 1) * S, num_prompt_tokens=50,
+            num_output_tokens=50,
         )
         for i, tenant in enumerate(order)
     ]  # fmt: skip
@@ -44,7 +45,10 @@ def in_turn(order: str) -> Requests:
 )
 def test_the_gap_is_what_one_got_more_while_both_waited(order: str, gap: float) -> None:
     found = fairness(in_turn(order), len(order) * S)
+    later = fairness(in_turn(order, 1000 * S), (1000 + len(order)) * S)
     assert found is not None
+    assert later is not None
+    assert later["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
     assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
     assert found["mean_ttft_s"] == {
         tenant: pytest.approx(np.mean([i + 0.5 for i, one in enumerate(order) if one == tenant])) for tenant in "hl"
@@ -66,6 +70,21 @@ def test_what_was_ignored_or_never_served_waits_as_long_as_it_is_there() -> None
         found = fairness(Requests.of(table([*rows, *more], REQUEST_COLUMNS)), 100 * S)
         assert found is not None
         assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
+
+
+def test_what_runs_when_the_run_ends_was_served_evenly_until_then() -> None:
+    """h gets ten tokens a second, for 8 s; both wait twice, for 2 s each time."""
+    running = request_row(
+        request_id="r", tenant="h", arrival_ns=0, first_scheduled_ns=0, first_token_ns=0, num_output_tokens=80
+    )
+    waiting = [
+        request_row(request_id=f"{tenant}{begin}", tenant=tenant, arrival_ns=begin * S, finish_ns=(begin + 2) * S)
+        for tenant in "hl"
+        for begin in (0, 3)
+    ]
+    found = fairness(Requests.of(table([running, *waiting], REQUEST_COLUMNS)), 8 * S)
+    assert found is not None
+    assert found["max_min_service_gap_tokens"] == pytest.approx(20)
 
 
 def test_who_was_never_served_has_no_mean_ttft() -> None:

@@ -50,6 +50,9 @@ def test_a_single_token_has_no_tpot_and_no_gap():
     assert np.isnan(row.tpot_s)
     assert np.isnan(row.itl_max_s)
     assert row.tpot_incl_first_s == 2
+    assert row.normalised_latency_s == row.e2e_s == 6
+    row = request_metrics(requests(FINISHED | {"token_ns": [3 * S, 6 * S]})).iloc[0]
+    assert (row.tpot_s, row.itl_max_s, row.normalised_latency_s) == (3, 3, 3), "two tokens have one gap"
 
 
 def test_pooled_gaps_never_cross_requests():
@@ -62,7 +65,7 @@ def test_pooled_gaps_never_cross_requests():
 
 def test_without_token_times_tpot_comes_from_its_column():
     row = {"first_token_ns": 3 * S, "num_output_tokens": 3, "num_token_steps": 3, "tpot_s": 2.0, "token_ns": None}
-    bare = requests(FINISHED | row)
+    bare = requests(FINISHED | row | {"finish_ns": 9 * S})
     metrics = request_metrics(bare).iloc[0]
     assert metrics.tpot_s == 2
     assert metrics.tpot_incl_first_s == 2

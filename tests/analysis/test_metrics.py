@@ -197,6 +197,8 @@ def test_a_deadline_is_met_by_a_request_that_is_complete_at_its_client_by_then()
     assert found["met_ci95"][0] < 0.2 < found["met_ci95"][1]
     slo = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, {"lateness_s": 0.0})["slo"]
     assert slo["num_met"] == 2, "one without a deadline is not late"
+    late = requests(FINISHED | {"deadline_ns": 5 * S})
+    assert [meets_slo(late, SLO(lateness_s=limit)).tolist() for limit in (1.9, 2.0)] == [[False], [True]]
     assert summarise(requests(FINISHED), table([step(1, 9)], STEP_COLUMNS), {})["deadlines"] is None
 
 

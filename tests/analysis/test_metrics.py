@@ -96,7 +96,11 @@ def test_unfinished_and_aborted_requests_are_censored_and_counted():
     assert summary["e2e_s"]["mean_at_least"] == pytest.approx((6 + 8 + 2) / 3)
     assert summary["ttft_s"]["count"] == 2
     assert summary["ttft_s"]["num_censored"] == 1
-    assert summary["itl_s"]["num_censored"] == 1  # the open gap from 5 s to 10 s
+    itl = summary["itl_s"]
+    assert (itl["count"], itl["num_censored"]) == (2, 1)  # the open gap from 5 s to 10 s
+    assert (itl["mean_at_least"], itl["p50"]) == (3, pytest.approx(3))  # gaps of 1, 3 and at least 5 s
+    alone = summarise(requests(FINISHED), table([step(1, 10)], STEP_COLUMNS), {})["itl_s"]
+    assert (alone["mean"], alone["p50"], alone["p90"], alone["count"]) == (2, 2, pytest.approx(2.8), 2)
 
 
 def test_requests_that_had_not_arrived_yet_are_not_sent():

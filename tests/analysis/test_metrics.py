@@ -133,6 +133,11 @@ def test_throughput_has_the_stated_time_base():
     assert "first arrival" in summary["time_base"]
     rates = summary["throughput"]
     assert (rates["requests_per_s"], rates["output_tokens_per_s"], rates["prompt_tokens_per_s"]) == (0.1, 0.3, 1.0)
+    assert (rates["total_tokens_per_s"], rates["offered_per_s"]) == (1.3, None), "one request has no rate"
+    three = requests(*[FINISHED | {"arrival_ns": at * S} for at in (1, 2, 5)])
+    for warmup_s, offered in ((0.0, 2 / 4), (1.0, 1 / 3), (2.0, None)):
+        summary = summarise(three, table([step(1, 11)], STEP_COLUMNS), {}, warmup_s=warmup_s)
+        assert summary["throughput"]["offered_per_s"] == offered
 
 
 def test_throughput_counts_every_token_of_sequences_that_emit_together():
@@ -181,6 +186,7 @@ def test_hits_preemptions_and_fairness():
     assert summary["prefix_hit_rate"] == 0.1  # the third was never admitted
     assert summary["preemptions"]["total"] == 2
     assert summary["preemptions"]["recomputed_share"] == 0.1
+    assert (summary["preemptions"]["total"], summary["preemptions"]["requests_share"]) == (2, 1 / 3)
     assert summary["fairness"]["jain_service"] == pytest.approx((103 + 303) ** 2 / (2 * (103**2 + 303**2)))
     assert summary["fairness"]["max_min_service_gap_tokens"] == 0, "they never waited beside one another"
     assert summarise(requests(FINISHED), steps, {})["fairness"] is None

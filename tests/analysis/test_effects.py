@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from analysis.comparison.arms import Arm, level_groups
 from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
-from analysis.comparison.effects import Compared, Effect, main_effects
+from analysis.comparison.effects import Compared, Effect, main_effects, one_factor_away
 from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
@@ -98,9 +99,14 @@ def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an
     assert least.verdict == most.verdict == "higher"
     assert apart.low < math.log(1.5) < apart.high
     assert apart.level == pytest.approx(1 - 0.05 / 3), "of three pairs of cells"
+    error = (apart.high - apart.value) / stats.t.ppf(0.5 + apart.level / 2, NUM - 1)
+    assert apart.p_value == pytest.approx(3 * 2 * stats.t.sf(apart.value / error, NUM - 1))
     said = effect_finding([effect], 0.02).replace("\u00a0", " ")
     assert "Its size depends on the other factors: mean TTFT by +" in said
     assert "with b 2 (apart by +5" in said
+    two = [arm for arm in design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02) if arm.levels["x.b"]]
+    assert first_effect(two, LATENCY[0]).interaction is not None, "of two cells"
+    assert one_factor_away(two, two[0]) == {"a 1, b 1", "a 0, b 2"}
 
 
 def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None:

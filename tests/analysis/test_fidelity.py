@@ -53,6 +53,10 @@ def test_errors_are_signed_and_relative_to_the_real_run(tmp_path):
     requests = fidelity.request_errors(fidelity.match_requests(sim, real)).set_index("metric")
     assert requests.loc["ttft_s", "median_error"] == pytest.approx(-0.25)
     assert requests.loc["ttft_s", "num"] == 2
+    part = fidelity.part_errors(sim, real, ["r0"]).set_index("metric")["error"]
+    assert (part["ttft_s.mean"], part["tpot_s.p90"], part["itl_s.p50"], part["e2e_s.p99"]) == (-0.5, 0, 0, -1 / 3)
+    worst = fidelity.worst_errors([fidelity.error_table(*runs) for runs in ((sim, real), (real, sim), (sim, sim))])
+    assert (worst["ttft_s.mean"], worst["itl_s.mean"]) == (0.25, 0)
     assert fidelity.relative_error(None, 1.0) is None
     assert fidelity.relative_error(1.0, 0.0) is None
 

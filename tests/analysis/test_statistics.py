@@ -146,6 +146,10 @@ def test_mser_finds_the_end_of_a_transient():
     series = np.concatenate((np.linspace(20, 0, 100), np.zeros(600))) + rng.normal(0, 1, 700)
     assert 70 <= mser5(series) <= 130
     assert mser5(rng.normal(size=10)) == 0
+    for offset in (0.0, 100.0):  # the squared standard error of what is kept, over means of five
+        noise = rng.normal(offset, 1, 60)
+        means = noise.reshape(-1, 5).mean(axis=1)
+        assert mser5(noise) == 5 * min(range(7), key=lambda cut: float(means[cut:].var() / (12 - cut)))
 
 
 def test_effect_sizes():

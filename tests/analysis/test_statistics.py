@@ -89,6 +89,13 @@ def test_a_bootstrap_is_deterministic_in_its_seed():
     assert circular_blocks(series, seed=1) == circular_blocks(series, seed=1)
 
 
+def test_a_bootstrap_of_independent_values_has_the_normal_interval_to_both_sides():
+    series = np.random.default_rng(3).normal(size=400)
+    estimate = circular_blocks(series, num_resamples=4000)
+    half = 1.96 * series.std() / math.sqrt(400)
+    assert (estimate.value - estimate.low, estimate.high - estimate.value) == pytest.approx((half, half), rel=0.07)
+
+
 def test_circular_blocks_are_wider_than_naive_under_autocorrelation():
     rng, hits, num = np.random.default_rng(7), 0, 400
     for trial in range(60):

@@ -25,7 +25,11 @@ def instants(**config) -> np.ndarray:
 def test_bursts_have_the_rate_and_the_dispersion_of_their_process():
     times = instants(arrival="mmpp", rate=10.0, burst_factor=5.0, burst_s=5.0, calm_s=20.0)
     assert len(times) / times[-1] == pytest.approx(10, rel=0.1)
-    assert summary_of(times).dispersion(10.0) > 5
+    swing = 2 * 0.2 * 0.8 * (27.78 - 5.556) ** 2 / 10  # a fifth of the time at 5 times the rate of the rest; 0.25 s^-1
+    for window_s in (1.0, 10.0):
+        turns = 0.25 * window_s
+        expected = 1 + swing / 0.25 * (1 - (1 - np.exp(-turns)) / turns)  # 8.3 and 41
+        assert summary_of(times).dispersion(window_s) == pytest.approx(expected, rel=0.2)
     assert summary_of(instants(rate=10.0)).dispersion(10.0) == pytest.approx(1, abs=0.25)
 
 

@@ -109,6 +109,10 @@ def test_agents_call_tools_before_they_answer():
     assert [row.num_output_tokens for row in one] == [7, 7, 100]
     assert [b.num_prompt_tokens - a.num_prompt_tokens for a, b in itertools.pairwise(one)] == [18, 18]
     assert [row.think_ns is None for row in one] == [True, False, False]
+    many = generate(SyntheticConfig(num_requests=3000, max_turns=1, think_time_s=9.0, agent=agent), 1)
+    waits = [row.think_ns for row in many if row.think_ns is not None]
+    assert np.mean(waits) == pytest.approx(0.5 * S, rel=0.1), "each result comes after the time of its tool"
+    assert np.std(waits) == pytest.approx(0.5 * S, rel=0.1)
 
 
 def test_tenants_have_a_mix_of_their_own_and_share_the_rate():

@@ -240,12 +240,14 @@ def counted_ns(chunks, decodes, device, packs, heads=16, kv_heads=8):
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("keys", [0, 50])
+@pytest.mark.parametrize("num_sms", [4, 7, 100])  # all busy until the end; some idle in the last wave; one wave
 @pytest.mark.parametrize(
     ("chunks", "decodes"),
-    [([(0, 1)], []), ([(0, 100)], []), ([(300, 8)], []), ([(0, 33), (70, 5)], [500] * 7), ([(0, 4)], [9000])],
-)
-def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, keys, packs):
-    device = replace(TILED, attention_tile_keys=keys, attention_packs_heads=packs)
+    [([(0, 1)], []), ([(0, 100)], []), ([(300, 8)], []), ([(0, 33), (70, 5)], [500] * 7), ([(0, 4)], [9000]),
+     ([(3000, 20)], []), ([(3000, 20), (2990, 9)], [2000] * 3)],
+)  # fmt: skip
+def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, num_sms, keys, packs):
+    device = replace(TILED, num_sms=num_sms, attention_tile_keys=keys, attention_packs_heads=packs)
     shape = BatchShape(len(decodes), sum(decodes), tuple(PrefillChunk(*chunk) for chunk in chunks), 1)
     parts = RooflineCost(MODEL, device, NO_LAUNCH).breakdown(shape)
     found = parts["attention_prefill"] + parts["attention_decode"]
@@ -314,6 +316,16 @@ def test_a_decode_beside_a_prompt_costs_a_tile_and_heads_that_are_not_packed_rea
         beside = BatchShape(num_decodes, num_decodes * 4000, (PrefillChunk(0, 16),), num_decodes)
         mixed = RooflineCost(MODEL, device).breakdown(beside)["attention_decode"]
         assert least < mixed / alone < most
+
+
+@pytest.mark.parametrize(("num_sms", "again"), [(3, 1.0), (4, 0.5), (6, 0.0), (60, 0.0)])
+def test_heads_that_are_not_packed_read_again_what_their_tiles_pushed_out(num_sms, again):
+    """Two heads share K and V. Three tiles come between them: on fewer multiprocessors nothing is left in the cache."""
+    ns = []
+    for packs in (True, False):
+        device = replace(TILED, flops_per_s=1e30, memory_bytes_per_s=1e9, num_sms=num_sms, attention_packs_heads=packs)
+        ns.append(RooflineCost(MODEL, device, NO_LAUNCH).breakdown(prefill(48, start=1000))["attention_prefill"])
+    assert ns[1] - ns[0] == pytest.approx(again * 1048 * MODEL.kv_bytes_per_token(None, 1), abs=2)
 
 
 def test_rows_of_a_product_are_computed_in_tiles():

@@ -119,6 +119,7 @@ def test_a_graph_of_a_step_with_prompts_is_padded_by_its_tokens():
         assert cost.num_rows(mixed) == (
             2 if num_tokens == 2 else rows
         )  # the engine asks whether each row has one token
+        assert sum(cost.breakdown(mixed).values()) == cost.price(mixed).total_ns
     assert [beside.num_rows(prefill(n)) for n in (100, 193, 200, 201)] == [112, 200, 200, 201]
     assert [beside.num_rows(decode(n)) for n in (201, 512)] == [208, 512]  # decodes alone have bounds of their own
 
@@ -345,6 +346,11 @@ def test_each_kernel_of_a_chain_has_a_floor():
         name = "attention_prefill" if shape.prefills else "attention_decode"
         wanted = products | small | {name: attention}
         assert {name: ns for name, ns in added.items() if abs(ns) > 1} == pytest.approx(wanted, abs=1)
+
+
+def test_a_greedy_sampler_passes_twice_over_logits_of_four_bytes():
+    device = replace(BARE, memory_bytes_per_s=1e9)
+    assert RooflineCost(MODEL, device, NO_LAUNCH).breakdown(decode(64))["sampler"] == 2 * 64 * MODEL.vocab_size * 4
 
 
 def test_what_a_kernel_left_in_the_cache_is_not_moved_again():

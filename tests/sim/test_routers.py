@@ -6,11 +6,15 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from testbed.core.commands import Arrive
 from testbed.core.request import Request
 from testbed.errors import ConfigError
+from testbed.routing.dispatch import Probe, Replica, ReplicaInbox
 from testbed.routing.routers import (
     ROUTERS,
     LeastLoaded,
@@ -107,6 +111,18 @@ def test_shortest_queue_breaks_ties_by_running_then_number() -> None:
     router = ShortestQueue()
     assert router.route(request("a"), fleet(num_waiting=[2, 1, 1], num_running=[0, 5, 4])) == 2
     assert router.route(request("a"), fleet(num_waiting=[1, 0, 0], num_running=[0, 3, 3])) == 1
+
+
+def test_a_load_counts_what_was_sent_and_not_taken_and_who_waits_swapped_out() -> None:
+    blocks = SimpleNamespace(num_gpu_blocks=100, num_free_blocks=93)
+    scheduler = SimpleNamespace(num_waiting=2, num_swapped=3, num_running=5, num_known_tokens=50, blocks=blocks)
+    inbox = ReplicaInbox(lambda requests, now_ns: None)
+    replica = Replica(0, inbox, cast(Any, scheduler), Probe())
+    inbox.put(Arrive(request("a", 10)), 0)
+    assert (replica.num_requests, replica.num_waiting, replica.num_tokens) == (1, 6, 60)
+    inbox.due(0)
+    assert (replica.num_requests, replica.num_waiting, replica.num_tokens) == (1, 5, 50)
+    assert (replica.num_running, replica.num_kv_blocks) == (5, 7)
 
 
 def test_prefix_affinity_goes_to_the_longest_cached_prefix() -> None:

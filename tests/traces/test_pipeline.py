@@ -264,6 +264,10 @@ def test_a_step_that_makes_impossible_rows_is_named():
 def test_time_is_warped_along_the_curve():
     warped = transforms.time_warp(plain(0, 2, 4, 6, 8), [[4, 2], [6, 6]])
     assert [row.arrival_ns / S for row in warped] == [0, 1, 2, 6, 10]
+    warped = transforms.time_warp(plain(0, 1, 2, 3, 4, 5, 6, 8), [[2, 1], [4, 5], [6, 6]])
+    assert [row.arrival_ns / S for row in warped] == [0, 0.5, 1, 3, 5, 5.5, 6, 7], "each piece has its own slope"
+    warped = transforms.time_warp(plain(0, 1, 4), [[0, 3], [2, 4]])
+    assert [row.arrival_ns / S for row in warped] == [3, 3.5, 5], "it starts at the first point"
 
 
 def test_scaled_lengths_share_in_proportion():

@@ -30,11 +30,15 @@ def instants(trace: Trace) -> list[float]:
     return [row.arrival_ns / S for row in trace]
 
 
-def test_rate_and_stretch_scale_arrivals():
+def test_rate_and_stretch_scale_arrivals(chat):
     assert instants(transforms.scale_rate(plain(0, 1, 3), 2)) == [0, 0.5, 1.5]
     assert instants(transforms.stretch_to(plain(0, 1, 4), 1)) == [0, 0.25, 1]
     assert transforms.scale_rate(plain(0, 1), 2).notes == ("arrival rate x 2",)
-    assert transforms.speed_up(plain(0, 1), 2).notes == ("the trace's clock x 2",)
+    fast = transforms.speed_up(chat, 2)
+    assert fast.notes[-1] == "the trace's clock x 2"
+    for before, after in zip(chat, fast, strict=True):
+        assert after.arrival_ns == round(before.arrival_ns / 2)
+        assert after.think_ns == (None if before.think_ns is None else round(before.think_ns / 2))
 
 
 def test_shift_window_and_limit():

@@ -70,9 +70,9 @@ def scaled_frequencies(spec: ModelSpec, scaling: RopeScaling) -> tuple[Tensor, f
 
     rope = {key: value for key, value in asdict(scaling).items() if value is not None}
     rope = {"original_max_position_embeddings": spec.max_position_embeddings, **rope}
-    config = SimpleNamespace(  # what those functions read of a model's config, for transformers 4 and 5
+    config = SimpleNamespace(  # what those functions read of a model's config
         head_dim=spec.head_dim, hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads,
-        max_position_embeddings=spec.max_position_embeddings, rope_theta=spec.rope_theta, rope_scaling=rope,
+        max_position_embeddings=spec.max_position_embeddings,
         rope_parameters={**rope, "rope_theta": spec.rope_theta}, standardize_rope_params=lambda: None,
     )  # fmt: skip
     frequencies, amplitude = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))

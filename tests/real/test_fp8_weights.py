@@ -136,7 +136,7 @@ def load_error(spec: ModelSpec, **options) -> str:
 def edit(spec: ModelSpec, **changes: torch.Tensor | None) -> None:
     """Weights of a layer's k_proj: another, or None: away."""
     file = Path(spec.path or "") / SINGLE_FILE
-    weights = load_file(file)
+    weights = {name: tensor.clone() for name, tensor in load_file(file).items()}  # not of the file that is written over
     for name, tensor in changes.items():
         weights.pop(K_PROJ + name, None)
         if tensor is not None:
@@ -168,7 +168,7 @@ def test_a_scale_of_another_shape_is_named(tmp_path, scheme, shape, expected):
 def test_a_tensors_scale_may_be_a_list_of_one_and_scales_of_activations_are_left_out(tmp_path):
     spec = fp8_spec(tmp_path, PER_TENSOR)
     file = Path(spec.path or "") / SINGLE_FILE
-    scale = load_file(file)[K_PROJ + "weight_scale"]
+    scale = load_file(file)[K_PROJ + "weight_scale"].clone()
     expected = logits_of(spec)
     edit(spec, weight_scale=scale.reshape(1).bfloat16().float(), input_scale=torch.tensor(3.0))
     edit(spec, weight_scale=scale.reshape(1))

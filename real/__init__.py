@@ -23,3 +23,5 @@ __all__ = ["CompletionOutput", "Piece", "RequestOutput", "SamplingParams"]
 # instead of spinning: with other processes on the same cores, spinning made a 2,048-token prefill on 2 threads 7 times
 # slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton 3.9 warns at each first launch if this is unset, and 3.10 no longer fuses by default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -82,6 +82,15 @@ def test_jitter_moves_what_belongs_together_together(seed: int, trace: Trace) ->
     assert len({offset for offsets in by.values() for offset in offsets}) > len(by) // 2, "all moved alike"
 
 
+def test_jitter_piles_nothing_up_at_the_start() -> None:
+    rows = [TraceRequest(f"r{i}", i * S // 20, (Span(i, 0, 9),), None) for i in range(4000)]  # 20 a second for 200 s
+    starts = [row.arrival_ns for row in jitter(arrange("steady", rows), 50.0, seed=1)]
+    assert len(set(starts)) > 3990
+    for from_s in range(0, 150, 10):
+        num = sum(from_s * S <= start < (from_s + 10) * S for start in starts)
+        assert 160 <= num <= 240, f"{num} instead of about 200 from {from_s} s on"
+
+
 @given(st.integers(0, 2**32), st.sampled_from([blocks(), CHAT]))
 def test_a_bootstrap_has_the_starts_and_whole_units_up_to_the_recorded_end(seed: int, trace: Trace) -> None:
     drawn = bootstrap(trace, seed)

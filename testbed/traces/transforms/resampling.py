@@ -16,14 +16,15 @@ _WHOLE = 2**64
 
 def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
     """Moves each session, conversation or single request by up to `within_s` in either direction, uniformly, by a hash
-    of its name. All its requests move by the same time. Nothing arrives before 0."""
+    of its name. All its requests move by the same time. A start that would come before 0 comes as long after it: so
+    the rate stays what it is, and no starts pile up at 0."""
     require("within_s", within_s, 0 < within_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     unit_of, within_ns = units_of(trace), round(within_s * 1e9)
     earliest: dict[Unit, int] = {}
     for row in trace.rows:
         earliest.setdefault(unit_of(row), row.arrival_ns)
     moved = {
-        unit: max(-start_ns, content_key("jitter", seed, *unit) * (2 * within_ns + 1) // _WHOLE - within_ns)
+        unit: abs(start_ns + content_key("jitter", seed, *unit) * (2 * within_ns + 1) // _WHOLE - within_ns) - start_ns
         for unit, start_ns in earliest.items()
     }
     rows = [row._replace(arrival_ns=row.arrival_ns + moved[unit_of(row)]) for row in trace.rows]

@@ -23,7 +23,7 @@ _WORDS = {
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
 _OF_GAPS = re.compile(r"\b(itl|inter-token latency|tbt)\b")
-_IN_TABLES = {"hit rate": "hit rate", "preemptions": "preemptions", "fairness": "fair"}  # without a verdict
+_IN_TABLES = {"hit rate": r"\bhits?\b", "preemptions": "preemptions", "fairness": "fair"}  # without a verdict
 _IN_SUMMARY = re.compile(r"\b(queueing|median|p50|p90|p95)\b(?!\.\d)")
 _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
@@ -54,7 +54,8 @@ def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: 
     of_slo, of_gaps, in_summary, in_table = (
         list(dict.fromkeys(words.findall(said))) for words in (_OF_SLO, _OF_GAPS, _IN_SUMMARY, _IN_TABLE)
     )
-    in_tables = [name for name, word in _IN_TABLES.items() if word in said and (has_tenants or name != "fairness")]
+    named = [name for name, words in _IN_TABLES.items() if re.search(words, said)]
+    in_tables = [name for name in named if has_tenants or name != "fairness"]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
     parts += [f"{_listed(of_gaps)} (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
     parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []

@@ -23,7 +23,16 @@ from analysis.comparison.arms import (
     same_prices,
     was_busy,
 )
-from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, Metric, compare, mean_over_replicates
+from analysis.comparison.compare import (
+    LATENCY,
+    P99_ITL,
+    RATES,
+    SLO_METRICS,
+    Comparison,
+    Metric,
+    compare,
+    mean_over_replicates,
+)
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, step_text
@@ -60,10 +69,20 @@ class _Subject(NamedTuple):
         return [row for row in self.rows if row.is_claim]
 
     @property
+    def untested(self) -> list[Comparison]:
+        """The changes without an interval."""
+        return [row for row in self.rows if row.verdict == "unknown" and row.estimate is not None]
+
+    @property
     def is_untested(self) -> bool:
-        """Whether a change has no interval, or no metric could be compared."""
-        unknown = [row for row in self.rows if row.verdict == "unknown"]
-        return len(unknown) == len(self.rows) or any(row.estimate is not None for row in unknown)
+        """Whether no metric could be tested."""
+        return all(row.verdict == "unknown" for row in self.rows)
+
+    def lacks_data(self, margin: float) -> bool:
+        """Whether more data may show a difference: not for what is equal so far and has no interval within any trace,
+        as rates and P99 ITL."""
+        within = [row for row in self.untested if row.metric in LATENCY and row.metric is not P99_ITL]
+        return self.is_untested or bool(within) or any(row.size > margin for row in self.untested)
 
 
 def answer(
@@ -87,7 +106,6 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     ranked: list[tuple[bool, float, str]] = []
     claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
     quiet: list[tuple[str, _Subject]] = []  # (conditions, what has no difference under them)
-    num_untested = 0
     for group in groups:
         for subject in _subjects(group):
             ranked += [
@@ -98,7 +116,6 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
                 key = (subject.average + subject.name, row.metric.label)
                 claimed.setdefault(key, []).append((", ".join(conditions(group.load, subject.arms)), row))
             if not subject.claims and not subject.by_cell:
-                num_untested += subject.is_untested
                 quiet.append((", ".join(conditions(group.load, subject.arms)), subject))
     ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
@@ -106,12 +123,12 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     num_first = 0 if asks_beside_slo(question) else max(1, most - 2)
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
-    if not said and num_untested:
-        often = _preempted([one for _, one in quiet])
-        return [*same, f"There is too little data for a claim{often}: too few replicates, or too few requests of one."]
+    every = [one for _, one in quiet]
+    if not said and any(one.lacks_data(margin) for one in every):
+        return [*same, _too_little(every, margin)]
     if not said and not same and quiet:
-        every = [one for _, one in quiet]
-        return [f"Nothing that was compared differs beyond {_no_more_than(every, margin)}{_preempted(every)}."]
+        beyond = f"{_no_more_than(every, margin)}{_preempted(every)}"
+        return [f"Nothing that was compared differs beyond {beyond}{_without_interval(every)}."]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -127,6 +144,27 @@ def _preempted(subjects: Sequence[_Subject]) -> str:
     is_asked = any(subject.preempting for subject in subjects)
     told = num_preempted([arm for subject in subjects for arm in subject.arms] if is_asked else [])
     return f" ({told})" if told else ""
+
+
+def _names(rows: Sequence[Comparison]) -> list[str]:
+    return list(dict.fromkeys(row.metric.label for row in rows))
+
+
+def _without_interval(subjects: Sequence[_Subject]) -> str:
+    """A suffix that names the metrics whose change has no interval, so that they are not taken for equal, with the
+    changes of a single subject."""
+    rows = [row for subject in subjects for row in subject.untested]
+    names = [f"{row.metric.label} ({change_text(row)})" for row in rows] if len(subjects) == 1 else _names(rows)
+    return f"; {fmt.listing(names)} {'have' if len(names) > 1 else 'has'} no interval" if names else ""
+
+
+def _too_little(subjects: Sequence[_Subject], margin: float) -> str:
+    """A sentence on what could not be tested, and on the metrics that could."""
+    said = f"There is too little data for a claim{_preempted(subjects)}: too few replicates, or too few requests of one"
+    if all(subject.is_untested for subject in subjects):
+        return f"{said}."
+    names = _names([row for subject in subjects for row in subject.rows if row.verdict == "unknown"])
+    return f"{said}, in {fmt.listing(names)}; no difference beyond {_no_more_than(subjects, margin)} in the rest."
 
 
 def _no_more_than(subjects: Sequence[_Subject], margin: float) -> str:
@@ -145,7 +183,7 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
         names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_QUIET else f"{len(subjects)} more comparisons"
         every = [one for those in subjects.values() for one in those]
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
-        text = f"{names} show{'s' * (len(subjects) == 1)} {none}."
+        text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}."
         found += [_as_sentence(f"{at}, {text}" if at else text)] if subjects else []
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import DEADLINES, LATENCY, SLO_METRICS, Comparison
+from analysis.comparison.compare import DEADLINES, LATENCY, P99_ITL, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
@@ -162,6 +162,22 @@ def test_what_has_no_interval_is_not_called_equal_where_the_rest_is() -> None:
     rows = [row("a", 0, 0.001, claimed=False), Comparison("a", LATENCY[3], 1.0, unknown, "unknown")]
     (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
     assert said.startswith("There is too little data for a claim")
+    name = LATENCY[3].label
+    assert said.endswith(f"too few requests of one, in {name}; no difference beyond the noise in the rest.")
+
+
+def test_one_metric_without_an_interval_hides_no_comparison() -> None:
+    """P99 ITL of one trace never has an interval."""
+    unknown = Estimate(-0.001, -math.inf, math.inf, 1, "paired t", "log_ratio")
+    quiet = [row("b", 0, 0.001, claimed=False), Comparison("b", P99_ITL, 1.0, unknown, "unknown")]
+    base, untested = [Arm("base", {}, ())], "P99 ITL (\u22120.1\u00a0%) has no interval"
+    (said,) = answer([Compared("", base, quiet, ())], None)
+    assert said == f"Nothing that was compared differs beyond the noise; {untested}."
+    *_, last = answer([Compared("", base, [row("a", 0, -0.1), *quiet], ())], None)
+    assert last == f"b against base shows no difference beyond the noise; {untested}."
+    both = [*quiet, *(replace(one, arm="c") for one in quiet)]
+    (said,) = answer([Compared("", base, both, ())], None)
+    assert said == "Nothing that was compared differs beyond the noise; P99 ITL has no interval."
 
 
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
@@ -263,6 +279,8 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert said == f"{begin}ITL (of runs with record.token_times=true)."
     (said,) = absent("Is it fair, at what hit rate?", has_slo=False)
     assert said == f"{begin}hit rate and fairness (in the tables below, without a verdict)."
+    (said,) = absent("Which eviction hits most?", has_slo=False)
+    assert said == f"{begin}hit rate (in the tables below, without a verdict)."
     assert absent("Is it fair?", has_slo=False, has_tenants=False) == []
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"

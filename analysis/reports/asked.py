@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from analysis import format as fmt
-from analysis.comparison.compare import LATENCY, P99_ITL, RATES, Metric
+from analysis.comparison.compare import LATENCY, P99_ITL, RATES, SLO_METRICS, Comparison, Metric
 from analysis.load import Run
 
 _WORDS = {
@@ -48,7 +48,18 @@ def have_gaps(runs: Sequence[Run]) -> bool:
     return any(P99_ITL.of(run.summary) is not None for run in runs)
 
 
-def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: bool = True) -> list[str]:
+def untested(rows: Iterable[Comparison], question: str) -> list[str]:
+    """The metrics that the question names and of which no change has an interval, as rates of one trace. The sentence
+    on the SLO says it of the attainment."""
+    changed = [row for row in rows if row.estimate is not None and row.verdict != "identical"]
+    tested = {row.metric.label for row in changed if row.verdict != "unknown" or row.is_alike}
+    named = [row.metric for row in changed if is_asked(row.metric, question) and row.metric is not SLO_METRICS[0]]
+    return list(dict.fromkeys(metric.label for metric in named if metric.label not in tested))
+
+
+def absent(
+    question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: bool = True, untested: Sequence[str] = ()
+) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
     of_slo, of_gaps, in_summary, in_table = (
@@ -58,6 +69,8 @@ def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: 
     in_tables = [name for name in named if has_tenants or name != "fairness"]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
     parts += [f"{_listed(of_gaps)} (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
+    below = "observed below, without an interval: more replicates give one"
+    parts += [f"{fmt.listing(list(untested))} ({below})"] if untested else []
     parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []
     parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
     parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []

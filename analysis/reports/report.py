@@ -58,7 +58,7 @@ from analysis.measures.metrics import SLO
 from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.asked import absent, have_gaps
+from analysis.reports.asked import absent, have_gaps, untested
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -277,7 +277,14 @@ def _context(
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
     has_tenants = all(run.summary["fairness"] for run in runs)
-    lacks = absent(question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_tenants=has_tenants)
+    rows = [row for one in sections.compared for row in (*one.rows, *(effect.comparison for effect in one.effects))]
+    lacks = absent(
+        question,
+        has_slo=slo is not None,
+        has_gaps=have_gaps(runs),
+        has_tenants=has_tenants,
+        untested=untested(rows, question),
+    )
     beside = [*pooled_said(sections.compared), *lacks]
     return {
         "title": report.title,

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import DEADLINES, LATENCY, P99_ITL, SLO_METRICS, Comparison
+from analysis.comparison.compare import DEADLINES, LATENCY, P99_ITL, RATES, SLO_METRICS, Comparison
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.asked import absent, asks_beside_slo
+from analysis.reports.asked import absent, asks_beside_slo, untested
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -180,6 +180,16 @@ def test_one_metric_without_an_interval_hides_no_comparison() -> None:
     assert said == "Nothing that was compared differs beyond the noise; P99 ITL has no interval."
 
 
+def test_metrics_that_the_question_names_and_no_change_of_which_was_tested() -> None:
+    unknown = Estimate(-0.5, -math.inf, math.inf, 1, "paired t", "log_ratio")
+    rows = [Comparison("a", metric, 1.0, unknown, "unknown") for metric in (P99_ITL, *RATES)]
+    rows += [row("a", 0, -0.1), Comparison("b", P99_ITL, 1.0, unknown, "identical")]
+    assert untested(rows, "Which has fewer stalls and a lower TTFT?") == ["P99 ITL"]
+    assert untested(rows, "What throughput?") == ["requests/s", "output tokens/s"]
+    assert untested(rows, "What TTFT?") == []
+    assert untested([*rows, replace(rows[0], arm="c", verdict="lower")], "Which has fewer stalls?") == []
+
+
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
     slo, goodput = SLO(ttft_s=0.5), SLO_METRICS[1]
     change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
@@ -282,6 +292,8 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     (said,) = absent("Which eviction hits most?", has_slo=False)
     assert said == f"{begin}hit rate (in the tables below, without a verdict)."
     assert absent("Is it fair?", has_slo=False, has_tenants=False) == []
+    (said,) = absent("Which stalls?", has_slo=False, untested=["P99 ITL"])
+    assert said == f"{begin}P99 ITL (observed below, without an interval: more replicates give one)."
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
     assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"

@@ -153,8 +153,18 @@ def unsaid_keys(runs: Sequence[Run], replicated: Sequence[str]) -> list[str]:
     return [key for key in keys if key not in told]
 
 
-def _load_value(run: Run, key: str) -> str:
-    value, config = run.flat_config.get(key), run.flat_config
+def _load_values(runs: Sequence[Run], key: str) -> list[str]:
+    """The setting of each run as text. Of lists, such as transformations, without what all begin and all end with, but
+    at least one entry of each."""
+    values: list[Any] = [run.flat_config.get(key) for run in runs]
+    for end in (0, -1):
+        while all(isinstance(value, list) and len(value) > 1 and value[end] == values[0][end] for value in values):
+            values = [value[1:] if end == 0 else value[:-1] for value in values]
+    return [_load_value(run, key, value) for run, value in zip(runs, values, strict=True)]
+
+
+def _load_value(run: Run, key: str, value: Any) -> str:
+    config = run.flat_config
     if key != "trace.rate" or value is None or config.get("trace.name") != "synthetic":
         return plain(value)
     return f"{plain(value)} {'sessions' if (config.get('trace.max_turns') or 1) > 1 else 'requests'}/s"
@@ -174,11 +184,13 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     telling = naming_keys([run.flat_config for run in runs], keys)
     rates = sorted(rate for rate in offered.values() if rate > 0)
     says_rates = "trace.rate" not in telling and rates[-1:] > [_SAME_RATE * rate for rate in rates[:1]]
+    firsts = [members[0] for members in groups.values()]
+    told = {key: dict(zip(groups, _load_values(firsts, key), strict=True)) for key in telling}
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
         label = ", ".join(
-            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = {_load_value(groups[name][0], key)}"
-            for key in telling
+            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = {texts[name]}"
+            for key, texts in told.items()
         )
         if label and says_rates and offered[name] > 0:
             label += f" ({significant(offered[name])} requests/s)"

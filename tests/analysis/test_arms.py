@@ -58,6 +58,17 @@ def test_a_load_says_its_rate_where_its_settings_do_not(tmp_path, rates, label):
     assert list(by_load(infer_arms(runs), [])) == expected
 
 
+def test_a_load_leaves_out_the_transformations_that_all_share(tmp_path):
+    runs = []
+    for rate in (4, 8):
+        folder = write_run(tmp_path / f"{rate}", num_requests=40, rate=rate)
+        steps = [{"name": "window", "end_s": 60}, {"name": "set_rate", "rate": rate}, {"name": "label", "classes": []}]
+        change_config(folder, trace__transforms=steps, trace__rate=1.0)
+        runs.append(load_run(folder))
+    told = [label.partition(" (")[0] for label in by_load(infer_arms(runs), [])]
+    assert told == ["transforms = set_rate(rate=4)", "transforms = set_rate(rate=8)"]
+
+
 def test_a_simulation_of_a_measured_run_has_its_load(tmp_path):
     runs = []
     for rate in (4, 8):

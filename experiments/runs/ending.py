@@ -44,7 +44,12 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
 
     failed, outrun = failures(summary["checks"]), outrun_note(summary)
     sized = [*([] if outrun is None else [outrun]), *doubts_of(manifest)]
-    notes = [*routing_notes(summary), *manifest["trace"]["notes"], *build.unused_settings(config)]
+    notes = [
+        *routing_notes(summary),
+        *manifest["trace"]["notes"],
+        *build.unused_settings(config),
+        *build.pool_notes(config),
+    ]
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += build.without_classes(config, manifest["trace"]["differ_in"])

@@ -80,6 +80,18 @@ def simulated_pools(config: RunConfig) -> Pools:
     return Pools(num_gpu, num_cpu_blocks(config))
 
 
+def pool_notes(config: RunConfig) -> list[str]:
+    """Returns a note if the simulated GPU could not hold the KV pool that was asked for, and the weights."""
+    num, device = config.cache.num_gpu_blocks, config.device
+    if num is None or not isinstance(config.backend, SimConfig) or device.kind == "cpu":
+        return []
+    needed = num * block_bytes(config) + config.model.weight_bytes(config.tensor_parallel_size)
+    if needed <= device.memory_bytes:
+        return []
+    told, has = (f"{size / 1e9:,.0f} GB" for size in (needed, device.memory_bytes))
+    return [f"cache.num_gpu_blocks={num} and the weights take {told}: more than {device.name} has ({has})"]
+
+
 def _largest_captured(config: RunConfig) -> int:
     """Returns the tokens of the largest step that an engine captures as a CUDA graph: by the cost model's settings, or
     the real engine's defaults for cost models without them. 0: no graphs."""

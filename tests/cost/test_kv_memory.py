@@ -185,3 +185,12 @@ def test_on_a_cpu_the_simulator_has_the_blocks_of_the_engine_s_default_budget():
     assert "cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks" in build.unused_settings(
         config
     )
+
+
+def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:
+    own = build.simulated_pools(compose_config(["model=llama3.1_8b"])).num_gpu_blocks
+    assert build.pool_notes(compose_config(["model=llama3.1_8b", f"cache.num_gpu_blocks={own}"])) == []
+    asked = ["model=llama3.1_8b", "cache.num_gpu_blocks=1000000"]
+    (note,) = build.pool_notes(compose_config(asked))
+    assert note == "cache.num_gpu_blocks=1000000 and the weights take 2,113 GB: more than h100 has (80 GB)"
+    assert build.pool_notes(compose_config([*asked, "device=cpu"])) == []

@@ -37,6 +37,16 @@ def test_arrivals_in_batches_are_told_of_in_the_run_and_its_manifest(
     assert "75%" not in str(manifest_of(tmp_path / "spread")["trace"]["notes"])
 
 
+def test_bursts_and_days_that_a_trace_is_too_short_for_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("trace.num_requests=60", "trace.rate=40", "trace.prompt.value=9", "trace.prompt.max_tokens=20")
+    for arrival, is_noted in (("diurnal", True), ("poisson", False)):  # a day begins at night
+        run = (f"trace.arrival={arrival}", "trace.output.max_tokens=9", f"hydra.run.dir={tmp_path / arrival}")
+        said = say(capsys, "run", *TINY, *small, *run)
+        assert ("trace.rate=40 is the mean of trace.arrival=diurnal over all time" in said.out) is is_noted
+
+
 def test_list_has_a_line_on_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     out = say(capsys, "list").out
     for group in ("scheduler", "trace", "model", "device", "cost", "experiment"):

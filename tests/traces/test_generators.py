@@ -21,6 +21,7 @@ from testbed.traces.generators import (
     stream_generated,
 )
 from testbed.traces.schema import Span, TraceRequest
+from testbed.traces.summary import summarise
 from testbed.traces.synthesis import materialize
 
 CHAT = SyntheticConfig(num_requests=300, min_turns=2, max_turns=6, num_system_prompts=3, system_prompt_tokens=40)
@@ -57,6 +58,12 @@ def test_streams_of_two_purposes_differ():
 def test_gamma_arrivals_of_cv_1_are_those_of_poisson():
     gamma = SyntheticConfig(num_requests=1000, arrival="gamma", cv=1.0)
     assert gaps(gamma) == gaps(replace(gamma, arrival="poisson"))
+
+
+def test_gamma_gaps_that_round_to_nothing_are_no_batches():
+    trace = generate(SyntheticConfig(num_requests=2000, arrival="gamma", cv=3.0), 1)
+    assert sum(gap == 0 for gap in gaps(SyntheticConfig(num_requests=2000, arrival="gamma", cv=3.0))) > 100
+    assert summarise(trace).batches.note is None
 
 
 @pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 1.0), ("gamma", 0.3), ("gamma", 3.0)])

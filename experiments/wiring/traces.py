@@ -247,14 +247,14 @@ def with_ends(sampling: SamplingParams, ends: Iterable[int]) -> SamplingParams:
 def forcing(request: Request, forced: str) -> Request:
     """Returns a trace's request for a mode of `trace.forced`; one without a recorded output is unchanged.
 
-    tokens: the recorded tokens are fed back. lengths: the model's own tokens are fed back, as many as were recorded;
-    neither EOS nor a stop token ends the output. nothing: the model's own tokens, up to sampling.max_tokens.
+    tokens: the recorded tokens are fed back; beams choose their own, so of them only the lengths are forced. lengths:
+    the model's own tokens are fed back, as many as were recorded; neither EOS nor a stop token ends the output.
+    nothing: the model's own tokens, up to sampling.max_tokens.
     """
-    output = request.forced_output
-    if forced == "tokens" or output is None:
+    output, sampling = request.forced_output, request.sampling
+    if output is None or (forced == "tokens" and sampling.beam_width <= 1):
         return request
-    sampling = request.sampling
-    if forced == "lengths":
+    if forced != "nothing":
         number = len(output)
         sampling = replace(sampling, max_tokens=number, min_tokens=0, ignore_eos=True, stop_token_ids=(), stop=())
     return request.replace(forced_output=None, sampling=sampling)

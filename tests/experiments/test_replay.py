@@ -135,6 +135,17 @@ def test_lengths_are_kept_whatever_would_end_a_sequence():
     assert forcing(unrecorded, "lengths") is unrecorded
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_of_beams_only_the_length_is_forced(tmp_path, width):
+    ends = {"sampling__beam_width": width, "sampling__stop_token_ids": [*range(0, 500, 3)]}
+    folder = replayed(tmp_path / "run", **ends, cache__num_gpu_blocks=400)
+    rows = {row.request_id: row.num_output_tokens for row in read_jsonl(folder / "trace.jsonl").rows}
+    assert {row["request_id"]: row["num_token_steps"] for row in table_of(folder).to_pylist()} == rows
+    assert check_parity(folder).divergence is None
+    simulated = execute(config_from(folder, ["backend=sim", "cost=linear"]), tmp_path / "simulated")
+    assert {row["request_id"]: row["num_token_steps"] for row in table_of(simulated.folder).to_pylist()} == rows
+
+
 def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monkeypatch):
     """What the model does is the same: the rows whose logits are made and drawn from, step by step."""
     from real.backend import RealBackend  # not at the top: it needs torch
@@ -260,7 +271,10 @@ def test_groups_that_the_model_ended_are_simulated_as_long_as_they_were(tmp_path
     }  # fmt: skip
     alike = replayed(tmp_path / "alike", **ended, sampling__max_tokens=20, sampling__ignore_eos=True)
     apart = replayed(tmp_path / "apart", **ended, sampling__max_tokens=60, sampling__stop_token_ids=[*range(9)])
-    beams = {"sampling__beam_width": 3, "sampling__stop_token_ids": [*range(0, 500, 9)], "cache__num_gpu_blocks": 400}
+    beams = {
+        "trace__forced": "nothing", "sampling__beam_width": 3, "sampling__max_tokens": 60,
+        "sampling__stop_token_ids": [*range(0, 500, 9)], "cache__num_gpu_blocks": 400,
+    }  # fmt: skip
     ended_beams = replayed(tmp_path / "beams", **beams)
     for measured in (alike, apart, ended_beams):
         out = tmp_path / f"of-{measured.name}"

@@ -21,6 +21,7 @@ class StopStrings:
         self._stops = stops
         self._is_included = is_included
         self._held = ""
+        self._num_early = 0  # characters from the first held one on within which an end does not count
 
     def push(self, piece: str, pending: str = "", *, is_searched: bool = True) -> str:
         """Adds text; returns what can be shown now. Returns nothing after a stop string was found.
@@ -32,14 +33,19 @@ class StopStrings:
         if self.found is not None:
             return ""
         text = self._held + piece
-        hit = self._first(text + pending, len(self._held)) if is_searched else None
+        hit = None
+        if is_searched:
+            hit = self._first(text + pending, max(len(self._held), self._num_early))
+        else:
+            self._num_early = len(text + pending)
         if hit is not None:
             start, end, self.found = hit
             self._held = ""
             return (text + pending)[: end if self._is_included else start]
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        num_shown = len(text) - self._num_held(text)
+        self._held = text[num_shown:]
+        self._num_early = max(0, self._num_early - num_shown)
+        return text[:num_shown]
 
     def finish(self) -> str:
         """Returns the text that was held back, as no stop string was completed."""

@@ -115,3 +115,21 @@ def test_a_stop_string_of_single_bytes_is_found_with_its_last_byte() -> None:
     assert text.stop == "。"
     text.finish()
     assert text.text == "a"
+
+
+@pytest.mark.parametrize(
+    "following", [[], ["<0x0A>"], ["<0x41>", "<0x0A>"], ["▁The", "<0x0A>"], ["<0xFF>", "▁The", "<0x0A>"]]
+)
+def test_bytes_that_are_still_open_after_min_tokens_do_not_count_later(following: list[str]) -> None:
+    """A run of bytes is shown late; a stop string that it completed within the first tokens came too early."""
+    tokenizer = byte_fallback()
+    first = tokenizer.encode("The")
+    ids = [*first, *tokenizer.inner.convert_tokens_to_ids(["<0x0A>", *following])]
+    text = SequenceText(tokenizer.detokenizer(), SamplingParams(stop="\n", min_tokens=len(first) + 1), ())
+    for number, token in enumerate(ids, 1):
+        assert text.stop is None
+        text.push(token)
+        assert (text.stop is not None) == (number == len(ids) and bool(following))
+    text.finish()
+    whole = tokenizer.decode(ids)
+    assert text.text == (whole.removesuffix("\n") if following else whole)

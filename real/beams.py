@@ -39,19 +39,20 @@ class BeamInputs(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The best continuations of each beam, best first."""
+    """The best continuations of each beam, best first; of equals the smaller token id."""
 
     log_probs: Tensor  # float32 [num_beams, num_candidates]
     token_ids: Tensor  # int64 [num_beams, num_candidates]
 
 
 class Continuation(NamedTuple):
-    """One beam and its next token. Sorts best first; ties by row, then by token."""
+    """One beam and its next token. Sorts best first; ties by row, then by place: so candidates of a row beyond those
+    that it needs, which other requests of the batch may ask for, change nothing."""
 
     negative_score: float
     row: int  # index into the group's rows
+    place: int  # among the row's candidates
     token: int
-    rank: int  # rank of the token in its row, from 1
 
 
 def is_beam(row: ScheduledSequence) -> bool:
@@ -108,9 +109,9 @@ def _advance_group(
     )
     width, stops = sampling.beam_width, stop_tokens(sampling, eos_token_id)
     ranked = sorted(
-        Continuation(-(row.score + log_prob), index, token, rank)
+        Continuation(-(row.score + log_prob), index, place, token)
         for index, row in enumerate(rows)
-        for rank, (log_prob, token) in enumerate(zip(log_probs[index], token_ids[index], strict=True), 1)
+        for place, (log_prob, token) in enumerate(zip(log_probs[index], token_ids[index], strict=True))
     )
     num_output_tokens = position + 1 - first.num_prompt_tokens  # with this step's
     if num_output_tokens <= sampling.min_tokens:  # too early to end
@@ -127,7 +128,8 @@ def _advance_group(
         # a live continuation comes first, so that it keeps the sequence and its blocks
         own = [each for each in (*live, *finished) if each.row == index]
         top = tuple(zip(token_ids[index], log_probs[index], strict=True))[: sampling.logprobs or 0]
-        logprobs = tuple([TokenLogprobs(log_probs[index][each.rank - 1], each.rank, top) for each in own])
+        values = [log_probs[index][each.place] for each in own]
+        logprobs = tuple([TokenLogprobs(value, 1 + log_probs[index].index(value), top) for value in values])
         tokens = tuple([each.token for each in own])
         outcomes.append(Outcome(row.seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens, logprobs=logprobs))
     return outcomes
@@ -140,7 +142,16 @@ def best_continuations(logits: Tensor, inputs: BeamInputs) -> Candidates:
 
     def some(rows: Tensor) -> Candidates:
         chosen = logits[rows]  # [at most that many, vocab]
-        best = chosen.topk(num_candidates, dim=-1)  # [at most that many, num_candidates]
-        return Candidates(best.values - chosen.logsumexp(dim=-1, keepdim=True), best.indices)
+        token_ids = _keys(chosen).topk(num_candidates, dim=-1).indices  # [at most that many, num_candidates]
+        return Candidates(chosen.gather(-1, token_ids) - chosen.logsumexp(dim=-1, keepdim=True), token_ids)
 
     return Candidates(*in_parts(some, at_a_time(MAX_SCORED_ELEMENTS, vocab_size), inputs.rows))
+
+
+def _keys(logits: Tensor) -> Tensor:
+    """Returns int64 numbers in the order of the logits, no two of a row equal: of equal logits the smaller token id is
+    larger. topk itself takes any of equals, and others for another k."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    vocab_size = logits.shape[-1]
+    return ordered * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=logits.device)

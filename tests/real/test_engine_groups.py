@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from real.backend import RealBackend
-from real.beams import Candidates, advance
+from real.beams import BeamInputs, Candidates, advance, best_continuations
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import TOLERANCE, checkpoint, plan_of, tiny_backend, tiny_spec
 from tests.real.group_core import Group, HandCore
@@ -286,6 +286,26 @@ def test_the_order_of_outcomes_and_of_the_rows_that_follow():
         (5, (99,), None, (), False),
         (6, (), None, (), True),
     ]
+
+
+def test_candidates_that_others_ask_for_change_nothing_among_equals():
+    """Logits of 16-bit models are often equal. A batch takes as many candidates as the request that needs most."""
+    logits = torch.randint(-3, 4, (5, 600), generator=torch.Generator().manual_seed(1)) * 0.5
+    logits[3] = -0.0
+    logits[3, ::2] = 0.0
+    few, many = (best_continuations(logits, BeamInputs(torch.arange(5), num)) for num in (4, 300))
+    assert torch.equal(few.token_ids, many.token_ids[:, :4])
+    assert torch.equal(few.log_probs, many.log_probs[:, :4])
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(many.token_ids, order.indices[:, :300])
+    torch.testing.assert_close(many.log_probs, logits.log_softmax(-1).gather(-1, many.token_ids))
+    row = beam_row(0, 0, [1, 2], search(3, logprobs=2), num_samples=3)
+    near = Candidates(torch.tensor([[-1.0, -1.0, -1.0, -2.0, -2.0]]), torch.tensor([[9, 8, 7, 6, 5]]))
+    less = Candidates(near.log_probs[:, :4], near.token_ids[:, :4])
+    (outcome,) = advance([row], near, None, 99)
+    assert outcome.values() == advance([row], less, None, 99)[0].values()
+    assert (*outcome.tokens, *outcome.forks) == (9, 8, 7)
+    assert [one.rank for one in outcome.logprobs] == [1, 1, 1]
 
 
 def test_beams_that_do_not_stand_together_are_refused():

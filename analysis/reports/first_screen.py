@@ -41,6 +41,7 @@ from analysis.measures.metrics import SLO
 from analysis.naming import factor_name, level_text
 from analysis.reports.asked import asks_beside_slo, is_asked
 from analysis.reports.findings import CLAIMS
+from analysis.reports.keeping_slo import kept
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.replicates import shared
 
@@ -48,7 +49,6 @@ MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
 _MAX_QUIET = 3  # that are named as without a difference
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
-_MAX_LOADS, _MAX_SHARES = 4, 4  # loads, and different shares, for which the attainment is stated
 
 
 class _Subject(NamedTuple):
@@ -95,7 +95,8 @@ def answer(
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return [_described(group, slo) for group in groups]
-    of_slo = [] if slo is None else _kept(groups, slo)
+    share = "" if slo is None else kept(groups, slo)
+    of_slo = [f"{_as_sentence(share)}."] if share else []
     changes = _differences(groups, slo, question, margin, most - len(of_slo))
     return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]
 
@@ -398,67 +399,3 @@ def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
     return _under(group.load, group.arms, text)
-
-
-# --- which arms keep the SLO, and how certain that is ---
-
-
-def _kept(groups: Sequence[Compared], slo: SLO) -> list[str]:
-    """One sentence on the share of requests that keep the SLO, for each arm, at the first few loads."""
-    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
-    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
-    if len(told) > _MAX_LOADS:
-        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
-    return [f"{_as_sentence('; '.join(parts))}."] if parts else []
-
-
-def _kept_at(group: Compared, slo: SLO) -> str:
-    share = SLO_METRICS[0]
-    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms}
-    values = {name: value for name, value in known.items() if value is not None}
-    if not values:
-        return ""
-    if not any(values.values()):
-        return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
-    by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
-    (most, best), *others = by_share.items()
-    over = _over_replicates(group.arms)
-    if not others:
-        both = " both" if len(best) == 2 else ""
-        names = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
-        return f"{names} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
-    said = f"{fmt.listing(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
-    if len(by_share) <= _MAX_SHARES:
-        rest = [f"{fmt.listing(those)} for {text}" for text, those in others]
-        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
-    (least, worst) = others[-1]
-    how_sure = _how_sure(group, by_share, (most, least))
-    return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
-
-
-def _over_replicates(arms: Sequence[Arm]) -> str:
-    nums = sorted({len(replicates(arm)) for arm in arms})
-    span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
-    return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
-
-
-def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
-    """A suffix on the arms that may differ from the baseline by noise only, or without an interval. told: the shares
-    that the sentence states; empty: all."""
-    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
-    shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
-    away = [name for text in shown for name in by_share[text] if name in rows]
-    unclaimed = [name for name in away if not rows[name].is_claim]
-    noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
-    untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
-    of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
-    claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
-    said = []
-    if noise and not untested and not claims:
-        said.append("no difference beyond the noise")
-    elif noise:
-        said.append(f"inside the noise against {base}: {fmt.listing(noise)}")
-    if untested:
-        of = "" if untested == away else f" of {fmt.listing(untested)}"
-        said.append(f"no interval of the difference{of} is known")
-    return f" ({'; '.join(said)})" if said else ""

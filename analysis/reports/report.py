@@ -276,16 +276,7 @@ def _context(
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
-    has_tenants = all(run.summary["fairness"] for run in runs)
-    rows = [row for one in sections.compared for row in (*one.rows, *(effect.comparison for effect in one.effects))]
-    lacks = absent(
-        question,
-        has_slo=slo is not None,
-        has_gaps=have_gaps(runs),
-        has_tenants=has_tenants,
-        untested=untested(rows, question),
-    )
-    beside = [*pooled_said(sections.compared), *lacks]
+    beside = [*pooled_said(sections.compared), *_lacks(sections, runs, question, slo)]
     return {
         "title": report.title,
         "question": report.question or default_question(compared, baseline),
@@ -322,6 +313,15 @@ def _context(
         "runs": tables.runs_table(report.arms, links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }
+
+
+def _lacks(sections: Sections, runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
+    """What the question names and the report does not compare."""
+    rows = [row for one in sections.compared for row in (*one.rows, *(effect.comparison for effect in one.effects))]
+    return absent(
+        question, has_slo=slo is not None, has_gaps=have_gaps(runs),
+        has_tenants=all(run.summary["fairness"] for run in runs), untested=untested(rows, question),
+    )  # fmt: skip
 
 
 def _markdown(text: Any) -> str:

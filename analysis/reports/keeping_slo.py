@@ -1,0 +1,74 @@
+"""The part of a report's answer that says which arms keep the SLO, and how certain that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, grouped, replicates
+from analysis.comparison.compare import SLO_METRICS, mean_over_replicates
+from analysis.comparison.effects import Compared
+from analysis.measures.metrics import SLO
+
+_MAX_LOADS, _MAX_SHARES = 4, 4  # loads, and different shares, for which the attainment is stated
+
+
+def kept(groups: Sequence[Compared], slo: SLO) -> str:
+    """The share of requests that keep the SLO, for each arm, at the first few loads; empty if none is known."""
+    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
+    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
+    if len(told) > _MAX_LOADS:
+        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
+    return "; ".join(parts)
+
+
+def _kept_at(group: Compared, slo: SLO) -> str:
+    share = SLO_METRICS[0]
+    known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms}
+    values = {name: value for name, value in known.items() if value is not None}
+    if not values:
+        return ""
+    if not any(values.values()):
+        return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
+    by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
+    (most, best), *others = by_share.items()
+    over = _over_replicates(group.arms)
+    if not others:
+        both = " both" if len(best) == 2 else ""
+        names = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
+        return f"{names} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
+    said = f"{fmt.listing(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
+    if len(by_share) <= _MAX_SHARES:
+        rest = [f"{fmt.listing(those)} for {text}" for text, those in others]
+        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
+    (least, worst) = others[-1]
+    how_sure = _how_sure(group, by_share, (most, least))
+    return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
+
+
+def _over_replicates(arms: Sequence[Arm]) -> str:
+    nums = sorted({len(replicates(arm)) for arm in arms})
+    span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
+    return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
+
+
+def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
+    """A suffix on the arms that may differ from the baseline by noise only, or without an interval. told: the shares
+    that the sentence states; empty: all."""
+    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
+    shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
+    away = [name for text in shown for name in by_share[text] if name in rows]
+    unclaimed = [name for name in away if not rows[name].is_claim]
+    noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
+    untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
+    of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
+    claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
+    said = []
+    if noise and not untested and not claims:
+        said.append("no difference beyond the noise")
+    elif noise:
+        said.append(f"inside the noise against {base}: {fmt.listing(noise)}")
+    if untested:
+        of = "" if untested == away else f" of {fmt.listing(untested)}"
+        said.append(f"no interval of the difference{of} is known")
+    return f" ({'; '.join(said)})" if said else ""

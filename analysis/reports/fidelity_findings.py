@@ -42,8 +42,9 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     num = sum(len(runs) for runs in groups if len(runs) > 1)
     if not num:
         return [UNMEASURED]
-    noise = {metric.label: max(engine_noise(arms, metric) or 0.0 for arms in measured) for metric in (*LATENCY, *RATES)}
-    told = [f"{label} {fmt.percent(most)}" for label, most in noise.items()]
+    known = {metric.label: [engine_noise(arms, metric) for arms in measured] for metric in (*LATENCY, *RATES)}
+    noise = {label: [one for one in found if one is not None] for label, found in known.items()}
+    told = [f"{label} {fmt.percent(max(found))}" for label, found in noise.items() if found]
     few = num_repeats(groups)
     also = f" {fmt.count(few, 'repeat')} can show less than there is: noise may be larger." if few < ENOUGH else ""
     return [

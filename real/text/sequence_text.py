@@ -37,7 +37,7 @@ class StopStrings:
         if is_searched:
             hit = self._first(text + pending, max(len(self._held), self._num_early))
         else:
-            self._num_early = len(text + pending)
+            self._num_early = max(self._num_early, len(text + pending))  # bytes may have spoiled what was pending
         if hit is not None:
             start, end, self.found = hit
             self._held = ""

@@ -133,3 +133,17 @@ def test_bytes_that_are_still_open_after_min_tokens_do_not_count_later(following
     text.finish()
     whole = tokenizer.decode(ids)
     assert text.text == (whole.removesuffix("\n") if following else whole)
+
+
+@pytest.mark.parametrize("num_early", [1, 2, 4])
+def test_a_character_that_is_cut_by_min_tokens_does_not_revive_what_stands_before_it(num_early: int) -> None:
+    """The bytes of a character that is not whole hide the stop string before them, until they are complete."""
+    tokenizer = byte_fallback()
+    first = tokenizer.encode("The")
+    ids = tokenizer.inner.convert_tokens_to_ids(["<0x0A>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>"])
+    sampling = SamplingParams(stop="\n", min_tokens=len(first) + num_early)
+    text = SequenceText(tokenizer.detokenizer(), sampling, ())
+    for token in (*first, *ids):
+        text.push(token)
+    text.finish()
+    assert text.stop is None and text.text == tokenizer.decode([*first, *ids])

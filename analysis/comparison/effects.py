@@ -18,6 +18,7 @@ import numpy as np
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates, same_prices
 from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
 from analysis.comparison.sharing import common_share, correlation
+from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
@@ -144,10 +145,11 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
     is_of_prices = not same_prices(*step.pairs[0])
     comparison = Comparison(str(level), metric, None, None, "unknown", noise=noise, is_of_prices=is_of_prices)
     interaction = None
-    if (known := _cells(step.pairs, metric, slo)) is not None:
+    if (found := _cells(step.pairs, metric, slo)) is not None:
+        *known, runs = found
         rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
-        shared = correlation(common_share([ours[0] for ours, _ in paired_replicates(*step.pairs[0])]))
+        shared = correlation(common_share(runs))
         estimate = mean_t(rows.mean(axis=0), scale, correlation=shared)
         comparison = replace(comparison, value=value, base=base, estimate=estimate)
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]
@@ -163,9 +165,11 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
     return Effect(step.factor, base_level, level, comparison, pairs, interaction)
 
 
-def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) -> tuple[FloatArray, FloatArray] | None:
-    """The metric at both levels `[num_cells, num_replicates]`, a column for each trace that all cells have; None if a
-    value is missing, or if the cells share less than two of several traces."""
+def _cells(
+    cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None
+) -> tuple[FloatArray, FloatArray, list[Run]] | None:
+    """The metric at both levels `[num_cells, num_replicates]`, a column for each trace that all cells have, and a run
+    on each of these; None if a value is missing, or if the cells share less than two of several traces."""
     try:
         pairs = [{ours[0].fingerprint: (ours, theirs) for ours, theirs in paired_replicates(*cell)} for cell in cells]
     except RunFolderError:
@@ -177,7 +181,8 @@ def _cells(cells: Sequence[tuple[Arm, Arm]], metric: Metric, slo: SLO | None) ->
     known = [each for each in values if each is not None]
     if len(known) < len(values):
         return None
-    return np.array([base for base, _ in known]), np.array([other for _, other in known])
+    runs = [pairs[0][trace][0][0] for trace in traces]
+    return np.array([base for base, _ in known]), np.array([other for _, other in known]), runs
 
 
 def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison], correlation: float) -> Interaction | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from analysis import format as fmt
 from analysis.comparison.compare import LATENCY, P99_ITL, RATES, SLO_METRICS, Comparison, Metric
@@ -22,8 +22,11 @@ _WORDS = {
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
-_OF_GAPS = re.compile(r"\b(itl|inter-token latency|tbt)\b")
-_IN_TABLES = {"hit rate": r"\bhits?\b", "preemptions": "preemptions", "fairness": "fair"}  # without a verdict
+_IN_TABLES = {  # without a verdict
+    "hit rate": r"\bhits?\b(?! (?:the|its|their|an?|slos?|deadlines?)\b)",  # of a cache, not of a limit
+    "preemptions": "preemptions",
+    "fairness": r"\b(?:un)?fair(?:er|est|ness)?\b",
+}
 _IN_SUMMARY = re.compile(r"\b(queueing|median|p50|p90|p95)\b(?!\.\d)")
 _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
@@ -31,10 +34,16 @@ _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  #
 def is_asked(metric: Metric, question: str) -> bool:
     """Whether the question names the metric. "TTFT" asks for its mean and its P99, "P99 TTFT" only for that."""
     said = question.casefold().replace("does it mean ", "")
-    named = [name for name, words in _WORDS.items() if any(word in said for word in words)]
-    which = [name for name, words in _STATISTICS.items() if any(word in said for word in words)]
+    named, which = _named(_WORDS, said), _named(_STATISTICS, said)
     is_other = metric.label.startswith(tuple(_STATISTICS)) and not metric.label.startswith(tuple(which or _STATISTICS))
     return metric.label.endswith(tuple(named)) and not is_other
+
+
+def _named(words: Mapping[str, Sequence[str]], said: str) -> list[str]:
+    """Those of which a word stands in the text, not within another word as "itl" in "title"."""
+    return [
+        name for name, those in words.items() if any(re.search(f"(?<![a-z]){re.escape(word)}", said) for word in those)
+    ]
 
 
 def asks_beside_slo(question: str) -> bool:
@@ -62,13 +71,16 @@ def absent(
 ) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
-    of_slo, of_gaps, in_summary, in_table = (
-        list(dict.fromkeys(words.findall(said))) for words in (_OF_SLO, _OF_GAPS, _IN_SUMMARY, _IN_TABLE)
+    of_slo, in_summary, in_table = (
+        list(dict.fromkeys(words.findall(said))) for words in (_OF_SLO, _IN_SUMMARY, _IN_TABLE)
     )
+    of_gaps = "ITL" in _named(_WORDS, said)
+    if of_gaps and has_gaps and _named(_STATISTICS, said) == ["mean"]:
+        in_summary.append("mean ITL")
     named = [name for name, words in _IN_TABLES.items() if re.search(words, said)]
     in_tables = [name for name in named if has_tenants or name != "fairness"]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
-    parts += [f"{_listed(of_gaps)} (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
+    parts += ["ITL (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
     below = "observed below, without an interval: more replicates give one"
     parts += [f"{fmt.listing(list(untested))} ({below})"] if untested else []
     parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []

@@ -245,9 +245,11 @@ def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
     traces = {arm.name: {key[0] for key in replicates(arm)} for arm in arms}
     if any(theirs != traces[arms[0].name] for theirs in traces.values()):
         told = _shown([f"{len(theirs)} of {name}" for name, theirs in traces.items()])
+        num_common = len(set.intersection(*traces.values()))
+        effects = ", main effects over those that their arms share" if is_full_design(arms) else ""
         yield (
-            f"The arms do not have the same replicates ({told}). Means in tables are over all that an arm has, "
-            f"changes over those that it shares with {arms[0].name}, main effects over those that all of them have."
+            f"The arms do not have the same replicates ({told}): {num_common or 'none'} in common. Means in tables "
+            f"are over all that an arm has, changes over those that it shares with {arms[0].name}{effects}."
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from analysis.comparison import effects
 from analysis.comparison.arms import Arm, level_groups
 from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
 from analysis.comparison.effects import Compared, Effect, main_effects, one_factor_away
@@ -86,6 +87,15 @@ def test_a_run_that_is_missing_costs_its_trace_not_the_effect() -> None:
     assert one_missing.comparison.estimate is not None
     but_one = first_effect([*arms[:-1], without(arms[-1], *range(1, NUM))], LATENCY[0])
     assert but_one.comparison.estimate is None, "one trace is no average over several"
+
+
+def test_requests_in_common_are_those_of_the_traces_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces that a cell lacks are in no effect, and widen none."""
+    asked: set[int] = set()
+    monkeypatch.setattr(effects, "common_share", lambda runs: float(asked.add(len(runs)) is not None))
+    arms = design(lambda a, b: 2.0**a * 3.0**b, 0.05)
+    first_effect([replace(arms[0], runs=arms[0].runs[:-1]), *arms[1:]], LATENCY[0])  # of every effect
+    assert asked == {NUM - 1}
 
 
 def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an_interval() -> None:

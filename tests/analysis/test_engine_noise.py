@@ -13,6 +13,7 @@ from analysis.comparison.arms import infer_arms, num_replicates
 from analysis.comparison.compare import LATENCY, compare, engine_noise, mean_over_replicates
 from analysis.comparison.effects import main_effects
 from analysis.load import Run, load_run
+from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.report import report_from_folders
 from tests.analysis.runs import change_requests, write_run
 
@@ -76,6 +77,19 @@ def test_of_one_run_each_no_noise_is_known_and_simulated_copies_have_none(tmp_pa
     copies = infer_arms([load_run(write_run(tmp_path / f"sim{i}")) for i in range(2)])
     assert engine_noise(copies, MEAN_TTFT) is None
     assert num_replicates(copies) == 1
+
+
+def test_noise_in_what_no_run_recorded_is_not_told(tmp_path):
+    arms = infer_arms(
+        [measured(tmp_path / name, 2.0) for name in ("b1", "b2")] + [measured(tmp_path / "a", 1.0, chunked=False)]
+    )
+    assert "P99 ITL" in engine_noise_said({"": arms})[0]
+    for arm in arms:
+        for run in arm.runs:
+            run.summary["itl_s"] = None
+    (said,) = engine_noise_said({"": arms})
+    assert "P99 E2E" in said
+    assert "P99 ITL" not in said
 
 
 def test_main_effects_within_the_noise_are_no_claim(tmp_path):

@@ -16,7 +16,7 @@ from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.asked import absent, asks_beside_slo, untested
+from analysis.reports.asked import absent, asks_beside_slo, is_asked, untested
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -287,6 +287,15 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert absent("Which has the lower P99 ITL?", has_slo=False) == []
     (said,) = absent("Which has the lower P99 ITL?", has_slo=False, has_gaps=False)
     assert said == f"{begin}ITL (of runs with record.token_times=true)."
+    for words in ("Does it stall less?", "How long between tokens?", "What is the TBT?", "Is the mean ITL lower?"):
+        (said,) = absent(words, has_slo=False, has_gaps=False)
+        assert said == f"{begin}ITL (of runs with record.token_times=true)."
+    (said,) = absent("Is the mean ITL lower?", has_slo=False)
+    assert said == f"{begin}mean ITL (in the summary.json of each run)."
+    for words in ("Which hits the deadline?", "A fairly good title to install?"):
+        assert absent(words, has_slo=True, has_gaps=False) == []
+    assert not is_asked(P99_ITL, "Which installation has this title?")
+    assert is_asked(P99_ITL, "Which stalls?")
     (said,) = absent("Is it fair, at what hit rate?", has_slo=False)
     assert said == f"{begin}hit rate and fairness (in the tables below, without a verdict)."
     (said,) = absent("Which eviction hits most?", has_slo=False)

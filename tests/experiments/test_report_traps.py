@@ -202,7 +202,8 @@ def test_arms_with_more_replicates_than_others_are_named(tmp_path: Path) -> None
         for seed in range(num):
             ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
     said = report(tmp_path)
-    assert "The arms do not have the same replicates (2 of sarathi; 3 of vllm_v1)" in said
+    assert "The arms do not have the same replicates (2 of sarathi; 3 of vllm_v1): 2 in common. Means" in said
+    assert "main effects" not in said, "of two arms there are none"
 
 
 def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.traces.schema import TraceRequest
 
 _FEW = 0.05  # a share of arrivals that needs no note
-_CLOSE_NS = 1000  # no clock of a recording is as fine
+_CLOSE_NS = 500  # recordings have microseconds at best
 _FINE = 0.01  # with as many such gaps for each gap of 0, a process made them (gamma), rounded to whole ns
 
 

@@ -92,7 +92,12 @@ def test_a_run_that_is_missing_costs_its_trace_not_the_effect() -> None:
 def test_requests_in_common_are_those_of_the_traces_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces that a cell lacks are in no effect, and widen none."""
     asked: set[int] = set()
-    monkeypatch.setattr(effects, "common_share", lambda runs: float(asked.add(len(runs)) is not None))
+
+    def none(runs: Sequence[Run]) -> float:
+        asked.add(len(runs))
+        return 0.0
+
+    monkeypatch.setattr(effects, "common_share", none)
     arms = design(lambda a, b: 2.0**a * 3.0**b, 0.05)
     first_effect([replace(arms[0], runs=arms[0].runs[:-1]), *arms[1:]], LATENCY[0])  # of every effect
     assert asked == {NUM - 1}

@@ -60,6 +60,14 @@ def test_gamma_arrivals_of_cv_1_are_those_of_poisson():
     assert gaps(gamma) == gaps(replace(gamma, arrival="poisson"))
 
 
+def test_batches_by_a_clock_of_microseconds_are_batches():
+    """The last of each eight comes a microsecond after the others."""
+    rows = [TraceRequest(f"r{i}", i // 8 * 10**9 + 1000 * (i % 8 == 7), (Span(i, 0, 9),), None) for i in range(400)]
+    note = summarise(arrange("batches", rows)).batches.note
+    assert note is not None
+    assert note.startswith("75% of arrivals at the instant of the one before")
+
+
 def test_gamma_gaps_that_round_to_nothing_are_no_batches():
     trace = generate(SyntheticConfig(num_requests=2000, arrival="gamma", cv=3.0), 1)
     assert sum(gap == 0 for gap in gaps(SyntheticConfig(num_requests=2000, arrival="gamma", cv=3.0))) > 100

@@ -55,7 +55,7 @@ class Replicate:
 class Found:
     arm: Arm
     replicates: tuple[Replicate, ...]
-    notes: tuple[str, ...] = ()  # from its cost model
+    notes: tuple[str, ...] = ()  # on its cost model and its KV pool
 
     def rate(self, value: float | None) -> float | None:
         return None if value is None else value * self.arm.per_value

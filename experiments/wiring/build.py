@@ -88,8 +88,8 @@ def pool_notes(config: RunConfig) -> list[str]:
     needed = num * block_bytes(config) + config.model.weight_bytes(config.tensor_parallel_size)
     if needed <= device.memory_bytes:
         return []
-    told, has = (f"{size / 1e9:,.0f} GB" for size in (needed, device.memory_bytes))
-    return [f"cache.num_gpu_blocks={num} and the weights take {told}: more than {device.name} has ({has})"]
+    told, has = -(-needed // 10**9), int(device.memory_bytes // 10**9)  # rounded apart, as they may be close
+    return [f"cache.num_gpu_blocks={num} and the weights take {told:,} GB: more than {device.name} has ({has:,} GB)"]
 
 
 def _largest_captured(config: RunConfig) -> int:

@@ -192,5 +192,7 @@ def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:
     assert build.pool_notes(compose_config(["model=llama3.1_8b", f"cache.num_gpu_blocks={own}"])) == []
     asked = ["model=llama3.1_8b", "cache.num_gpu_blocks=1000000"]
     (note,) = build.pool_notes(compose_config(asked))
-    assert note == "cache.num_gpu_blocks=1000000 and the weights take 2,113 GB: more than h100 has (80 GB)"
+    assert note == "cache.num_gpu_blocks=1000000 and the weights take 2,114 GB: more than h100 has (80 GB)"
     assert build.pool_notes(compose_config([*asked, "device=cpu"])) == []
+    (close,) = build.pool_notes(compose_config(["model=llama3.1_8b", "cache.num_gpu_blocks=30600"]))  # 80.2 GB
+    assert close.endswith("and the weights take 81 GB: more than h100 has (80 GB)")

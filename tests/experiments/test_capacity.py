@@ -233,6 +233,14 @@ def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tm
 # --- what is said ---
 
 
+def test_a_pool_that_the_gpu_could_not_hold_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for memory_bytes, is_told in ((10**6, True), (10**12, False)):
+        device = ("device=h100", f"device.memory_bytes={memory_bytes}", "cache.num_gpu_blocks=400")
+        said = say(capsys, "capacity", *BUSY, *device, "slo.ttft_s=0.2", "--out", str(tmp_path / str(memory_bytes)))
+        assert said.status == 0, said.err
+        assert ("cache.num_gpu_blocks=400 and the weights take" in said.out) is is_told
+
+
 def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("scheduler.max_num_seqs=2,8", "slo.ttft_s=0.2", "--out", str(tmp_path))
     said = say(capsys, "capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more)

@@ -67,7 +67,13 @@ def untested(rows: Iterable[Comparison], question: str) -> list[str]:
 
 
 def absent(
-    question: str, *, has_slo: bool, has_gaps: bool = True, has_tenants: bool = True, untested: Sequence[str] = ()
+    question: str,
+    *,
+    has_slo: bool,
+    has_gaps: bool = True,
+    has_deadlines: bool = True,
+    has_tenants: bool = True,
+    untested: Sequence[str] = (),
 ) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
@@ -81,6 +87,8 @@ def absent(
     in_tables = [name for name in named if has_tenants or name != "fairness"]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
     parts += ["ITL (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
+    if not has_deadlines and "deadlines met" in _named(_WORDS, said):
+        parts.append("deadlines (of requests that have one, as by trace.deadline_s)")
     below = "observed below, without an interval: more replicates give one"
     parts += [f"{fmt.listing(list(untested))} ({below})"] if untested else []
     parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []

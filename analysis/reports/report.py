@@ -320,6 +320,7 @@ def _lacks(sections: Sections, runs: Sequence[Run], question: str, slo: SLO | No
     rows = [row for one in sections.compared for row in (*one.rows, *(effect.comparison for effect in one.effects))]
     return absent(
         question, has_slo=slo is not None, has_gaps=have_gaps(runs),
+        has_deadlines=any(run.summary["deadlines"] for run in runs),
         has_tenants=all(run.summary["fairness"] for run in runs), untested=untested(rows, question),
     )  # fmt: skip
 

@@ -290,6 +290,9 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     for words in ("Does it stall less?", "How long between tokens?", "What is the TBT?", "Is the mean ITL lower?"):
         (said,) = absent(words, has_slo=False, has_gaps=False)
         assert said == f"{begin}ITL (of runs with record.token_times=true)."
+    assert absent("Which meets its deadlines?", has_slo=False) == []
+    (said,) = absent("Which meets its deadlines?", has_slo=False, has_deadlines=False)
+    assert said == f"{begin}deadlines (of requests that have one, as by trace.deadline_s)."
     (said,) = absent("Is the mean ITL lower?", has_slo=False)
     assert said == f"{begin}mean ITL (in the summary.json of each run)."
     for words in ("Which hits the deadline?", "A fairly good title to install?"):

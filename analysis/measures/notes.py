@@ -15,6 +15,7 @@ _SIZES = {  # of notes in a manifest, by the words before their colon: (section,
     "REPLAY LAG": ("replay", "num_late", "num_arrivals"),
     BUSY: ("host", "core_wait_share", None),
 }
+_UNLIKE = 0.1  # how far from trace.rate, relatively, the rate may be at which requests came
 
 
 class Note(NamedTuple):
@@ -69,6 +70,23 @@ def replay_notes(manifest: Mapping[str, Any]) -> list[Note]:
 
 def doubts_of(manifest: Mapping[str, Any]) -> list[Note]:
     return price_notes(manifest) + replay_notes(manifest)
+
+
+def rate_notes(trace: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
+    """A note if a generated trace of single requests is too short for the mean rate of bursts or of a day. trace: its
+    settings."""
+    unchanged = {"name": "synthetic", "max_turns": 1, "tenants": [], "transforms": [], "limit": None, "start_s": 0.0}
+    unchanged |= {"end_s": None, "rate_scale": 1.0}
+    is_plain = all(trace.get(key) == value for key, value in unchanged.items()) and not trace["agent"]["max_calls"]
+    offered = summary["throughput"]["offered_per_s"]
+    if not is_plain or offered is None or trace["arrival"] not in ("gamma", "mmpp", "diurnal"):
+        return []
+    if abs(offered / trace["rate"] - 1) <= _UNLIKE:
+        return []
+    return [
+        f"{offered:.4g} requests a second came: trace.rate={trace['rate']:g} is the mean of trace.arrival="
+        f"{trace['arrival']} over all time, for which this trace is too short"
+    ]
 
 
 def _in_manifest(text: str, manifest: Mapping[str, Any]) -> Note:

@@ -12,7 +12,7 @@ from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.triggered import never_triggered
 from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
-from analysis.measures.notes import Note, price_notes, replay_notes, told
+from analysis.measures.notes import Note, price_notes, rate_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
 from analysis.naming import NAMING_KEYS, factor_name, level_names, level_text, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
@@ -125,11 +125,17 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
 
 def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
     """The notes that runs made on their times (step times outside of a profile or filled in, a machine that did not
-    keep up) and on their routing."""
+    keep up), on the rate at which requests came, and on their routing."""
     runs = [(arm.name, run) for arm in arms for run in arm.runs]
     found = {
         "Prices": [(name, note) for name, run in runs for note in price_notes(run.manifest)],
         "Measured": [(name, note) for name, run in runs for note in replay_notes(run.manifest)],
+        "Load": [
+            (name, Note.of_text(text))
+            for name, run in runs
+            if run.is_simulated
+            for text in rate_notes(run.config.get("trace") or {}, run.summary)
+        ],
         "Routed": [(name, Note.of_text(text)) for name, run in runs for text in routing_notes(run.summary)],
     }
     for what, notes in found.items():
@@ -244,7 +250,8 @@ def _span(values: Sequence[object]) -> str:
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
     traces = {arm.name: {key[0] for key in replicates(arm)} for arm in arms}
     if any(theirs != traces[arms[0].name] for theirs in traces.values()):
-        told = _shown([f"{len(theirs)} of {name}" for name, theirs in traces.items()])
+        fewest_first = sorted(traces.items(), key=lambda item: len(item[1]))
+        told = _shown([f"{len(theirs)} of {name}" for name, theirs in fewest_first])
         num_common = len(set.intersection(*traces.values()))
         effects = ", main effects over those that their arms share" if is_full_design(arms) else ""
         yield (

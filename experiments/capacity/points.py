@@ -20,7 +20,6 @@ from analysis.reading.rows import FileRows
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
-from experiments.wiring.build import pool_notes
 from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 from testbed.core.request import Request
@@ -149,7 +148,7 @@ def run_point(
             end_ns = run_end_ns(run.requests, FileRows(run.path / "steps.parquet"))
             duration_s = (end_ns - int(run.requests["arrival_ns"].min())) / 1e9
             load = count_load(run.requests, slo, duration_s, by_session=by_session)
-    notes = [*(result.manifest.get("cost_notes") or []), *pool_notes(config)]
+    notes = list(result.manifest.get("cost_notes") or [])
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"load": asdict(load), "max_failed": max_failed, "notes": notes, **known})

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from analysis.measures.notes import Note
 
 _HELD = re.compile(r"blocked by (\w+) while nothing runs")  # a reason given by testbed.core.scheduler
-_UNLIKE = 0.1  # how far from trace.rate, relatively, the rate may be at which requests came
 _SETTINGS = {  # settings that can keep the head of the queue from being admitted
     BlockedBy.KV_BLOCKS: "cache.num_gpu_blocks or scheduler.watermark",
     BlockedBy.TOKEN_BUDGET: "scheduler.max_num_batched_tokens",
@@ -39,7 +38,7 @@ _SETTINGS = {  # settings that can keep the head of the queue from being admitte
 def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[Note, ...]:
     """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
-    from analysis.measures.notes import Note, doubts_of
+    from analysis.measures.notes import Note, doubts_of, rate_notes
     from analysis.measures.replicas import routing_notes
     from analysis.measures.steadiness import outrun_note
 
@@ -49,8 +48,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         *routing_notes(summary),
         *manifest["trace"]["notes"],
         *build.unused_settings(config),
-        *build.pool_notes(config),
-        *(_rate_notes(config.raw["trace"], summary) if config.is_simulated else []),  # replays may be sped up
+        *(rate_notes(config.raw["trace"], summary) if config.is_simulated else []),  # replays may be sped up
     ]
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
@@ -92,22 +90,6 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         notes.append(NO_DEADLINES)
     notes += without_numbers(config, summary)
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
-
-
-def _rate_notes(trace: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Returns a note if a generated trace of single requests is too short for the mean rate of bursts or of a day."""
-    unchanged = {"name": "synthetic", "max_turns": 1, "tenants": [], "transforms": [], "limit": None, "start_s": 0.0}
-    unchanged |= {"end_s": None, "rate_scale": 1.0}
-    is_plain = all(trace.get(key) == value for key, value in unchanged.items()) and not trace["agent"]["max_calls"]
-    offered = summary["throughput"]["offered_per_s"]
-    if not is_plain or trace["arrival"] not in ("gamma", "mmpp", "diurnal") or offered is None:
-        return []
-    if abs(offered / trace["rate"] - 1) <= _UNLIKE:
-        return []
-    return [
-        f"{offered:.4g} requests a second came: trace.rate={trace['rate']:g} is the mean of trace.arrival="
-        f"{trace['arrival']} over all time, for which this trace is too short"
-    ]
 
 
 def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:

@@ -219,7 +219,7 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": watch.notes() if watch is not None else [],
+        "cost_notes": [*(watch.notes() if watch is not None else []), *build.pool_notes(config)],
         "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }

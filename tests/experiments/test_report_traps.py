@@ -206,6 +206,18 @@ def test_arms_with_more_replicates_than_others_are_named(tmp_path: Path) -> None
     assert "main effects" not in said, "of two arms there are none"
 
 
+def test_a_rate_that_did_not_come_and_a_pool_that_cannot_be_are_told(tmp_path: Path) -> None:
+    few = {"num_requests": 60, "rate": 20.0, "arrival": "diurnal"}
+    ran(tmp_path / "night", trace=few)
+    ran(tmp_path / "dream", trace=few, cache={"num_gpu_blocks": 1_000_000})
+    told = cautions({"": infer_arms(load_sweep(tmp_path).runs)}, 0.02)
+    (load,) = [text for text in told if text.startswith("Load, ")]
+    assert "requests a second came: trace.rate=20 is the mean of trace.arrival=diurnal over all time" in load
+    assert load.endswith("(the first of 2 runs that say so)")
+    (pool,) = [text for text in told if text.startswith("Prices, ")]
+    assert "cache.num_gpu_blocks=1000000 and the weights take" in pool
+
+
 def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None:
     cut = [
         {"arrival_time": 0.1 * i, "prompt_tokens": 100, "output_tokens": 200, "cancel_after": 0.2 if i % 3 else 9.0}

@@ -63,7 +63,8 @@ def missing_name(target: str) -> str:
     file = str(getattr(there, "__file__", None) or "Python's own")
     if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
         return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"
-    return f"{module} has no {name!r}; {nearest(name, [*vars(there)])}".rstrip("; ")
+    made = [key for key, value in vars(there).items() if callable(value)]  # not the modules of a package
+    return f"{module} has no {name!r}; {nearest(name, made)}".rstrip("; ")
 
 
 def place_in_own_code(error: BaseException) -> str:

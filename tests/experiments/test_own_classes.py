@@ -260,6 +260,7 @@ class Weighs:
             "testbed.policies.orders.VirtualTokenCounter, input_weigth: 1",
             "it has no parameter 'input_weigth'; did you mean 'input_weight'? valid: input_weight, output_weight",
         ),
+        ("testbed.policies.compositions.Static", "testbed.policies.compositions has no 'Static'"),
         ("nul_bytes.X", "nul_bytes.py: source code string cannot contain null bytes; mend it there"),
         ("nul_bytes.X.Inner", "nul_bytes.X: source code string cannot contain null bytes; mend it there"),
         ("half.X.Inner", "half.py:1: '(' was never closed; mend it there"),

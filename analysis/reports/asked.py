@@ -57,7 +57,7 @@ def have_gaps(runs: Sequence[Run]) -> bool:
     return any(P99_ITL.of(run.summary) is not None for run in runs)
 
 
-def untested(rows: Iterable[Comparison], question: str) -> list[str]:
+def without_interval(rows: Iterable[Comparison], question: str) -> list[str]:
     """The metrics that the question names and of which no change has an interval, as rates of one trace. The sentence
     on the SLO says it of the attainment."""
     changed = [row for row in rows if row.estimate is not None and row.verdict != "identical"]

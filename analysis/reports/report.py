@@ -58,7 +58,7 @@ from analysis.measures.metrics import SLO
 from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.asked import absent, have_gaps, untested
+from analysis.reports.asked import absent, have_gaps, without_interval
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -321,7 +321,7 @@ def _lacks(sections: Sections, runs: Sequence[Run], question: str, slo: SLO | No
     return absent(
         question, has_slo=slo is not None, has_gaps=have_gaps(runs),
         has_deadlines=any(run.summary["deadlines"] for run in runs),
-        has_tenants=all(run.summary["fairness"] for run in runs), untested=untested(rows, question),
+        has_tenants=all(run.summary["fairness"] for run in runs), untested=without_interval(rows, question),
     )  # fmt: skip
 
 

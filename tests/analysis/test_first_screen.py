@@ -16,7 +16,7 @@ from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.asked import absent, asks_beside_slo, is_asked, untested
+from analysis.reports.asked import absent, asks_beside_slo, is_asked, without_interval
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -184,10 +184,10 @@ def test_metrics_that_the_question_names_and_no_change_of_which_was_tested() -> 
     unknown = Estimate(-0.5, -math.inf, math.inf, 1, "paired t", "log_ratio")
     rows = [Comparison("a", metric, 1.0, unknown, "unknown") for metric in (P99_ITL, *RATES)]
     rows += [row("a", 0, -0.1), Comparison("b", P99_ITL, 1.0, unknown, "identical")]
-    assert untested(rows, "Which has fewer stalls and a lower TTFT?") == ["P99 ITL"]
-    assert untested(rows, "What throughput?") == ["requests/s", "output tokens/s"]
-    assert untested(rows, "What TTFT?") == []
-    assert untested([*rows, replace(rows[0], arm="c", verdict="lower")], "Which has fewer stalls?") == []
+    assert without_interval(rows, "Which has fewer stalls and a lower TTFT?") == ["P99 ITL"]
+    assert without_interval(rows, "What throughput?") == ["requests/s", "output tokens/s"]
+    assert without_interval(rows, "What TTFT?") == []
+    assert without_interval([*rows, replace(rows[0], arm="c", verdict="lower")], "Which has fewer stalls?") == []
 
 
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:

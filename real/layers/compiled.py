@@ -56,7 +56,7 @@ def compile_shapes(fn: Callable[P, R], **how: Any) -> Callable[P, R]:
 
 
 def takes_limit() -> bool:
-    """Whether torch.compile takes a limit for each function, which versions after 2.8 do."""
+    """Whether torch.compile takes a limit for each function, which torch 2.13 does and 2.11 does not."""
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 

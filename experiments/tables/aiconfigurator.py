@@ -19,9 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments.tables.columns import latencies_ns, reason, rows_of
+from testbed.arrow import as_arrow, constant
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import unknown
-from testbed.specs.operator_tables import OperatorTables, check_rows
+from testbed.specs.operator_tables import OperatorTables, check_rows, where
 
 PACKAGE = "aiconfigurator_core"
 Kept = tuple[tuple[str, ...], int]  # dtypes of GEMMs, head size
@@ -117,9 +118,9 @@ def _files(folder: Path, engine: str, version: str) -> dict[str, Path]:
 def _counted(files: dict[str, Path]) -> dict[str, int]:
     counts = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.is_file()}
     if counts.pop("nccl", 0):  # it has several operators
-        kinds = pq.read_table(files["nccl"], columns=["op_name"])["op_name"]
+        kinds = pq.ParquetFile(files["nccl"]).read(["op_name"])["op_name"].to_pylist()
         for name in ("all_reduce", "all_gather"):
-            counts[name] = counts.get(name, 0) + pc.sum(pc.equal(kinds, name)).as_py()
+            counts[name] = counts.get(name, 0) + kinds.count(name)
     return counts
 
 
@@ -215,7 +216,8 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
         missing = [name for name in columns if name not in names]
         if missing:
             raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
-        table = _typed(pq.read_table(file, columns=[*columns, *(name for name in optional if name in names)]), file)
+        chosen = [*columns, *(name for name in optional if name in names)]
+        table = _typed(pq.ParquetFile(file).read(chosen), file)
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{file} cannot be read as Parquet: {reason(error)}") from None
     return table.append_column("time_ns", latencies_ns(table["latency"], str(file)))
@@ -238,7 +240,7 @@ def _typed(table: Any, file: Path) -> Any:
 def _description(file: Path) -> str:
     """The source's name for the device."""
     names = pq.read_schema(file).names
-    return str(pq.read_table(file, columns=["device"])["device"][0]) if "device" in names else ""
+    return str(pq.ParquetFile(file).read(["device"])["device"][0]) if "device" in names else ""
 
 
 def _dtypes(column: Any) -> Any:
@@ -249,7 +251,7 @@ def _dtypes(column: Any) -> Any:
 def _gemm(file: Path, label: Any, kept: Kept | None) -> Any:
     table = _read(file, _GEMM)
     if kept is not None:
-        table = table.filter(pc.is_in(table["gemm_dtype"], value_set=pa.array(kept[0])))
+        table = table.filter(pc.is_in(table["gemm_dtype"], value_set=as_arrow(kept[0], pa.string())))
     return label(
         table.num_rows, operator="gemm", kernel=table["kernel_source"], dtype=_dtypes(table["gemm_dtype"]),
         m=table["m"], n=table["n"], k=table["k"], time_ns=table["time_ns"],
@@ -257,43 +259,43 @@ def _gemm(file: Path, label: Any, kept: Kept | None) -> Any:
 
 
 def _attention(file: Path, operator: str, label: Any, kept: Kept | None) -> Any:
-    table = _read(file, _ATTENTION, "window_size")
-    table = table.filter(pc.equal(table["beam_width"], 1))
-    if kept is not None:
-        table = table.filter(pc.equal(table["head_dim"], kept[1]))
-    windows, heads, kv_heads = None, table["num_heads"], table["num_key_value_heads"]
+    equal = {"beam_width": 1} if kept is None else {"beam_width": 1, "head_dim": kept[1]}
+    table = where(_read(file, _ATTENTION, "window_size"), **equal)
+    windows, heads, kv_heads, zero = None, table["num_heads"], table["num_key_value_heads"], constant(0, pa.int64())
     if "window_size" in table.column_names:
         size = table["window_size"]
-        windows = pc.if_else(pc.greater(size, 0), size, pa.scalar(None, pa.int64()))
+        windows = pc.if_else(pc.greater(size, zero), size, constant(None, pa.int64()))
     sizes = {"new_tokens": table["isl"], "context": table["step"]}
     if operator == "attention_decode":
         sizes = {"context": pc.add(table["isl"], table["step"])}
     return label(
         table.num_rows, operator=operator, kernel=table["kernel_source"], dtype=_dtypes(table["attn_dtype"]),
         kv_dtype=_dtypes(table["kv_cache_dtype"]), num_heads=heads, head_dim=table["head_dim"],
-        num_kv_heads=pc.if_else(pc.equal(kv_heads, 0), heads, kv_heads),  # 0: as many as heads
+        num_kv_heads=pc.if_else(pc.equal(kv_heads, zero), heads, kv_heads),  # 0: as many as heads
         window=windows, batch=table["batch_size"], time_ns=table["time_ns"], **sizes,
     )  # fmt: skip
 
 
 def _num_bytes(sizes: Any, dtypes: Any, file: Path) -> Any:
     """The bytes of messages whose sizes are numbers of elements."""
-    for name in pc.unique(dtypes).to_pylist():
+    names = dtypes.to_pylist()
+    for name in dict.fromkeys(names):
         if name not in _DTYPE_BYTES:
             raise ProfileError(unknown(f"{file}: messages of dtype {name!r}", name, list(_DTYPE_BYTES)))
-    return pc.multiply(sizes, pa.array(dtypes.to_pandas().map(_DTYPE_BYTES), pa.int64()))
+    return pc.multiply(sizes, as_arrow([_DTYPE_BYTES[name] for name in names], pa.int64()))
 
 
 def _all_reduce(file: Path, label: Any) -> Any:
     table = _read(file, _REDUCE)
-    return _collective(table.filter(pc.greater(table["num_gpus"], 1)), "all_reduce", "allreduce_dtype", file, label)
+    several = table.filter(pc.greater(table["num_gpus"], constant(1, pa.int64())))
+    return _collective(several, "all_reduce", "allreduce_dtype", file, label)
 
 
 def _nccl(file: Path, label: Any) -> list[Any]:
     """The all-reduces and all-gathers; the schema has no other collectives."""
     table = _read(file, _NCCL)
     return [
-        _collective(table.filter(pc.equal(table["op_name"], operator)), operator, "nccl_dtype", file, label)
+        _collective(where(table, op_name=operator), operator, "nccl_dtype", file, label)
         for operator in ("all_reduce", "all_gather")
     ]
 
@@ -309,14 +311,14 @@ def _collective(table: Any, operator: str, dtype: str, file: Path, label: Any) -
 
 def _standing_doubts(rows: Any) -> list[str]:
     """Doubts about what these tables always lack, with the numbers found in them."""
-    prefill = rows.filter(pc.equal(rows["operator"], "attention_prefill"))
+    prefill = where(rows, operator="attention_prefill")
     doubts = []
     if prefill.num_rows and pc.max(prefill["context"]).as_py() == 0:
         doubts.append(
             f"attention_prefill: all {prefill.num_rows:,} points are whole prompts; "
             "chunks behind a context were not measured"
         )
-    decode = rows.filter(pc.equal(rows["operator"], "attention_decode"))
+    decode = where(rows, operator="attention_decode")
     own_heads = decode.filter(pc.equal(decode["num_heads"], decode["num_kv_heads"]))
     if own_heads.num_rows:
         most = pc.max(own_heads["num_heads"]).as_py()

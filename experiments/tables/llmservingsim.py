@@ -19,7 +19,8 @@ import pyarrow as pa
 import yaml
 
 from experiments.configuration.names import device_named, model_named
-from experiments.tables.columns import CsvTable, reason, rows_of
+from experiments.tables.columns import reason, rows_of
+from experiments.tables.csv_table import CsvTable
 from experiments.tables.devices import chosen, found, model_spec
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, whole

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from experiments.tables.columns import CsvTable, rows_of
+from experiments.tables.columns import rows_of
+from experiments.tables.csv_table import CsvTable
 from experiments.tables.devices import chosen
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.operator_tables import OperatorTables

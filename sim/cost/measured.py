@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from sim.cost.grid import Grid
 from sim.cost.roofline import RooflineCost
 from sim.cost.tables import Measured, Part
+from testbed.arrow import numbers_of
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.specs.model import ModelSpec
-from testbed.specs.operator_tables import OperatorTables, alike, product_dtype
+from testbed.specs.operator_tables import OperatorTables, alike, product_dtype, where
 
 OUTLIER = 1.5
 PER_OCTAVE = 8  # prompt lengths for each doubling: the time of a prompt grows with the square of its length
@@ -60,8 +61,7 @@ def _any(tables: OperatorTables, operator: str, column: str, names: tuple[str, .
 
 def _pairs(rows: Any, *names: str) -> set[tuple[Any, ...]]:
     """Returns the distinct combinations of values in some columns."""
-    grouped = rows.group_by(list(names)).aggregate([])
-    return set(zip(*(grouped[name].to_pylist() for name in names), strict=True))
+    return set(zip(*(rows[name].to_pylist() for name in names), strict=True))
 
 
 def _kv_names(kv_dtype: str | None, model: ModelSpec) -> tuple[str, ...]:
@@ -166,8 +166,7 @@ class _Lines:
 
     def __init__(self, tables: OperatorTables, dtype: str) -> None:
         rows = _any(tables, "gemm", "dtype", alike(dtype))
-        self._m, self._n, self._k = (np.asarray(rows[name], float) for name in "mnk")
-        self._time = np.asarray(rows["time_ns"], float)
+        self._m, self._n, self._k, self._time = (numbers_of(rows[name]) for name in ("m", "n", "k", "time_ns"))
         self._pairs = {(int(a), int(b)): None for a, b in zip(self._k.tolist(), self._n.tolist(), strict=True)}
 
     def at(self, num_in: int, num_out: int) -> tuple[Floats, Floats] | None:
@@ -260,15 +259,15 @@ class _Attention:
         fixed = {"head_dim": self._model.head_dim, "window": self._window}
         rows = _any(self._tables, operator, "kv_dtype", self._kv_names, **fixed)
         if operator == "attention_prefill" and rows.num_rows:
-            rows = rows.filter(np.asarray(rows["batch"]) == 1)
+            rows = where(rows, batch=1)
         if not rows.num_rows:
             return None
         heads = self._nearest_heads(_pairs(rows, "num_heads", "num_kv_heads"))
-        rows = rows.filter((np.asarray(rows["num_heads"]) == heads[0]) & (np.asarray(rows["num_kv_heads"]) == heads[1]))
+        rows = where(rows, num_heads=heads[0], num_kv_heads=heads[1])
         kernels = Counter(rows["kernel"].to_pylist())
         chosen = max(sorted(kernels), key=lambda name: kernels[name])  # the kernel that was timed at most sizes
-        rows = rows.filter(np.asarray(rows["kernel"].to_pylist()) == chosen)
-        *points, times = _medians([np.asarray(rows[name], float) for name in sizes], np.asarray(rows["time_ns"], float))
+        rows = where(rows, kernel=chosen)
+        *points, times = _medians([numbers_of(rows[name]) for name in sizes], numbers_of(rows["time_ns"]))
         theirs = self._own if heads == self._heads else self._make(self._with_heads(*heads), 1)
         expected = np.array([_attention_ns(theirs, operator, *point) for point in zip(*points, strict=True)])
         ratio = times * self._model.num_hidden_layers / expected

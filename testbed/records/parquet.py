@@ -1,8 +1,6 @@
-"""Parquet files that grow by groups of rows, written by Arrow in a thread; converts Python values to Arrow arrays.
+"""Parquet files that grow by groups of rows, written by Arrow in a thread.
 
-Knows columns, but not their meaning. Imported only where a run is recorded: the core runs without Arrow. Arrays are
-made from buffers: pyarrow's own conversion imports pandas if it is installed, which takes longer than a short run, and
-converts lists of instants element by element.
+Knows columns, but not their meaning. Imported only where a run is recorded: the core runs without Arrow.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from testbed.arrow import CodedTexts, as_arrow
 
 _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
@@ -76,13 +76,6 @@ class ParquetFile:
         return OSError(error.errno, error.strerror or str(error), str(self._path))
 
 
-class CodedTexts:
-    """A column of few different strings. codes: [num_rows], indices into `texts`, which may contain None."""
-
-    def __init__(self, codes: Any, texts: tuple[str | None, ...]) -> None:
-        self.codes, self.texts = codes, texts
-
-
 def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ...]) -> list[Any]:
     """Returns the columns of rows of int64, as numpy arrays; a string is its index in `texts`. An incomplete last row
     is left out."""
@@ -93,55 +86,3 @@ def columns_of(data: bytes, columns: dict[str, str], texts: tuple[str | None, ..
         CodedTexts(column, texts) if kind == "string" else column.view(np.uint64) if kind == "uint64" else column
         for kind, column in kinds
     ]
-
-
-def as_arrow(column: Any, kind: Any) -> Any:
-    """Returns a column, of Python values (None: null) or a numpy array, as an Arrow array of type `kind`. A list of
-    int64 is given as a buffer. Raises OverflowError if a number does not fit."""
-    if kind == pa.string():
-        return _coded(column) if isinstance(column, CodedTexts) else _strings(column)
-    if kind == pa.list_(pa.int64()):
-        lists = [b"" if one is None else one for one in column]
-        child = _array(kind.value_type, sum(map(len, lists)), None, b"".join(lists))
-        return _array(kind, len(lists), _known(column), _offsets(lists), children=[child])
-    dtype = kind.to_pandas_dtype()
-    if not isinstance(column, np.ndarray):
-        known = _known(column)
-        values = column if known is None else [0 if value is None else value for value in column]
-        return _array(kind, len(column), known, np.array(values, dtype=dtype))
-    numbers = np.ascontiguousarray(column, dtype=dtype)
-    if numbers.dtype != column.dtype and (numbers != column).any():
-        raise OverflowError(f"a number does not fit into {kind}")
-    return _array(kind, len(column), None, numbers)
-
-
-def _coded(column: CodedTexts) -> Any:
-    codes = column.codes
-    texts = [b"" if text is None else text.encode() for text in column.texts]
-    offsets = np.append(0, np.cumsum(np.array([len(text) for text in texts])[codes])).astype(np.int32)
-    is_known = np.array([text is not None for text in column.texts])[codes]
-    known = None if is_known.all() else np.packbits(is_known, bitorder="little")
-    data = b"".join([texts[code] for code in codes[is_known].tolist()])
-    return _array(pa.string(), len(codes), known, offsets, data)
-
-
-def _strings(column: Any) -> Any:
-    texts = [b"" if text is None else text.encode() for text in column]
-    return _array(pa.string(), len(texts), _known(column), _offsets(texts), b"".join(texts))
-
-
-def _offsets(items: Any) -> Any:
-    lengths = np.fromiter(map(len, items), np.int64, len(items))
-    return np.append(0, np.cumsum(lengths)).astype(np.int32)
-
-
-def _known(column: Any) -> Any:
-    """Returns which values are not None, as bits; None if all are."""
-    if None not in column:
-        return None
-    return np.packbits([value is not None for value in column], bitorder="little")
-
-
-def _array(kind: Any, num_rows: int, *buffers: Any, children: Any = None) -> Any:
-    made = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
-    return pa.Array.from_buffers(kind, num_rows, made, children=children)

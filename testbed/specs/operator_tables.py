@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,13 +81,20 @@ class OperatorTables:
 
     def select(self, operator: str, **equal: Any) -> Any:
         """Returns the rows of an operator whose columns have the values of `equal`, as pyarrow.Table; None is null."""
-        import pyarrow.compute as pc
+        return where(self.rows, operator=operator, **equal)
 
-        mask = pc.equal(self.rows["operator"], operator)
-        for name, value in equal.items():
-            column = self.rows[name]
-            mask = pc.and_(mask, column.is_null() if value is None else pc.fill_null(pc.equal(column, value), False))
-        return self.rows.filter(mask)
+
+def where(rows: Any, **equal: Any) -> Any:
+    """Returns the rows whose columns have these values; None is null."""
+    import pyarrow.compute as pc
+
+    from testbed.arrow import constant
+
+    masks = []
+    for name, value in equal.items():
+        column = rows[name]
+        masks.append(column.is_null() if value is None else pc.equal(column, constant(value, column.type)))
+    return rows.filter(reduce(pc.and_, masks))
 
 
 def of_engine(tables: OperatorTables, engine: str, version: str | None, place: str) -> OperatorTables:
@@ -98,13 +106,15 @@ def of_engine(tables: OperatorTables, engine: str, version: str | None, place: s
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    from testbed.arrow import as_arrow
+
     wanted = engine if version is None else f"{engine} {version}"
     names = [name for name in pc.unique(tables.rows["engine"]).to_pylist() if not name.startswith("nccl")]
     chosen = [name for name in names if name == wanted or (version is None and name.split()[0] == engine)]
     if not chosen and (len(names) > 1 or version is not None):
         raise ProfileError(unknown(f"{place} has no engine {wanted!r}", wanted, sorted(names)))
     others = [name for name in names if chosen and name not in chosen]
-    keep = pc.invert(pc.is_in(tables.rows["engine"], value_set=pa.array(others, pa.string())))
+    keep = pc.invert(pc.is_in(tables.rows["engine"], value_set=as_arrow(others, pa.string())))
     return replace(tables, rows=tables.rows.filter(keep))
 
 
@@ -151,7 +161,7 @@ def read_operator_tables(path: str | Path) -> OperatorTables:
         found = f"{path} is a folder, not a file" if file.is_dir() else f"no operator tables at {path}"
         raise ProfileError(f"{found}; `testbed tables import` writes one (docs/tables.md)")
     try:
-        table = pq.read_table(file)
+        table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
     document = _document(table.schema.metadata or {}, str(path))
@@ -204,25 +214,28 @@ def check_rows(rows: Any, place: str) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    from testbed.arrow import as_arrow, constant
+
     for name in _NAMES:
-        missing = pc.or_kleene(rows[name].is_null(), pc.equal(rows[name], ""))
+        missing = pc.or_kleene(rows[name].is_null(), pc.equal(rows[name], constant("", pa.string())))
         _refuse_where(rows, missing, place, name, "a name")
-    strange = pc.invert(pc.is_in(rows["operator"], value_set=pa.array(OPERATORS)))
+    strange = pc.invert(pc.is_in(rows["operator"], value_set=as_arrow(OPERATORS, pa.string())))
     row = _first(strange)
     if row is not None:
         name = rows["operator"][row].as_py()
         raise ProfileError(unknown(f"{place}, row {row}: operator is {shown(name)}", name, OPERATORS))
     time_ns = rows["time_ns"]
-    bad = pc.or_(pc.invert(pc.is_finite(time_ns.fill_null(float("nan")))), pc.less_equal(time_ns.fill_null(0), 0))
-    _refuse_where(rows, bad, place, "time_ns", "a number of ns above 0")
+    fits = pc.and_(pc.is_finite(time_ns), pc.greater(time_ns, constant(0.0, pa.float64())))
+    _refuse_where(rows, pc.or_kleene(time_ns.is_null(), pc.invert(fits)), place, "time_ns", "a number of ns above 0")
     for operator in pc.unique(rows["operator"]).to_pylist():
-        is_one = pc.equal(rows["operator"], operator)
+        is_one = pc.equal(rows["operator"], constant(operator, pa.string()))
         for name in SIZES[operator]:
             least = 0 if name == "context" and operator != "attention_decode" else 1
-            few = pc.less(rows[name].fill_null(-1), least)
+            few = pc.or_kleene(rows[name].is_null(), pc.less(rows[name], constant(least, pa.int64())))
             _refuse_where(rows, pc.and_(is_one, few), place, name, f"at least {least}: {operator} needs it")
-    narrow = pc.less(rows["window"].fill_null(1), 1)
-    _refuse_where(rows, narrow, place, "window", "at least 1, or null for none")
+    _refuse_where(
+        rows, pc.less(rows["window"], constant(1, pa.int64())), place, "window", "at least 1, or null for none"
+    )
 
 
 def _refuse_where(rows: Any, mask: Any, place: str, name: str, expected: str) -> None:
@@ -235,7 +248,10 @@ def _refuse_where(rows: Any, mask: Any, place: str, name: str, expected: str) ->
 
 def _first(mask: Any) -> int | None:
     """Returns the first row that a mask selects; None without any."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    row: int = pc.index(mask, True).as_py()
+    from testbed.arrow import constant
+
+    row: int = pc.index(mask, constant(True, pa.bool_())).as_py()
     return None if row < 0 else row

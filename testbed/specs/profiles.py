@@ -258,7 +258,7 @@ def read_profile(path: str | Path) -> Profile:
     if file.suffix == ".json":
         raise ProfileError(f"{path} is no profile, which is a .parquet; if it is a fit, give it as cost.path={path}")
     try:
-        table = pq.read_table(file)
+        table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
     document = (table.schema.metadata or {}).get(METADATA_KEY.encode())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.experiments import tables_on_the_spot as spot
 from tests.experiments.kit import SHORT, TINY
 
 CODE = """
@@ -16,8 +18,22 @@ print(*(name for name in ("pandas", "matplotlib", "scipy", "torch", "pyarrow.com
 """
 
 
-def test_a_simulated_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    arguments = ["run", *TINY, *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, timeout=120)
+def loads(folder: Path, *options: str) -> str:
+    """Returns which of the heavy libraries a run loads."""
+    arguments = ["run", *TINY, *SHORT, *options, f"hydra.run.dir={folder / 'run'}"]
+    paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "", done.stdout
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_simulated_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert loads(tmp_path) == ""
+
+
+def test_prices_by_tables_are_read_without_pandas(tmp_path: Path) -> None:
+    spot.aiconfigurator(tmp_path)
+    assert loads(tmp_path, "cost=tables", "device=h200") == "pyarrow.compute"

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.records.parquet import CodedTexts, ParquetFile, as_arrow
+from testbed.arrow import CodedTexts, as_arrow
+from testbed.records.parquet import ParquetFile
 
 INSTANTS = st.lists(st.integers(0, 2**62), max_size=5)
 COLUMNS: dict[Any, Any] = {

@@ -20,6 +20,7 @@ class Grid:
         assert all(axis == sorted(set(axis)) for axis in axes), "axes ascend"
         assert len(values) == prod(sizes), "a value for each combination"
         self.axes = axes
+        self.first, self.last = axes[0][0], axes[0][-1]  # of the first axis
         self._points: vec[float] = vec[float]([x for axis in axes for x in axis])
         firsts = [sum(sizes[:dimension]) for dimension in range(len(axes) + 1)]  # index of each axis's first point
         self._firsts: vec[i64] = vec[i64](firsts)
@@ -67,10 +68,10 @@ class Grid:
 
     def _value(self, dimension: i64, offset: i64) -> float:
         """Interpolates over this dimension and the later ones. offset: sum of the offsets in the earlier ones."""
-        if dimension == self._num_dimensions:
-            return self._values[offset]
         left, share = offset + self._offsets[dimension], self._shares[dimension]
-        low = self._value(dimension + 1, left)
+        right = left + self._strides[dimension]
+        is_last = dimension == self._num_dimensions - 1
+        low = self._values[left] if is_last else self._value(dimension + 1, left)
         if share == 0.0:
             return low
-        return low + (self._value(dimension + 1, left + self._strides[dimension]) - low) * share
+        return low + ((self._values[right] if is_last else self._value(dimension + 1, right)) - low) * share

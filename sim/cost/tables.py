@@ -41,8 +41,8 @@ class Part(Value):
     def at(self, size: int, roofline: Callable[[int], float]) -> float:
         """Returns the value at `size` of a one-dimensional grid; beyond its ends the last value, scaled as the roofline
         grows."""
-        ns, axis = self.grid.along(float(size)), self.grid.axes[0]
-        nearest = min(max(float(size), axis[0]), axis[-1])
+        ns = self.grid.along(float(size))
+        nearest = min(max(float(size), self.grid.first), self.grid.last)
         return ns if nearest == size else ns * (roofline(size) / roofline(int(nearest)))
 
 
@@ -160,10 +160,10 @@ class TablesCost(RooflineCost):
         line = self._decodes.get(num_decodes)
         if line is None:
             line = self._decodes[num_decodes] = self._decode_line(part.grid, num_decodes)
-        x, axis = float(context), line.axes[0]
-        if axis[0] <= x <= axis[-1]:
+        x = float(context)
+        if line.first <= x <= line.last:
             return to_ns(line.along(x))
-        nearest = axis[0] if x < axis[0] else axis[-1]
+        nearest = line.first if x < line.first else line.last
         growth = super()._decode_attention_ns(num_decodes, context)
         return to_ns(line.along(nearest) * growth / super()._decode_attention_ns(num_decodes, int(nearest)))
 

@@ -82,7 +82,7 @@ class Device:
     def __init__(self, backend: Backend[SimWork]) -> None:
         self._backend = backend
         self._in_flight: tuple[tuple[int, SimWork], ...] = ()  # (instant at which the device is done, step)
-        self._free_ns = self._answered_ns = 0
+        self._free_ns, self._answered_ns = 0, -1
 
     def resume(self, until_ns: int | None, now_ns: int) -> Resume | None:
         return None if until_ns is None else Resume(max(now_ns, until_ns))

@@ -68,6 +68,11 @@ def test_the_throughput_is_that_of_the_slower_side() -> None:
     assert {after - before for before, after in pairwise(ends)} == {10 * MS}
 
 
+def test_a_host_that_takes_no_time_costs_none() -> None:
+    steps = [(step.plan_ns, step.end_ns) for step in served(Parts(0, 0, 10), 2, num_tokens=3).views]
+    assert steps == [(0, 10 * MS), (0, 20 * MS), (10 * MS, 30 * MS)]
+
+
 class Checked(Log):
     def __init__(self, check: object) -> None:
         super().__init__()

@@ -13,7 +13,9 @@ from typing import Any
 from testbed.foreign_text import shown
 
 BLOCK = (128, 128)
-_KEPT = re.compile(r"(re:)?.*(lm_head|embed_tokens|norm|mlp\.gate)\$?")  # modules that no scheme here converts
+_KEPT = re.compile(
+    r"(re:)?.*(lm_head|embed_tokens|norm|(mlp|block_sparse_moe)\.gate)\$?"
+)  # modules that no scheme here converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ PER_BLOCK = Fp8Scheme(*BLOCK, "weight_scale_inv")
 def fp8_scheme(raw: dict[str, Any]) -> Fp8Scheme | str | None:
     """Returns the scheme of a config.json; None if its weights are not quantised; a description if the format is not
     supported."""
-    config = raw.get("quantization_config")
+    config = raw.get("quantization_config") or raw.get("compression_config")  # compressed-tensors before 2025
     if not config:
         return None
     if not isinstance(config, dict):

@@ -211,6 +211,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0":
          PER_BLOCK),
         ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, PER_TENSOR),
         (COMPRESSED, PER_TENSOR),
+        ({**COMPRESSED, "ignore": ["lm_head", "re:.*block_sparse_moe.gate"]}, PER_TENSOR),  # Mixtral
         ({**COMPRESSED, "ignore": ["re:.*lm_head"], "sparsity_config": {"format": "dense"}}, PER_TENSOR),
         ({}, None),
         ({"quant_method": "gptq", "bits": 4}, "weights quantised by 'gptq' (not fp8 or compressed-tensors)"),
@@ -231,6 +232,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0":
 )  # fmt: skip
 def test_configs_of_others_are_read_or_named(config, expected):
     assert fp8_scheme({"quantization_config": config}) == expected
+    assert fp8_scheme({"compression_config": config}) == expected  # as compressed-tensors called it at first
 
 
 def test_a_config_that_is_not_read_is_refused_by_name_before_anything_is_loaded(tmp_path):

@@ -12,12 +12,10 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
-from experiments.wiring import build
+from experiments.wiring import build, costs
 from sim.cost.config import RooflineConfig
 from testbed import compiled
 from testbed.core.plan import BlockedBy
-from testbed.specs.hf_config import read_hf_config
-from testbed.specs.quantization import fp8_scheme
 from testbed.wording import count
 
 if TYPE_CHECKING:
@@ -61,11 +59,13 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
-    reads_weights = config.is_simulated and isinstance(config.cost, RooflineConfig)
-    scheme = fp8_scheme(read_hf_config(path)[1]) if reads_weights and (path := config.model.path) is not None else None
-    if isinstance(scheme, str):
-        notes.append(f"{path} has {scheme}: they are priced, and take memory, as {config.model.dtype}")
-    if config.model.dtype == "fp8" and (reads_weights or config.raw["backend"]["name"] == "real"):
+    is_priced = config.is_simulated and isinstance(config.cost, RooflineConfig)
+    takes_memory = config.cache.num_gpu_blocks is None and config.device.kind != "cpu"
+    is_counted = is_priced or (config.is_simulated and takes_memory)
+    if is_counted and (counted := costs.quantised_otherwise(config.model)):
+        how = "are priced, and take memory," if is_priced else "take memory"
+        notes.append(f"{counted}: they {how} as {config.model.dtype}")
+    if config.model.dtype == "fp8" and (is_priced or config.raw["backend"]["name"] == "real"):
         notes.append(
             "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "
             "them, not time (docs/models.md)"

@@ -16,7 +16,7 @@ from experiments.runs.environment import describe_versions, versions_in_vllm
 from experiments.runs.run_folder import ABSENT, write_json
 from experiments.wiring import build
 from testbed.errors import ConfigError, ModelError
-from testbed.specs.hf_config import ARCHITECTURES
+from testbed.specs.hf_config import why_uncounted
 from testbed.specs.model import DTYPE_BYTES
 
 USUAL: dict[str, Any] = {  # settings that presets do not have, each with the value that has no effect; optional in logs
@@ -59,8 +59,8 @@ def why_unpriced(said: dict[str, Any], config: RunConfig) -> str:
     dtype, spec, max_model_len = said["model"]["dtype"], config.model, said["config"]["max_model_len"]
     if dtype not in DTYPE_BYTES:
         return _unpriced(said, f"the model computes in {dtype!r}, not in one of {', '.join(DTYPE_BYTES)}")
-    if spec.architecture not in ARCHITECTURES:
-        return _unpriced(said, f"{spec.architecture} is none of {', '.join(ARCHITECTURES)}")
+    if why := why_uncounted(spec):
+        return _unpriced(said, why)
     if spec.max_length < max_model_len:
         return _unpriced(said, f"config.json has {spec.max_length} positions, and vLLM serves {max_model_len}")
     return ""

@@ -10,7 +10,15 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import GOES_BY, make_policy, shipped_name
 from experiments.configuration.saved import read_config
-from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, unread_settings, without_effect
+from experiments.wiring.costs import (
+    CostEstimator,
+    block_bytes,
+    build_cost,
+    check_counted,
+    quantised_otherwise,
+    unread_settings,
+    without_effect,
+)
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace
@@ -27,7 +35,7 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.scheduler import Scheduler
-from testbed.errors import ConfigError, TestbedError
+from testbed.errors import ConfigError, DeviceError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
@@ -60,24 +68,35 @@ def can_swap(config: RunConfig) -> bool:
 
 def simulated_pools(config: RunConfig) -> Pools:
     """Returns the KV pools of a simulated engine; by default as many blocks as the real engine takes: on a GPU those
-    that fit into its memory, on a CPU those of its default budget."""
+    that fit into its memory, on a CPU those of its default budget. Raises ModelError for a model whose memory is not
+    known."""
     num_gpu = config.cache.num_gpu_blocks
+    if num_gpu is None:
+        check_counted(config)
     if num_gpu is None and config.device.kind == "cpu":
         num_gpu = num_blocks_of_budget(RealConfig().cpu_kv_bytes, block_bytes(config), config.cache.block_size)
     elif num_gpu is None:
-        bounds = config.limits
-        check_ranks(config.model, config.tensor_parallel_size)
-        num_gpu = num_kv_blocks(
+        num_gpu = _num_blocks_that_fit(config)
+    return Pools(num_gpu, num_cpu_blocks(config))
+
+
+def _num_blocks_that_fit(config: RunConfig) -> int:
+    """Returns the KV blocks that fit into a simulated GPU. Raises DeviceError if none does."""
+    bounds, size = config.limits, config.tensor_parallel_size
+    check_ranks(config.model, size)
+    try:
+        return num_kv_blocks(
             memory_bytes=config.device.memory_bytes,
             utilization=config.cache.gpu_memory_utilization,
-            weight_bytes=config.model.weight_bytes(config.tensor_parallel_size),
-            activation_bytes=activation_bytes(
-                config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs, config.tensor_parallel_size
-            ),
-            graph_bytes=graph_bytes(config.model, _largest_captured(config), config.tensor_parallel_size),
+            weight_bytes=config.model.weight_bytes(size),
+            activation_bytes=activation_bytes(config.model, bounds.max_num_batched_tokens, bounds.max_num_seqs, size),
+            graph_bytes=graph_bytes(config.model, _largest_captured(config), size),
             block_bytes=block_bytes(config),
         )
-    return Pools(num_gpu, num_cpu_blocks(config))
+    except DeviceError as error:
+        if not (quantised := quantised_otherwise(config.model)):
+            raise
+        raise DeviceError(f"{quantised}, which take memory as {config.model.dtype} here: {error}") from None
 
 
 def pool_notes(config: RunConfig) -> list[str]:

@@ -26,13 +26,14 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.errors import ConfigError, ProfileError
+from testbed.errors import ConfigError, ModelError, ProfileError
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
-from testbed.specs.hf_config import ARCHITECTURES
+from testbed.specs.hf_config import LIKE_LLAMA, read_hf_config, why_uncounted
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
 from testbed.specs.profiles import Profile, read_profile
+from testbed.specs.quantization import fp8_scheme
 
 MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
@@ -51,6 +52,24 @@ def block_bytes(config: RunConfig) -> int:
     """Returns the bytes of one KV block on each rank."""
     cache = config.cache
     return cache.block_size * config.model.kv_bytes_per_token(cache.kv_dtype, config.tensor_parallel_size)
+
+
+def check_counted(config: RunConfig) -> None:
+    """Raises ModelError if a simulated model's memory and step times do not follow from its spec. Engines know better:
+    their own runs are not checked."""
+    model = config.model
+    if config.is_simulated and (why := why_uncounted(model)):
+        where = f" (in {model.path})" if model.path else ""
+        raise ModelError(
+            f"model {model.name}{where} cannot be simulated: {why}; choose another model, or give cost=constant and "
+            "cache.num_gpu_blocks, which do not depend on it"
+        )
+
+
+def quantised_otherwise(model: ModelSpec) -> str:
+    """Returns which checkpoint has weights quantised in a way that is not counted, and how; empty if it has none."""
+    scheme = fp8_scheme(read_hf_config(model.path)[1]) if model.path else None
+    return f"{model.path} has {scheme}" if isinstance(scheme, str) else ""
 
 
 def build_cost(config: RunConfig) -> CostModel:
@@ -119,11 +138,8 @@ def unread_settings(config: RunConfig) -> list[str]:
             unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
         return [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     notes, is_cpu = [], config.device.kind == "cpu"
-    if config.model.architecture not in ARCHITECTURES:
-        notes.append(
-            f"{config.model.architecture} is none of {', '.join(ARCHITECTURES)}: it is priced as a decoder of the "
-            "Llama shape with its sizes"
-        )
+    if config.model.architecture in LIKE_LLAMA:
+        notes.append(f"{config.model.architecture} is priced as a Llama of its sizes: its small operators differ")
     if isinstance(cost, TablesConfig):
         notes += [
             f"device.{name} changes only what tables lack: the operators of {config.device.name} were measured as it is"
@@ -162,7 +178,10 @@ def without_effect(group: str, settings: Any, names: Iterable[str], why: str) ->
 
 
 def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineConfig) -> _Cost:
-    """Makes a roofline model. Its CUDA graphs end at the scheduler's limits, like those of the engine."""
+    """Makes a roofline model. Its CUDA graphs end at the scheduler's limits, like those of the engine.
+
+    Raises ModelError for a model whose operators are not known."""
+    check_counted(config)
     bounds = config.limits
     num_tokens = bounds.max_num_batched_tokens
     options = replace(

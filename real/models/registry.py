@@ -13,7 +13,7 @@ from real.models.interface import CausalLM
 from real.models.llama import Family, LlamaForCausalLM
 from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
-from testbed.specs.hf_config import load_hf_config, read_hf_config, sliding_layers
+from testbed.specs.hf_config import load_hf_config, read_hf_config, uneven_layers
 from testbed.specs.model import ModelSpec, check_ranks
 from testbed.specs.quantization import PER_BLOCK, Fp8Scheme, fp8_scheme
 
@@ -103,17 +103,14 @@ def _refused_options(architecture: str, raw: dict[str, Any]) -> list[str]:
     """Describes the options of a config.json that would change the result and that no model here reads."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    sliding = sliding_layers(architecture, raw)
     scheme = fp8_scheme(raw)
     refused = {
         scheme if isinstance(scheme, str) else "": isinstance(scheme, str),
-        "sliding-window attention in some layers only": any(sliding) and not all(sliding),
-        "experts in some layers only": bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1,
         f"rotary positions in a part of each head ({share})": share not in (None, 1),
         "LayerNorm without weights": raw.get("layer_norm_elementwise_affine") is False,
         "its final LayerNorm removed": bool(raw.get("_remove_final_layer_norm")),
     }
-    return [option for option, is_refused in refused.items() if is_refused]
+    return uneven_layers(architecture, raw) + [option for option, is_refused in refused.items() if is_refused]
 
 
 def _check_agrees(spec: ModelSpec, path: str) -> None:

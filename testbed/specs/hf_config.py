@@ -12,7 +12,7 @@ from typing import Any
 from testbed.checks import require
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import json_object, shown, whole
-from testbed.specs.model import DTYPE_BYTES, Recommended, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, ModelSpec, Recommended, RopeScaling
 from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
@@ -24,9 +24,10 @@ _WHOLE_NUMBERS = (
     "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
 _FLAGS = ("attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window", "norm_topk_prob")
+_KINDS = ("full_attention", "sliding_attention")  # of layers
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-_MOE = "Qwen3MoeForCausalLM"
+_MOE, _MIXTRAL, _PHI3 = "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"
 
 # The defaults of transformers for keys that a file does not have; a null in the file is not replaced.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -40,9 +41,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {
         "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "eos_token_id": 2
     },
+    _MIXTRAL: {
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "intermediate_size": 14336, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "sliding_window": None, "eos_token_id": 2
+    },
+    _PHI3: {"sliding_window": None},
     "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
-ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known; others get the step times of Llama's operators
+ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known
+LIKE_LLAMA = (  # as many weights and as large a KV cache as a Llama of their sizes; their small operators differ
+    "GlmForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "InternLM2ForCausalLM", "OlmoForCausalLM",
+    "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+)  # fmt: skip
+_WINDOW_IF_ENABLED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", _MOE, "SmolLM3ForCausalLM")  # by use_sliding_window
+_WINDOW_IN_ALL = (_MOE, _MIXTRAL, _PHI3)  # a window is in every layer
 _OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # the architecture decides on biases, not a key
 _SCALED = ("linear", "dynamic", "yarn", "llama3")
 
@@ -81,7 +93,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     raw = {**_DEFAULTS.get(architecture, {}), **raw}
     if "num_local_experts" in raw:  # as transformers 5 writes it
         raw["num_experts"] = raw["num_local_experts"]
-    _check_values(file, raw)
+    if architecture == _MIXTRAL:
+        raw["moe_intermediate_size"] = raw["intermediate_size"]
+    _check_values(file, architecture, raw)
     is_opt = architecture == "OPTForCausalLM"
     has_bias = raw.get("enable_bias", True) if is_opt else architecture not in _OWN_BIASES
     rope, embedding = _rope(file, raw), raw.get("word_embed_proj_dim")
@@ -107,7 +121,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "mlp_bias": has_bias if is_opt else architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias")),
         "hidden_act": raw.get("activation_function" if is_opt else "hidden_act") or "silu",
         "do_layer_norm_before": bool(raw.get("do_layer_norm_before", True)),
-        **(_experts(raw) if architecture == _MOE else {}),
+        **(_experts(raw) if architecture in (_MOE, _MIXTRAL) else {}),
     }
 
 
@@ -132,12 +146,12 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
     if missing:
         raise ModelError(
             f"{file}: architecture {architectures[0]!r} is not supported: its config has no {', '.join(missing)}; "
-            f"choose a model that has them, as {', '.join(_DEFAULTS)} do"
+            f"choose a model that has them, as {', '.join(ARCHITECTURES)} do"
         )
     return architectures[0]
 
 
-def _check_values(file: Path, raw: dict[str, Any]) -> None:
+def _check_values(file: Path, architecture: str, raw: dict[str, Any]) -> None:
     for key in _WHOLE_NUMBERS:
         value = raw.get(key)
         is_good = value is None or whole(1, MAX_SIZE)(value)
@@ -145,6 +159,13 @@ def _check_values(file: Path, raw: dict[str, Any]) -> None:
     for key in _FLAGS:
         if raw.get(key) is not None:
             _flag(file, key, raw[key])
+    first = raw.get("max_window_layers")
+    is_good = first is None or whole(0, MAX_SIZE)(first)
+    require(f"{file}: 'max_window_layers'", first, is_good, f"a whole number from 0 to {MAX_SIZE:,}", ModelError)
+    kinds, num = raw.get("layer_types"), raw["num_hidden_layers"]
+    is_good = kinds is None or (isinstance(kinds, list) and len(kinds) == num and all(kind in _KINDS for kind in kinds))
+    if architecture in ARCHITECTURES + LIKE_LLAMA:  # others have kinds of their own
+        require(f"{file}: 'layer_types'", kinds, is_good, f"a list of {num}, each {' or '.join(_KINDS)}", ModelError)
     for key in ("hidden_act", "activation_function"):
         is_name = isinstance(raw.get(key, ""), str)
         require(f"{file}: {key!r}", raw.get(key), is_name, "the name of an activation", ModelError)
@@ -175,17 +196,37 @@ def _sliding_window(architecture: str, raw: dict[str, Any]) -> int | None:
 def sliding_layers(architecture: str, raw: dict[str, Any]) -> list[bool]:
     """Returns for each layer whether its attention has a window, as transformers reads the config.
 
-    With `layer_types` a Mistral is read as a Ministral. A Qwen's config can have a window that it does not enable. In a
-    Qwen3-MoE a window is in every layer.
+    With `layer_types` a Mistral is read as a Ministral. A Qwen's config can have a window that it does not enable.
+    Others, such as Llama, have no window, whatever the file says.
     """
     num, is_mistral, kinds = raw["num_hidden_layers"], architecture == "MistralForCausalLM", raw.get("layer_types")
-    if raw.get("sliding_window", 4096) is None or not (is_mistral or raw.get("use_sliding_window")):
+    is_enabled = raw.get("use_sliding_window") if architecture in _WINDOW_IF_ENABLED else architecture in _WINDOW_IN_ALL
+    if raw.get("sliding_window", 4096) is None or not (is_mistral or is_enabled):
         return [False] * num
-    if architecture == _MOE or (is_mistral and not kinds):
+    if architecture in _WINDOW_IN_ALL or (is_mistral and not kinds):
         return [True] * num
     if kinds:
         return [kind == "sliding_attention" for kind in kinds]
     return [layer >= _first(28, raw.get("max_window_layers")) for layer in range(num)]
+
+
+def uneven_layers(architecture: str, raw: dict[str, Any]) -> list[str]:
+    """Describes how the layers of a config.json differ from each other, where a ModelSpec has all layers alike."""
+    sliding = sliding_layers(architecture, raw)
+    uneven = {
+        "sliding-window attention in some layers only": any(sliding) and not all(sliding),
+        "experts in some layers only": bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1,
+    }
+    return [option for option, is_so in uneven.items() if is_so]
+
+
+def why_uncounted(spec: ModelSpec) -> str:
+    """Returns why the weights, KV cache and operators of a model do not follow from the spec's fields; empty if they
+    do."""
+    if spec.architecture not in ARCHITECTURES + LIKE_LLAMA:
+        return f"{spec.architecture} is none of {', '.join(ARCHITECTURES + LIKE_LLAMA)}"
+    uneven = uneven_layers(spec.architecture, read_hf_config(spec.path)[1]) if spec.path else []
+    return f"it has {' and '.join(uneven)}" if uneven else ""
 
 
 def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:

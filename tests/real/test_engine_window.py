@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from real.loader import SINGLE_FILE
 from testbed.blocks.config import KVRules
@@ -190,6 +190,17 @@ def test_a_model_with_a_window_of_its_own_wants_the_same_of_the_core(spec, refer
             tiny_backend(windowed, sliding_window=window)
 
 
+def test_a_llama_has_no_window_whatever_its_config_says(tmp_path):
+    llama = checkpoint(tmp_path, tiny_spec(architecture="LlamaForCausalLM", tie_word_embeddings=False))
+    reference = LlamaForCausalLM.from_pretrained(llama.path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0, -1]
+    said = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+    windowless = configured(llama, tmp_path / "windowless", **said)
+    assert windowless.sliding_window is None
+    assert_close(step_logits(tiny_backend(windowless), row(0, PROMPT, TABLE)), expected)
+
+
 def test_a_window_that_a_config_states_and_does_not_use_asks_for_nothing(spec, references, tmp_path):
     unused = configured(spec, tmp_path / "unused", use_sliding_window=False, sliding_window=6, max_window_layers=0)
     assert_close(step_logits(tiny_backend(unused), row(0, PROMPT, TABLE)), references(100, PROMPT)[-1])
@@ -206,7 +217,8 @@ OF_CONFIGS = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
     ("mistral", {}), ("mistral", {"sliding_window": None}), ("mistral", {"layer_types": HALF}),
     ("mistral", {"layer_types": ["full_attention"] * 2}), ("mistral", {"layer_types": ["sliding_attention"] * 2}),
-    ("llama", {"sliding_window": 6}),
+    ("llama", {"sliding_window": 6}), ("llama", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("mixtral", {}), ("mixtral", {"sliding_window": None}), ("phi3", {}), ("phi3", {"sliding_window": None}),
     ("qwen3_moe", {}), ("qwen3_moe", {"use_sliding_window": True}),
     ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}),
 ]  # fmt: skip
@@ -216,13 +228,16 @@ OF_CONFIGS = [
 def test_layers_have_the_windows_that_transformers_gives_them(
     tmp_path: Path, kind: str, options: dict[str, object]
 ) -> None:
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mistral": "Mistral", "llama": "Llama"}
+    names = {
+        "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mistral": "Mistral", "mixtral": "Mixtral",
+        "phi3": "Phi3", "llama": "Llama",
+    }  # fmt: skip
     architecture = f"{names[kind]}ForCausalLM"
     config = {"model_type": kind, "sliding_window": 6, "num_hidden_layers": 2} | options
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(tmp_path)
     window = getattr(theirs, "sliding_window", None) if kind != "llama" else None
-    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2  # Mistral and Qwen3-MoE do not look
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 2  # Mistral and others do not look
     expected = [window is not None and one == "sliding_attention" for one in kinds]
     assert sliding_layers(architecture, config) == expected
 

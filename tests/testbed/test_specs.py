@@ -76,6 +76,10 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | byte
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' is 0; it must be a number above 0, at most 1e12"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling 'llama3' lacks 'low_freq_factor'"),
         ({"rope_parameters": {"full_attention": {}}}, "'rope_parameters' differs by the kind of layer"),
+        ({"layer_types": 7}, "'layer_types' is 7; it must be a list of 2, each full_attention or sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' is ['full_attention']; it must be a list of 2"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "it must be a list of 2"),
+        ({"max_window_layers": "2"}, "'max_window_layers' is '2'; it must be a whole number from 0"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -101,6 +105,17 @@ def test_a_window_and_a_narrow_embedding_are_read(tmp_path: Path) -> None:
     spec = ModelSpec("opt", **load_hf_config(config))  # tied, as transformers has it where the file is silent
     assert spec.num_embedding_parameters == 100 * 32 + 2 * 32 * 64 + (2048 + 2) * 64
     assert spec.num_mlp_parameters == 2 * 64 * 9
+
+
+def test_a_mixtral_has_experts_as_large_as_its_mlp(tmp_path: Path) -> None:
+    """It has no key for the size of an expert, and another for their number."""
+    mixtral = {**GOOD, "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**mixtral, "intermediate_size": 96, "num_experts_per_tok": 2}))
+    spec = ModelSpec("m", **load_hf_config(tmp_path))
+    assert spec.experts == (4, 2, 96)
+    assert spec.norm_topk_prob
+    assert spec.num_mlp_parameters == 4 * 3 * 64 * 96 + 4 * 64
+    assert spec.num_active_mlp_parameters == 2 * 3 * 64 * 96 + 4 * 64
 
 
 ROPE: list[tuple[dict[str, object], RopeScaling | None, float, int]] = [

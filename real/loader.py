@@ -213,6 +213,8 @@ def _weight_files(folder: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{index} names {file.name}, which is not there; the checkpoint is incomplete")
+    if (folder / SINGLE_FILE).is_file() and folder / SINGLE_FILE not in files:
+        raise ModelError(f"{folder} has {SINGLE_FILE} and also {INDEX_FILE}, which names others; remove what is old")
     return files
 
 

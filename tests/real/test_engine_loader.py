@@ -165,6 +165,18 @@ def test_index_that_is_none(spec):
     assert "not an index of safetensors" in load_error(spec)
 
 
+def test_an_index_left_beside_a_whole_file_is_not_guessed_about(spec):
+    """transformers takes the one, vLLM the other."""
+    folder = Path(spec.path)
+    weights = load_file(folder / SINGLE_FILE)
+    (folder / "model-00001-of-00001.safetensors").write_bytes((folder / SINGLE_FILE).read_bytes())
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    assert f"has {SINGLE_FILE} and also {INDEX_FILE}, which names others" in load_error(spec)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(weights, SINGLE_FILE)}))
+    assert logits_of(spec).isfinite().all()
+
+
 def test_a_config_file_alone_gives_random_weights(spec):
     backend = tiny_backend(replace(spec, path=f"{spec.path}/config.json"))
     assert backend.load_format == "dummy"

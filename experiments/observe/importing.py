@@ -211,7 +211,8 @@ def _write_profile(
     log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
 ) -> str:
     said = log.header["device"]
-    dtype = log.header["model"]["dtype"]  # in which vLLM computed; the checkpoint's may be another
+    # in which vLLM computed, as the checkpoint's may be another; FP8 weights stay FP8
+    dtype = "fp8" if config.model.dtype == "fp8" else log.header["model"]["dtype"]
     kv_dtype = log.header["config"]["kv_dtype"]
     manifest = ProfileManifest(
         device=config.device.name, model=asdict(config.model) | {"dtype": dtype}, block_size=config.cache.block_size,

@@ -44,10 +44,10 @@ def with_model(
     (empty if they can). folder: created for the model's config.json."""
     model, max_model_len = said["model"], said["config"]["max_model_len"]
     folder.mkdir(exist_ok=True)
-    write_json(folder / "config.json", model["hf_config"])
+    served = {"dtype": model["dtype"]} if model["dtype"] in DTYPE_BYTES else {}  # the file's may be another
+    write_json(folder / "config.json", model["hf_config"] | served)
     try:
-        known = {"dtype": model["dtype"]} if model["dtype"] in DTYPE_BYTES else {}
-        config = make({"path": str(folder), **known})
+        config = make({"path": str(folder)})
         why = why_unpriced(said, config)
     except ModelError as error:
         why = _unpriced(said, str(error))

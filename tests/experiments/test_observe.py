@@ -15,6 +15,7 @@ from analysis.explain.whole_run import explain_run
 from analysis.load import load_run
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
+from experiments.configuration.config import RunConfig
 from experiments.conform.cases import read_cases
 from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
@@ -335,6 +336,25 @@ def test_a_gpu_is_found_in_the_device_library_or_asked_for(tmp_path: Path) -> No
         import_log(log, tmp_path / "run", device="h1000")
     assert not (tmp_path / "run").exists()
     import_log(log, tmp_path / "run", device="a100")
+
+
+@pytest.mark.parametrize(
+    ("stored", "simulated"),
+    [({"dtype": "float32"}, "bfloat16"), ({"quantization_config": {"quant_method": "fp8"}}, "fp8")],
+)
+def test_a_checkpoint_that_vllm_computed_in_another_format_is_fitted_and_simulated(
+    tmp_path: Path, stored: dict[str, Any], simulated: str
+) -> None:
+    """vLLM computes a float32 checkpoint in bfloat16, unless it is told not to."""
+    lines = lines_of("sync")
+    lines[0]["model"] |= {"dtype": "bfloat16", "hf_config": lines[0]["model"]["hf_config"] | stored}
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
+    profile, fit = tmp_path / "run" / "profile.parquet", tmp_path / "fit.json"
+    assert main(["calibrate", "fit", str(profile), "--out", str(fit)]) == 0
+    calibrated = ["cost=calibrated", f"cost.path={fit}", "cost.outside=allow"]
+    again = ["run", f"from={tmp_path / 'run'}", "backend=sim", *calibrated, f"hydra.run.dir={tmp_path / 'sim'}"]
+    assert main(again) == 0
+    assert RunConfig.from_container(load_run(tmp_path / "sim").config).model.dtype == simulated
 
 
 def test_what_has_no_configuration_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:

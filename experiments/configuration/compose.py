@@ -163,7 +163,21 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
     for text in filter(is_value, overrides):
         with in_one_line([text], keys):
             _set(node, parsed(text))
+    _refuse_unread(node, overrides)
     return node
+
+
+def _refuse_unread(node: DictConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a key of the model beside `model.path`, whose files give all others."""
+    if OmegaConf.select(node, "model.path", throw_on_missing=False) is None:
+        return
+    for item in map(parsed, filter(is_value, overrides)):
+        for key, _ in _given(item.key_or_group, item.value()):
+            if key.startswith("model.") and key != "model.path":
+                raise ConfigError(
+                    f"{key} has no effect with model.path, whose files give it: leave it out, or change it in a copy "
+                    "of config.json (backend.dtype sets what an engine computes in)"
+                )
 
 
 def _set(node: DictConfig, item: Override) -> None:

@@ -77,7 +77,7 @@ def test_one_command_gives_the_ablation_in_three_columns(tmp_path: Path, model: 
     """Two policies, simulated, on our engine and in vLLM, from one trace; points of a sweep follow one another."""
     shared = [item for item in ENGINE if not item.startswith("backend")]
     command = [sys.executable, "-m", "experiments", "run", "-m", "backend=sim,real,vllm", "scheduler=vllm_v1,sarathi",
-               f"model.path={model}", "model.dtype=float32", "cache.num_cpu_blocks=0", *shared,
+               f"model.path={model}", "cache.num_cpu_blocks=0", *shared,
                f"hydra.sweep.dir={tmp_path / 'three'}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -283,10 +283,10 @@ class Step:
 
     def close(self) -> tuple[Sequence, ...]:
         """Requeues deferred sequences and held victims. With a step in flight it returns the victims instead."""
-        late, now = (self.leaving.held, ()) if self._is_ahead else ((), self.leaving.held)
-        for seq in self.deferred + now:
+        held = self.leaving.held
+        for seq in self.deferred if self._is_ahead else self.deferred + held:
             self._waiting.push_back(seq)
-        return late
+        return held if self._is_ahead else ()
 
 
 def _miscounted(seq: Sequence, num_tokens: int, start: int) -> str:

@@ -7,16 +7,15 @@ torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from real.clocks import Clock, scaled
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.interfaces import Backend
 from testbed.core.outcome import Outcome, PromptLogprobs, Spans, StepResult
+from testbed.core.serve import Loop
 from testbed.errors import LivelockError
-
-Result = TypeVar("Result")
 
 
 class Computed(NamedTuple):
@@ -45,13 +44,13 @@ class StepLog(Protocol):
 
 
 def run(
-    loop: Generator[WaitUntil | Execute, Resume, Result],
+    loop: Loop,
     backend: Backend[Work],
     clock: Clock,
     log: StepLog | None = None,
     catch_up: Callable[[], None] | None = None,
-) -> Result:
-    """Runs `testbed.core.serve.serve(...)` to its end on the engine; returns what the loop returns.
+) -> None:
+    """Runs `testbed.core.serve.serve(...)` to its end on the engine.
 
     Raises LivelockError if the loop waits for an event, as none can come. Errors of the loop or the engine, interrupts
     included, pass through; records of committed steps stay with the recorder. log: gets the host's times of each step.
@@ -60,10 +59,9 @@ def run(
     drive = Drive(loop, backend, clock, log, catch_up)
     while not drive.is_over:
         drive.step()
-    return drive.result
 
 
-class Drive(Generic[Result]):
+class Drive:
     """A loop whose commands are carried out one by one, for callers that do other work in between.
 
     is_waiting: the next command is a wait; the loop of an open inbox waits after each step. Then no plan is in flight,
@@ -73,13 +71,12 @@ class Drive(Generic[Result]):
 
     def __init__(
         self,
-        loop: Generator[WaitUntil | Execute, Resume, Result],
+        loop: Loop,
         backend: Backend[Work],
         clock: Clock,
         log: StepLog | None = None,
         catch_up: Callable[[], None] | None = None,
     ) -> None:
-        self.result: Result  # once it is over
         self.is_over = False
         self.is_waiting = False
         self._loop, self._backend, self._clock, self._log = loop, backend, clock, log
@@ -143,8 +140,7 @@ class Drive(Generic[Result]):
         self._is_begun = False
         try:
             self._command = next(self._loop) if resume is None else self._loop.send(resume)
-        except StopIteration as end:
-            self.result = end.value
+        except StopIteration:
             self.is_over = True
         self.is_waiting = not self.is_over and isinstance(self._command, WaitUntil)
 

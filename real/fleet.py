@@ -44,7 +44,7 @@ class Fleet:
         self._backends = backends
         self._clock = clock
         self._log = log
-        self._drives: list[Drive[None]] = []
+        self._drives: list[Drive] = []
         self._schedulers: Sequence[Scheduler] = ()
 
     def run(

@@ -197,7 +197,7 @@ class TextEngine:
                     self._turn(drive)
             self._is_busy = False
 
-    def _turn(self, drive: Drive[None]) -> None:
+    def _turn(self, drive: Drive) -> None:
         """Runs one step and what follows it, until the loop waits or is over."""
         with deferred():
             self._is_in_turn = True

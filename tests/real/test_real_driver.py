@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import pytest
 
 from real.clocks import RealTimeClock, SkippingClock, make_clock
@@ -12,6 +10,7 @@ from real.driver import Computed, run
 from real.late_records import LateRecords
 from testbed.core.commands import Execute, Recorder, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
+from testbed.core.serve import Loop
 from testbed.errors import LivelockError
 from tests.real.engine_helpers import plan_of, row, tiny_backend
 
@@ -56,13 +55,13 @@ def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list
     clock = FakeClock()
     answers: list[Resume] = []
 
-    def loop() -> Generator[WaitUntil | Execute, Resume, str]:
+    def loop() -> Loop:
         for command in commands:
             answers.append((yield command))
             clock.time += schedule_ns
-        return "end"
 
-    assert run(loop(), FakeBackend(clock, step_ns), clock) == "end"
+    run(loop(), FakeBackend(clock, step_ns), clock)
+    assert len(answers) == len(commands)
     return answers, clock
 
 
@@ -144,7 +143,7 @@ def test_the_engine_runs_under_the_driver(pace):
     tokens = [3, 1, 4, 1, 5]
     until = 10**6 if pace == "real_time" else 10**12
 
-    def loop() -> Generator[WaitUntil | Execute, Resume, list[int]]:
+    def loop() -> Loop:
         yield WaitUntil(until)
         for _ in range(3):
             start = 0 if len(tokens) == 5 else len(tokens) - 1
@@ -152,9 +151,9 @@ def test_the_engine_runs_under_the_driver(pace):
             assert resume.result.end_ns == resume.now_ns
             assert resume.now_ns > until
             tokens.extend(resume.result.outcomes[0].tokens)
-        return tokens
 
-    assert len(run(loop(), backend, make_clock(RealConfig(pace=pace), backend))) == 8
+    run(loop(), backend, make_clock(RealConfig(pace=pace), backend))
+    assert len(tokens) == 8
 
 
 # --- what is recorded while the device computes ---

@@ -4,7 +4,6 @@ real/attention/flash_step.py describes which rows it computes; our kernels compu
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from functools import partial
 from typing import Any
@@ -25,8 +24,6 @@ def why_not(spec: AttentionSpec) -> str | None:
         return reason
     if spec.alibi_slopes is not None:
         return "torch.nn.attention.varlen has no ALiBi, and the model has slopes"
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen (it came with 2.10)"
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

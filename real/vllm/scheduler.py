@@ -95,7 +95,7 @@ class CoreInVllm(SchedulerInterface):
         self._pause_state = PauseState.UNPAUSED
         self._names: dict[str, str] = {}  # our ids by vLLM's, which have a suffix
         self._launched: dict[int, Launched] = {}  # by the identity of the scheduler output that was sent
-        self._refused: list[tuple[Any, str]] = []  # rejected requests, which are reported with the next step
+        self._refused: list[Any] = []  # rejected requests, which are reported with the next step
         self._held: dict[str, Any] = {}  # by our ids, requests that came while vLLM was paused
         self._finished_sets: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self.steering = self.make_steering()
@@ -169,7 +169,7 @@ class CoreInVllm(SchedulerInterface):
 
     def _refuse(self, request: Any, message: str) -> None:
         _logger.error("request %s ends with an error: %s", request.request_id, message)
-        self._refused.append((request, message))
+        self._refused.append(request)
 
     # --- steps ---
 
@@ -191,7 +191,7 @@ class CoreInVllm(SchedulerInterface):
                 if told is not None:
                     self._translator.forget(name)
                     self._refuse(told.request, message)
-        for request, _ in self._refused:
+        for request in self._refused:
             request.status = RequestStatus.FINISHED_ABORTED
             outputs[request.client_index].append(
                 EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=Reason.ERROR)

@@ -122,8 +122,8 @@ class Translator:
         blocks, and are sent as new when they go on."""
         if self._max_held is None or len(self.live) <= self._max_held:
             return set()
-        held = [(name, told) for name, told in self.live.items() if told.table is not None and not told.is_away]
-        idle = [told for name, told in held if name not in scheduled]
+        held = [told for told in self.live.values() if told.table is not None and not told.is_away]
+        idle = [told for told in held if told.name not in scheduled]
         idle = sorted(idle, key=lambda told: told.step)[: max(0, len(idle) + len(scheduled) - self._max_held)]
         for told in idle:
             told.is_away = True

@@ -29,6 +29,7 @@ from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
+from testbed.wording import count
 
 ABORT_S = 5.0  # limit for an aborted collective to leave the GPU
 
@@ -168,6 +169,6 @@ def _check_gpus(num_ranks: int) -> None:
     found = torch.cuda.device_count()
     if num_ranks > found:
         raise DeviceError(
-            f"device.tensor_parallel_size is {num_ranks}, but torch finds {found} GPU{'s' * (found != 1)} here; lower "
+            f"device.tensor_parallel_size is {num_ranks}, but torch finds {count(found, 'GPU')} here; lower "
             "it, or set backend.device=cpu"
         )

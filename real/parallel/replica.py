@@ -21,6 +21,7 @@ from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec
+from testbed.wording import count
 
 POLL_S = 0.0001  # between two checks of a device that computes
 
@@ -197,7 +198,7 @@ def gpus_of_each(num_replicas: int, num_ranks: int) -> list[str]:
     found = torch.cuda.device_count()
     if num_replicas * num_ranks > found:
         raise DeviceError(
-            f"backend.num_replicas is {num_replicas}, of {num_ranks} GPU{'s' * (num_ranks > 1)} each, but torch finds "
+            f"backend.num_replicas is {num_replicas}, of {count(num_ranks, 'GPU')} each, but torch finds "
             f"{found} here; lower it, or set backend.device=cpu"
         )
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -22,6 +22,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.errors import RequestError, TraceError
 from testbed.foreign_text import unknown
 from testbed.traces.readers.fields import json_value
+from testbed.wording import count
 
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
 ROW_KEYS = ("id", *KEYS, *SAMPLING_KEYS)
@@ -132,16 +133,12 @@ def generate(
         except KeyboardInterrupt:
             printer.flush()
             kept = f"; what is finished is in {output}" if num_done and output is not None else ""
-            raise KeyboardInterrupt(f"interrupted after {num_done} of {_counted(len(asked), 'prompt')}{kept}") from None
+            raise KeyboardInterrupt(f"interrupted after {num_done} of {count(len(asked), 'prompt')}{kept}") from None
         except RequestError as error:
             raise RequestError(_placed(str(error), asked)) from None
     span_s = time.monotonic() - began
-    said = f"{_counted(len(asked), 'prompt')}, {_counted(num_tokens, 'token')} generated in {span_s:.2f} s"
+    said = f"{count(len(asked), 'prompt')}, {count(num_tokens, 'token')} generated in {span_s:.2f} s"
     return f"{said} ({num_tokens / span_s:,.1f} tok/s)"
-
-
-def _counted(num: int, what: str) -> str:
-    return f"{num:,} {what}{'' if num == 1 else 's'}"
 
 
 def _messages(asked: Asked) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from testbed.core.request import Request
@@ -72,7 +72,7 @@ class RequestOutput:
     metrics: RequestMetrics
     message: str = ""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finished: bool = field(default=True)
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class SimBackend:
     all equally likely. An old beam without children is dropped; one with m children has m - 1 forks. All beams of the
     first step come from the prompt's only row. Tokens are made up: siblings differ, and no token stops a sequence, so a
     search lasts until its length limit. Choices and tokens are hashes of (seed, group, position): they do not depend on
-    the rest of the batch or on the number of the step. Outcomes have the order of the real engine (real/beams.py).
+    the rest of the batch or on the number of the step. Outcomes have the real engine's order (real/sampling/beams.py).
 
     seed: of the random choices. vocab_size: made-up tokens are below it. eos_token_id: the model's; never made up.
     """

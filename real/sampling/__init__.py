@@ -2,5 +2,6 @@
 no KV cache.
 
 `inputs` makes tensors of a plan's rows, `feed` sends them. `sampler` launches the step's draws and makes its outcomes:
-`shaping` changes logits, `noise` hashes the randomness of a row, and `real.kernels.race` draws on a GPU.
+`shaping` changes logits, `noise` hashes the randomness of a row, and `real.kernels.race` draws on a GPU. `beams`
+chooses the continuations of a beam search.
 """

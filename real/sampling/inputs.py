@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from real.beams import BeamInputs, beam_inputs, stop_tokens
+from real.sampling.beams import BeamInputs, beam_inputs, stop_tokens
 from real.sampling.logprobs import at_a_time
 from real.sampling.noise import Streams, draw_keys, streams_of
 from real.sampling.shaping import Edits, Filters, Penalties

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from real import kernels
-from real.beams import Candidates, advance, best_continuations, is_beam
 from real.kernels import host_layers
 from real.kernels.host_layers import by_host
+from real.sampling.beams import Candidates, advance, best_continuations, is_beam
 from real.sampling.inputs import DrawGroup, PromptInputs, SampleInputs, draws_at_a_time
 from real.sampling.logprobs import Scored, at_a_time, in_parts, score, to_lists
 from real.sampling.noise import log_exponential

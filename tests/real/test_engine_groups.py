@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from real.backend import RealBackend
-from real.beams import BeamInputs, Candidates, advance, best_continuations
+from real.sampling.beams import BeamInputs, Candidates, advance, best_continuations
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import TOLERANCE, checkpoint, plan_of, tiny_backend, tiny_spec
 from tests.real.group_core import Group, HandCore

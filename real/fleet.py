@@ -9,35 +9,22 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Protocol
 
 from real.clocks import SLEEP_SLICE_S, Clock
-from real.driver import Drive, StepLog, Work
-from testbed.core.interfaces import Backend, Inbox
+from real.driver import Drive, StepLog
+from real.parallel.replica import ReplicaEngine
+from testbed.core.interfaces import Inbox
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.routing.dispatch import Dispatcher
 from testbed.routing.routers import Router
 
 
-class ReplicaBackend(Backend[Work], Protocol):
-    """An engine that runs in another process."""
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether waiting for the oldest step in flight would not block. Raises the failure that ended the engine."""
-        ...
-
-    def fileno(self) -> int:
-        """Returns a file descriptor that is readable when an answer has come."""
-        ...
-
-
 class Fleet:
     """Several engines, one inbox for all of them, and the router in between. Each loop must get one of `inboxes`."""
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[ReplicaBackend], clock: Clock, log: StepLog
+        self, source: Inbox, router: Router, backends: Sequence[ReplicaEngine], clock: Clock, log: StepLog
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends))
         self.inboxes = self._dispatcher.inboxes

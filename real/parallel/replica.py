@@ -76,7 +76,7 @@ def _unpacked(message: bytes) -> BatchPlan:
 
 
 class ReplicaEngine:
-    """A RealBackend or a RankedBackend in another process. Implements real.fleet.ReplicaBackend.
+    """A RealBackend or a RankedBackend in another process. Implements testbed.core.interfaces.Backend.
 
     number: number of the replica. visible: the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; None: those that this
     process sees. Loading starts at once, so several replicas load at the same time. Call `wait_until_ready` first.
@@ -107,7 +107,8 @@ class ReplicaEngine:
 
     @property
     def has_answer(self) -> bool:
-        """As in ReplicaBackend. Raises DeviceError after backend.rank_timeout_s without a message."""
+        """Whether waiting for the oldest step in flight would not block. Raises the failure that ended the engine;
+        DeviceError after backend.rank_timeout_s without a message."""
         if self._channel.has_message(0):
             return True
         if time.monotonic() - self._heard_s > self._timeout_s:
@@ -115,6 +116,7 @@ class ReplicaEngine:
         return False
 
     def fileno(self) -> int:
+        """Returns a file descriptor that is readable when an answer has come."""
         return self._channel.fileno()
 
     def receive(self) -> Any:

@@ -81,7 +81,6 @@ class CacheEngine:
         num_cpu_blocks: int,
         dtype: torch.dtype,
     ) -> None:
-        self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
         self.scratch_block = num_gpu_blocks
         tail = (block_size, spec.num_kv_heads_per_rank(placement.group.size), spec.head_dim)

@@ -62,12 +62,10 @@ class Tokenizer:
             raise RequestError(
                 "the tokenizer has no chat template; give plain prompts (without --chat), or LLM.chat a chat_template="
             )
-        from jinja2 import TemplateError
-
         arguments = {"chat_template": chat_template, "add_generation_prompt": True, **options}
         try:
             return str(self.inner.apply_chat_template(list(messages), tokenize=False, **arguments))
-        except (TemplateError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001  (a template is a program; transformers raises ValueError)
             raise RequestError(f"the chat template refuses the messages: {_first_line(error)}") from None
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:

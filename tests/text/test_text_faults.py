@@ -210,13 +210,21 @@ def test_texts_without_a_tokenizer_are_refused_with_the_way_out(tmp_path: Path) 
 
 
 def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="refuses the messages"):
-        llm.chat([{"role": "user", "content": "a"}], chat_template="{{ raise_exception('roles must alternate') }}")
+    for template in ("{{ raise_exception('roles must alternate') }}", "{{ 1 // 0 }}", "{% for"):
+        with pytest.raises(RequestError, match="refuses the messages"):
+            llm.chat([{"role": "user", "content": "a"}], chat_template=template)
+    with pytest.raises(
+        RequestError, match="refuses the messages: continue_final_message and add_generation_prompt are"
+    ):
+        llm.chat([{"role": "user", "content": "a"}], continue_final_message=True)
     with pytest.raises(RequestError, match="conversation 1 is empty; give it at least one message"):
         llm.chat([[{"role": "user", "content": "a"}], []])
     template, llm.tokenizer.inner.chat_template = llm.tokenizer.inner.chat_template, None
     try:
         with pytest.raises(RequestError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "a"}])
+        llm.tokenizer.inner.chat_template = {"long": template, "short": template}  # of which none is the default
+        with pytest.raises(RequestError, match="refuses the messages: This model has multiple chat templates"):
             llm.chat([{"role": "user", "content": "a"}])
     finally:
         llm.tokenizer.inner.chat_template = template

@@ -30,7 +30,7 @@ from testbed.routing.routers import Router, RouterContext
 from testbed.routing.routers import bind as bind_router
 
 if TYPE_CHECKING:
-    from real.text.status import CacheHits, StatusLine
+    from real.text.status import StatusLine
     from sim.backend import SimBackend
     from sim.fleet import Fleet
 
@@ -201,15 +201,12 @@ def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> l
 def _status_line(interval_s: float, scheduler: Scheduler, label: str) -> StatusLine:
     from tqdm import tqdm  # not at the top, as above
 
-    from real.text.status import CacheHits, StatusLine
+    from real.text.status import StatusLine
 
-    blocks, log = scheduler.blocks, logging.getLogger("testbed")
-
-    def hits() -> CacheHits:
-        return CacheHits(blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens)
+    log = logging.getLogger("testbed")
 
     def say(line: str) -> None:
         log.info("status: %s%s", label, line)
         tqdm.write(label + line, file=sys.stderr)
 
-    return StatusLine(interval_s, (blocks.num_gpu_blocks, blocks.num_cpu_blocks), hits, say)
+    return StatusLine(interval_s, scheduler.blocks, say)

@@ -17,7 +17,6 @@ from real.clocks import RealTimeClock
 from real.driver import Computed, Drive, Work
 from real.text.collector import Collector, Progress
 from real.text.outputs import TextRequest
-from real.text.status import CacheHits
 from real.text.tokenizer import Tokenizer
 from testbed.core.commands import Abort, Arrive, Event, Recorder
 from testbed.core.interfaces import Backend
@@ -119,11 +118,6 @@ class TextEngine:
     @property
     def now_ns(self) -> int:
         return self._clock.now_ns()
-
-    @property
-    def cache_hits(self) -> CacheHits:
-        blocks = self.scheduler.blocks
-        return CacheHits(blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens)
 
     def check(self, asked: TextRequest, vocab_size: int) -> None:
         """Raises RequestError, naming the prompt, for a request that can never be served completely."""

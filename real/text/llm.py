@@ -60,7 +60,7 @@ class LLM:
         self._folder = folder
         self._status_s = status_s
         self._num_requests = 0
-        self._pools: tuple[int, int] = (backend.num_gpu_blocks, backend.num_cpu_blocks)
+        self._num_gpu_blocks: int = backend.num_gpu_blocks
         self._engine: TextEngine | None = TextEngine(scheduler, backend, tokenizer, eos_ids=frozenset(eos_ids))
 
     # --- generating ---
@@ -131,7 +131,7 @@ class LLM:
 
     @property
     def num_gpu_blocks(self) -> int:
-        return self._pools[0]
+        return self._num_gpu_blocks
 
     @property
     def attention(self) -> str:
@@ -200,7 +200,7 @@ class LLM:
     ) -> Generator[Progress, None, None]:
         engine = self._running()
         if self._status_s is not None:
-            watchers = [*watchers, StatusLine(self._status_s, self._pools, lambda: engine.cache_hits, _say)]
+            watchers = [*watchers, StatusLine(self._status_s, engine.scheduler.blocks, _say)]
         return engine.serve(requests, streams=streams, watchers=watchers)
 
     def _requests(self, prompts: list[Prompt], sampling: Sampling) -> list[TextRequest]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
+from testbed.blocks.manager import BlockManager
 from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Finished
 
 BAR_INTERVAL_NS = 200_000_000  # interval of the bar's rates
-
-
-class CacheHits(NamedTuple):
-    """Queries and hits of the prefix cache so far, in tokens."""
-
-    num_queried: int
-    num_hit: int
 
 
 class Rates:
@@ -46,21 +40,14 @@ class Rates:
 class StatusLine(Recorder):
     """Writes one line about the steps of the last `interval_s` seconds of the run's clock.
 
-    pools: numbers of GPU and CPU blocks. cache_hits: called when a line is due. say: writes the line.
+    blocks: those of the engine. say: writes the line.
     """
 
-    def __init__(
-        self,
-        interval_s: float,
-        pools: tuple[int, int],
-        cache_hits: Callable[[], CacheHits],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, interval_s: float, blocks: BlockManager, say: Callable[[str], None]) -> None:
         self._rates = Rates(int(interval_s * 1e9))
-        self._pools = pools
-        self._cache_hits = cache_hits
+        self._blocks = blocks
         self._say = say
-        self._hits = cache_hits()
+        self._hits = self._hits_so_far()
 
     def committed(self, step: StepView) -> None:
         rates = self._rates.add(step)
@@ -68,15 +55,21 @@ class StatusLine(Recorder):
             self._say(self._line(step, *rates))
 
     def _line(self, step: StepView, prompt: float, generation: float) -> str:
-        before, self._hits = self._hits, self._cache_hits()
-        num_queried = self._hits.num_queried - before.num_queried
-        hit_rate = f"{(self._hits.num_hit - before.num_hit) / num_queried:.1%}" if num_queried else "-"
-        gpu = _usage(step.free_gpu_blocks, self._pools[0])
+        before, self._hits = self._hits, self._hits_so_far()
+        num_queried, num_hit = (now - then for now, then in zip(self._hits, before, strict=True))
+        hit_rate = f"{num_hit / num_queried:.1%}" if num_queried else "-"
+        gpu = _usage(step.free_gpu_blocks, self._blocks.num_gpu_blocks)
+        cpu = _usage(step.free_cpu_blocks, self._blocks.num_cpu_blocks)
         return (
             f"prompt {prompt:,.1f} tok/s, generation {generation:,.1f} tok/s; "
             f"running {step.num_running}, waiting {step.num_waiting}, swapped {step.num_swapped}; "
-            f"KV blocks in use: GPU {gpu}, CPU {_usage(step.free_cpu_blocks, self._pools[1])}; prefix hits {hit_rate}"
+            f"KV blocks in use: GPU {gpu}, CPU {cpu}; prefix hits {hit_rate}"
         )
+
+    def _hits_so_far(self) -> tuple[int, int]:
+        """Returns queries and hits of the prefix cache so far, in tokens."""
+        prefixes = self._blocks.prefixes
+        return prefixes.num_queried_tokens, prefixes.num_hit_tokens
 
 
 class ThroughputBar(Recorder):

@@ -105,7 +105,7 @@ def test_a_line_comes_only_when_its_time_is_over(llm: LLM) -> None:
     lines: list[str] = []
     for interval_s, few in ((1e-9, False), (3600.0, True)):
         lines.clear()
-        watcher = StatusLine(interval_s, (256, 0), lambda: llm._running().cache_hits, lines.append)
+        watcher = StatusLine(interval_s, llm.scheduler.blocks, lines.append)
         for _ in llm._serve(llm._requests(read_prompts(PROMPTS, llm.tokenizer), greedy(4)), False, [watcher]):
             pass
         assert (lines == []) is few

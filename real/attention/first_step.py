@@ -65,7 +65,7 @@ def _check_answers(device: torch.device, name: str, error: Exception) -> None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
-        first = str(error).splitlines()[0]
+        first = str(error).partition("\n")[0]
         raise DeviceError(
             f"the GPU does not answer after a first small step of attention={name} ({first}); choose another "
             "backend.attention"

@@ -208,15 +208,16 @@ def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) ->
 
 @lru_cache(maxsize=1)
 def load_tokenizer(path: str) -> Callable[[str], list[int]]:
-    """Returns a local Hugging Face tokenizer as a function from text to token ids."""
+    """Returns a local Hugging Face tokenizer as a function from text to token ids. Raises ConfigError."""
     try:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except ImportError:
         raise ConfigError("trace.tokenizer needs transformers: pip install '.[real]' in the repository") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # noqa: BLE001  (a damaged file raises anything, a bare Exception included)
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({said or type(error).__name__})") from None
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 

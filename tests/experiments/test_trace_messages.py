@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments.configuration.compose import compose_config, compose_from
-from experiments.wiring.traces import build_source
-from testbed.errors import TestbedError
+from experiments.wiring.traces import build_source, load_tokenizer
+from testbed.errors import ConfigError, TestbedError
 
 SMALL = ["trace=synthetic", "trace.num_requests=20"]
 STEP = r"trace\.transforms\[0\] "
@@ -58,3 +58,14 @@ def test_a_step_that_is_not_in_a_list_is_told_the_form(value: str, tmp_path: Pat
     saved = compose_config(SMALL).raw
     with pytest.raises(TestbedError, match=LIST):
         compose_from(saved, [f"trace.transforms={value}"])
+
+
+def test_a_damaged_tokenizer_is_told_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for damaged in ('{"a": 1}', "{"):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(ConfigError) as caught:
+            load_tokenizer(str(tmp_path))
+        assert str(caught.value).startswith(f"trace.tokenizer: no tokenizer at {tmp_path} (")
+        assert "\n" not in str(caught.value)

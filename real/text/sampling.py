@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.core import sampling
+from testbed.errors import RequestError
 from testbed.specs.hf_config import GENERATION_FILE, SAMPLING_DEFAULTS, read_json_object
 
 # our parameters -> the keys of generation_config.json
@@ -23,7 +24,13 @@ class SamplingParams(sampling.SamplingParams):
 def default_sampling(folder: Path | None) -> SamplingParams:
     """Returns the recommendation of a checkpoint's generation_config.json, as vLLM reads it (`do_sample` is ignored).
 
-    Raises ModelError for a damaged file, RequestError for a value that is out of range.
+    Raises ModelError for a damaged file, RequestError for a value that is out of range; both name the file.
     """
-    values = {} if folder is None else read_json_object(folder / GENERATION_FILE)
-    return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
+    if folder is None:
+        return SamplingParams()
+    values = read_json_object(folder / GENERATION_FILE)
+    try:
+        return SamplingParams(**{name: values[key] for name, key in DEFAULTS.items() if values.get(key) is not None})
+    except RequestError as error:
+        said = str(error).removeprefix("sampling.").replace("max_tokens", DEFAULTS["max_tokens"])
+        raise RequestError(f"{folder / GENERATION_FILE}: {said}") from None

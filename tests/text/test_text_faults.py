@@ -289,9 +289,10 @@ def test_a_damaged_checkpoint_names_the_file(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json is not JSON"):
         LLM(folder, **ROOMY)
-    write(folder, "generation_config.json", temperature=-1)
-    with pytest.raises(RequestError, match="temperature is -1"):
-        LLM(folder, **ROOMY).generate("a")
+    for values, told in (({"temperature": -1}, "temperature is -1"), ({"max_new_tokens": 0}, "max_new_tokens is 0")):
+        write(folder, "generation_config.json", **values)
+        with pytest.raises(RequestError, match=rf"model/generation_config\.json: {told}; it must be"):
+            LLM(folder, **ROOMY).generate("a")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"the tokenizer at .* cannot be read"):
         LLM(folder, **ROOMY)

@@ -13,17 +13,13 @@ from real.attention.triton_provider import TritonAttention
 from testbed.errors import ConfigError
 
 
-def _nothing(spec: AttentionSpec) -> None:
-    return None
-
-
 class Entry(NamedTuple):
     """How to create a provider. why_not: why it cannot run; None: it can. only_by_name: why `auto` passes over it
     although it can run; None: it does not."""
 
     why_not: Callable[[AttentionSpec], str | None]
     create: Callable[[AttentionSpec], AttentionProvider]
-    only_by_name: Callable[[AttentionSpec], str | None] = _nothing
+    only_by_name: Callable[[], str | None] = lambda: None
 
 
 PROVIDERS: dict[str, Entry] = {
@@ -32,7 +28,7 @@ PROVIDERS: dict[str, Entry] = {
     "varlen": Entry(varlen_provider.why_not, varlen_provider.create),
     "triton": Entry(triton_provider.why_not, TritonAttention, triton_provider.only_by_name),
     "cpu": Entry(cpu_provider.why_not, CpuAttention),
-    "torch": Entry(_nothing, TorchAttention),
+    "torch": Entry(lambda spec: None, TorchAttention),
 }
 REFERENCE = "torch"
 UNKNOWN = "this version has no such provider"
@@ -56,7 +52,7 @@ def choose_attention(name: str, spec: AttentionSpec) -> Choice:
     """Returns the provider of this name, or for `auto` the first that can run; on a GPU it has passed its test steps.
     Raises ConfigError if the named provider cannot run; the message lists those that can."""
     obstacles = {known: entry.why_not(spec) for known, entry in PROVIDERS.items()}
-    passed_over = {known: why for known, entry in PROVIDERS.items() if (why := entry.only_by_name(spec)) is not None}
+    passed_over = {known: why for known, entry in PROVIDERS.items() if (why := entry.only_by_name()) is not None}
     wanted = [known for known in PROVIDERS if known not in passed_over] if name == "auto" else [name]
     for chosen in wanted:
         if obstacles.get(chosen, UNKNOWN) is not None:

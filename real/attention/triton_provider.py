@@ -52,7 +52,7 @@ def _why_not_interpreted(spec: AttentionSpec) -> str | None:
     return None
 
 
-def only_by_name(spec: AttentionSpec) -> str | None:
+def only_by_name() -> str | None:
     """Why `auto` does not take this provider although it can run; None if it does."""
     return "it would run in Triton's interpreter, which is for tests" if is_interpreted() else None
 

@@ -182,7 +182,7 @@ def _group(kind: Kind, draws: list[Draw], source: Source) -> DrawGroup:
     edits = _edits(draws, source) if kind.is_edited else None
     penalties = _penalties(draws) if kind.is_penalised else None
     filters, num_ranked = _filters(draws, source.vocab_size) if kind.is_filtered else (None, 0)
-    targets, rows = (torch.tensor([draw[field] for draw in draws]) for field in (0, 1))
+    targets, rows = torch.tensor([draw.target for draw in draws]), torch.tensor([draw.number for draw in draws])
     return DrawGroup(targets, rows, temperatures, keys, edits, penalties, filters, num_ranked, streams)
 
 

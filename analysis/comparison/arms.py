@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -215,10 +215,11 @@ def _by_key(arm: Arm) -> dict[Key, Run]:
     return found
 
 
-def runs_on(arm: Arm, keys: Collection[Key]) -> list[Run]:
-    """The arm's runs on the traces of these replicates, including repeats."""
-    kept = {run.fingerprint for key, run in replicates(arm).items() if key in keys}
-    return [run for run in arm.runs if run.fingerprint in kept]
+def on_shared_traces(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with their runs on the traces that all of them have, including repeats; as they are if there is none."""
+    traces = set.intersection(*({run.fingerprint for run in arm.runs} for arm in arms)) - {None}
+    shared = [replace(arm, runs=tuple(run for run in arm.runs if run.fingerprint in traces)) for arm in arms]
+    return shared if traces else list(arms)
 
 
 def decided_alike(run: Run) -> str:

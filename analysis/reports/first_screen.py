@@ -4,7 +4,6 @@ the metrics that the question names."""
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +16,9 @@ from analysis.comparison.arms import (
     grouped,
     level_groups,
     num_replicates,
+    on_shared_traces,
     repeats,
     replicates,
-    runs_on,
     same_prices,
     was_busy,
 )
@@ -202,7 +201,8 @@ def _as_sentence(text: str) -> str:
 
 
 def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
-    """The conditions under which claims on these arms hold."""
+    """The conditions under which claims on these arms hold, from the runs on the traces that they share."""
+    arms = on_shared_traces(arms)
     parts = [f"at {load}"] if load else []
     beyond = [one for one in judged(arms) if one.state == "beyond"]
     if not all(one.is_whole for one in beyond):
@@ -382,9 +382,7 @@ def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     share, goodput = SLO_METRICS
     base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
     better = [row for row in rows if row.verdict == "higher"]
-    of_base = [arm for arm in group.arms if same_prices(arm, base)]
-    common = set.intersection(*(set(replicates(arm)) for arm in of_base))
-    arms = [replace(arm, runs=tuple(runs_on(arm, common))) for arm in of_base] if common else of_base
+    arms = on_shared_traces([arm for arm in group.arms if same_prices(arm, base)])
     of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
     best = max(arms, key=lambda arm: of_arm[arm.name])
     if not better or best.name == base.name:

@@ -17,7 +17,7 @@ from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.asked import absent, asks_beside_slo, is_asked, without_interval
-from analysis.reports.first_screen import MAX_SENTENCES, answer
+from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
 
@@ -248,6 +248,15 @@ def arms(tmp_path: Path) -> list[Arm]:
         for seed in range(5):
             write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, num_requests=30)
     return infer_arms([load_run(folder) for folder in sorted(tmp_path.iterdir())])
+
+
+def test_runs_beyond_capacity_count_where_both_arms_ran_their_trace(arms: list[Arm]) -> None:
+    slow, fast = arms
+    for run in slow.runs[:2]:
+        run.summary["steadiness"] = {"is_outrun": True}
+    some = [replace(slow, runs=slow.runs[1:4]), replace(fast, runs=fast.runs[1:])]
+    assert conditions("", some) == ["over all runs (1 of 6 are beyond capacity)"]
+    assert conditions("", [replace(slow, runs=slow.runs[:4]), some[1]]) == conditions("", some)
 
 
 def lights(arms: list[Arm], pairs: list[Pair]) -> dict[str, tuple[str, str]]:

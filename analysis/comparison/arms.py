@@ -202,6 +202,12 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     return result
 
 
+def over_loads(loads: Mapping[str, Sequence[Arm]]) -> list[Arm]:
+    """The arms of all loads, each once, with its runs at every load."""
+    by_name = grouped((arm for arms in loads.values() for arm in arms), lambda arm: arm.name)
+    return [replace(same[0], runs=tuple(run for arm in same for run in arm.runs)) for same in by_name.values()]
+
+
 Key = tuple[str | None, int | None, int]
 Pairing = tuple[tuple[Run, ...], tuple[Run, ...]]
 

@@ -8,7 +8,7 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, replicates
 from analysis.comparison.effects import is_full_design
 from analysis.load import Run
-from analysis.naming import factor_name
+from analysis.naming import factor_name, level_names
 
 _PREEMPTS = ("preemption", "victim")
 _MAX_GROUPS = 4  # groups that are named
@@ -109,6 +109,27 @@ def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:
     of_key = [text for parts, unused, text in _UNUSED if any(part in key for part in parts) and all(map(unused, runs))]
     of_values = {text: all(map(unused, runs)) for parts, unused, text in _UNUSED if values & set(parts)}
     return [*of_key, *(of_values if all(of_values.values()) else ())]
+
+
+def idle_settings(arms: Sequence[Arm]) -> list[str]:
+    """A sentence on settings that differ together with others, as a preset's own do, and that no run used: what they
+    were chosen for is no reason of a difference. Arms that are `alike` are left to `never_triggered`."""
+    same = alike(arms)
+    apart = [arm for arm in arms if same[arm.name] == arm.name]
+    runs = [run for arm in apart for run in replicates(arm).values()]
+    keys = [key for factor in level_groups(apart) if len(factor) > 1 for key in factor if key.split(".")[-1] != "name"]
+    told = []
+    for parts, unused, text in _UNUSED:
+        of_key = {key: [factor_name(key)] for key in keys if any(part in key for part in parts)}
+        of_level = {
+            key: [level_names({key: arm.levels[key]}) for arm in apart if arm.levels.get(key) in parts] for key in keys
+        }
+        named = {key: names for key, names in (of_level | of_key).items() if names}
+        if named and all(map(unused, runs)):
+            words = dict.fromkeys(name for names in named.values() for name in names)
+            told.append(f"{fmt.listing(list(words))} ({text})")
+            keys = [key for key in keys if key not in named]
+    return [f"Part of what sets the arms apart was never triggered: {'; '.join(told)}."] if told else []
 
 
 def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:

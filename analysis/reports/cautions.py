@@ -6,10 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, counted, decided_alike, grouped, is_policy, replicates, unsaid_keys
+from analysis.comparison.arms import (
+    Arm,
+    counted,
+    decided_alike,
+    grouped,
+    is_policy,
+    over_loads,
+    replicates,
+    unsaid_keys,
+)
 from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
-from analysis.comparison.triggered import never_triggered
+from analysis.comparison.triggered import idle_settings, never_triggered
 from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, rate_notes, replay_notes, told
@@ -26,12 +35,15 @@ _MAX_KEYS = 6  # items that are listed
 
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
-    arms = list({arm.name: arm for group in loads.values() for arm in group}.values())
+    arms = over_loads(loads)
     said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
+    idle = [(load, text) for load, group in loads.items() for text in idle_settings(group)]
+    for text, at in grouped(idle, lambda one: one[1]).items():
+        said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))
     for load, group in loads.items():
         found = [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
         said += [told_at(load, text) for text in found]

@@ -26,6 +26,7 @@ from analysis.comparison.arms import (
     infer_arms,
     num_replicates,
     on_one_replicate,
+    over_loads,
     paired_replicates,
 )
 from analysis.comparison.compare import (
@@ -265,7 +266,6 @@ def _context(
     report: ReportInput, sections: Sections, groups: Mapping[str, Sequence[Arm]], baseline: Arm, slo: SLO | None
 ) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
-    compared = list({arm.name: arm for group in groups.values() for arm in group}.values())
     everything = report.runs
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
@@ -279,7 +279,7 @@ def _context(
     beside = [*pooled_said(sections.compared), *_lacks(sections, runs, question, slo)]
     return {
         "title": report.title,
-        "question": report.question or default_question(compared, baseline),
+        "question": report.question or default_question(over_loads(groups), baseline),
         "ran": what_ran(everything),
         "baseline": baseline_text(report, baseline),
         "cautions": [

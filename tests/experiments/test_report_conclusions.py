@@ -185,6 +185,28 @@ def test_what_was_never_triggered_is_called_so(tmp_path: Path, seeds: int) -> No
     assert answered(said) == [told]
 
 
+def test_an_idle_policy_of_a_preset_is_no_reason_of_its_other_settings_effects(tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "vtc", "sarathi"):
+        for rate in (90.0, 120.0):
+            trace = {**LOAD, "rate": rate, "name": "synthetic"}
+            ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler)
+    told = [line for line in report(tmp_path).splitlines() if "Part of what sets the arms apart" in line]
+    tenant = "queue order vtc (the trace has one tenant)"
+    assert told == [
+        f"- Part of what sets the arms apart was never triggered: preemption (nothing was preempted); {tenant}."
+    ]
+
+
+def test_cautions_count_the_runs_at_every_load(tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "sarathi"):
+        for rate, num in ((10.0, 60), (40.0, 120)):
+            trace = {"name": "synthetic", "num_requests": num, "rate": rate}
+            ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler, report={"warmup_s": 0.5})
+    said = report(tmp_path)
+    assert re.search(r"\(report.warmup_s\), \d+ of 360, count in no latency", said)
+    assert re.search(r"A run has \d\d requests that ended", said)
+
+
 def test_a_price_that_was_never_paid_is_called_so(tmp_path: Path) -> None:
     for name, price_s in (("a", 1e-6), ("b", 1e-3)):
         ran(tmp_path / name, cost={"name": "linear", "per_copied_block_s": price_s})

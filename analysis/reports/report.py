@@ -16,6 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from analysis import format as fmt
 from analysis.comparison import fidelity
 from analysis.comparison.arms import (
     Arm,
@@ -76,6 +77,7 @@ from analysis.reports.parts import (
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 
+_MAX_NAMED = 6  # arms
 _MAX_COMMANDS = 12  # with more, the list is folded
 
 
@@ -172,16 +174,20 @@ def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: s
     Raises RunFolderError if there are several arms, and some can be compared neither with another nor with a real run.
     """
     loads, groups = by_load(report.arms, report.replicated), {}
+    lacking: dict[str, list[str]] = {}  # arms -> loads
     for load, arms in loads.items():
         ordered = sorted(arms, key=lambda arm: arm.name != baseline_name)
         groups[load] = comparable(ordered, ordered[0])
         at_load = f"At {load} " if load else ""
+        if lacks := [arm.name for arm in report.arms if arm.name not in {baseline_name, *(one.name for one in arms)}]:
+            lacking.setdefault(fmt.listing(lacks, _MAX_NAMED), []).append(load)
         if ordered[0].name != baseline_name:
             sections.notes.append(f"{at_load}the baseline is {ordered[0].name}: {baseline_name} has no run there.")
         missing = [arm.name for arm in arms if arm.name not in {kept.name for kept in groups[load]}]
         if missing:
             why = f"on other traces or seeds than {ordered[0].name}"
             sections.notes.append(f"{at_load}not compared, because {why}: {'; '.join(missing)}.")
+    sections.notes += [f"There is no run of {names} at {fmt.listing(at)}." for names, at in lacking.items()]
     paired = {run.path for pair in report.pairs for run in pair.runs}
     is_paired = all(any(run.path in paired for run in arm.runs) for arm in report.arms)
     if len(report.arms) > 1 and not is_paired and all(len(arms) < 2 for arms in groups.values()):
@@ -290,6 +296,7 @@ def _context(
             *fidelity_findings.unlike_clocks(replayed),
             *report.cautions,
             *lost(report.arms, report.incomplete, sections.out.parent),
+            *sections.notes,
             *cautions(groups, report.margin, report.replicated),
         ],
         "answer": [*answer(sections.compared, slo, question, report.margin, MAX_SENTENCES - len(beside)), *beside],
@@ -303,7 +310,6 @@ def _context(
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
         "limits": [
             *findings.limits([one.arms for one in sections.compared], report.arms, slo),
-            *sections.notes,
             *report.notes,
         ],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],

@@ -64,6 +64,17 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_an_arm_that_lacks_a_load_is_named_before_the_findings(tmp_path):
+    for rate in (6.0, 8.0, 10.0):
+        for watermark in (0.01, 0.1) if rate == 6.0 else (0.01,):
+            write_run(tmp_path / f"{rate}-{watermark}", rate=rate, watermark=watermark, **FEW)
+    page = report_from_folders([tmp_path], tmp_path / "report.html")
+    said, _, rest = page.with_suffix(".md").read_text().partition("## All findings")
+    assert "- There is no run of watermark 0.1 at rate = 8 and rate = 10." in said
+    assert "no run of" not in rest
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_routers_are_arms_of_one_experiment_though_not_each_of_them_ran_under_every_policy(tmp_path):
     places = [("round_robin", "lru"), ("round_robin", "lfu"), ("prefix_affinity", "lru")]  # the fourth did not end
     for router, eviction in places:

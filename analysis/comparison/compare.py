@@ -85,12 +85,14 @@ SLO_METRICS = (
     Metric("goodput", "slo.goodput_per_s", 1, _PER_S),
 )
 DEADLINES = Metric("deadlines met", "deadlines.met", 1, fmt.share)
+HIT_RATE = Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share)
+PREEMPTIONS = Metric("preemptions", "preemptions.total", 0, fmt.number)
 INSIDE = (
     Metric("offered", "throughput.offered_per_s", 0, _PER_S),
     Metric("requests sent", "num_requests", 0, fmt.number),
     Metric("finished", "num_finished", 0, fmt.number),
-    Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),
-    Metric("preemptions", "preemptions.total", 0, fmt.number),
+    HIT_RATE,
+    PREEMPTIONS,
     Metric("recomputed tokens", "preemptions.recomputed_share", 0, fmt.share),
     Metric("time of recompute", "preemptions.recompute_s", 0, fmt.seconds),
     Metric("time of swaps", "preemptions.swap_s", 0, fmt.seconds),

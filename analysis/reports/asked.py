@@ -1,4 +1,5 @@
-"""Which metrics a report's question asks for: those that it names, not those that it means."""
+"""Which metrics a report's question asks for: those that it names, not those that it means. Values of those without an
+interval."""
 
 from __future__ import annotations
 
@@ -6,8 +7,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from analysis import format as fmt
-from analysis.comparison.compare import LATENCY, P99_ITL, RATES, SLO_METRICS, Comparison, Metric
+from analysis.comparison.arms import Arm, grouped
+from analysis.comparison.compare import (
+    FAIRNESS,
+    HIT_RATE,
+    LATENCY,
+    P99_ITL,
+    PREEMPTIONS,
+    RATES,
+    SLO_METRICS,
+    Comparison,
+    Metric,
+    mean_over_replicates,
+)
+from analysis.comparison.effects import Compared
 from analysis.load import Run
+from analysis.measures.metrics import SLO
 
 _WORDS = {
     "TTFT": ("ttft", "first token"),
@@ -22,11 +37,12 @@ _WORDS = {
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
-_IN_TABLES = {  # without a verdict
-    "hit rate": r"\bhits?\b(?! (?:the|its|their|an?|slos?|deadlines?)\b)",  # of a cache, not of a limit
-    "preemptions": "preemptions",
-    "fairness": r"\b(?:un)?fair(?:er|est|ness)?\b",
+_UNJUDGED = {  # words for metrics without a verdict
+    r"\bhits?\b(?! (?:the|its|their|an?|slos?|deadlines?)\b)": (HIT_RATE,),  # of a cache, not of a limit
+    "preemptions": (PREEMPTIONS,),
+    r"\b(?:un)?fair(?:er|est|ness)?\b": FAIRNESS,
 }
+_MAX_LOADS, _MAX_VALUES = 3, 4  # loads, and different values at one load, that are told
 _IN_SUMMARY = re.compile(r"\b(queueing|median|p50|p90|p95)\b(?!\.\d)")
 _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
@@ -57,13 +73,40 @@ def have_gaps(runs: Sequence[Run]) -> bool:
     return any(P99_ITL.of(run.summary) is not None for run in runs)
 
 
-def without_interval(rows: Iterable[Comparison], question: str) -> list[str]:
+def without_interval(rows: Iterable[Comparison], question: str) -> list[Metric]:
     """The metrics that the question names and of which no change has an interval, as rates of one trace. The sentence
     on the SLO says it of the attainment."""
     changed = [row for row in rows if row.estimate is not None and row.verdict != "identical"]
     tested = {row.metric.label for row in changed if row.verdict != "unknown" or row.is_alike}
     named = [row.metric for row in changed if is_asked(row.metric, question) and row.metric is not SLO_METRICS[0]]
-    return list(dict.fromkeys(metric.label for metric in named if metric.label not in tested))
+    return [metric for metric in dict.fromkeys(named) if metric.label not in tested]
+
+
+def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list[str]:
+    """One sentence with the arms' values of what the question names and of which no change has an interval, the lowest
+    first; none if there is nothing."""
+    rows = [row for group in groups for row in (*group.rows, *(effect.comparison for effect in group.effects))]
+    untested, said = without_interval(rows, question), question.casefold()
+    unjudged = [metric for words, metrics in _UNJUDGED.items() if re.search(words, said) for metric in metrics]
+    parts = []
+    for metric in (*untested, *unjudged):
+        told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
+        texts = [text + (f" at {load}" if load else "") for load, text in told[:_MAX_LOADS]]
+        texts += [f"{len(told) - _MAX_LOADS} more loads are in the tables"] * (len(told) > _MAX_LOADS)
+        more = " (more replicates give an interval)" if metric in untested else ""
+        parts += [f"{metric.label} {', '.join(texts)}{more}"] if texts else []
+    return [f"Observed without an interval: {'; '.join(parts)}."] if parts else []
+
+
+def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:
+    """The arms' means over their replicates: "18 ms with a and 20 ms with b"; "" if none is known."""
+    known = {arm.name: value for arm in arms if (value := mean_over_replicates(arm, metric, slo)) is not None}
+    by_text = grouped(sorted(known, key=lambda name: known[name]), lambda name: metric.write(known[name]))
+    told = [
+        f"{text} with {'every arm' if len(names) == len(arms) > 2 else fmt.listing(names, _MAX_VALUES)}"
+        for text, names in by_text.items()
+    ]
+    return f"from {told[0]} to {told[-1]} ({len(known)} arms)" if len(told) > _MAX_VALUES else fmt.listing(told)
 
 
 def absent(
@@ -72,8 +115,6 @@ def absent(
     has_slo: bool,
     has_gaps: bool = True,
     has_deadlines: bool = True,
-    has_tenants: bool = True,
-    untested: Sequence[str] = (),
 ) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
@@ -83,15 +124,10 @@ def absent(
     of_gaps = "ITL" in _named(_WORDS, said)
     if of_gaps and has_gaps and _named(_STATISTICS, said) == ["mean"]:
         in_summary.append("mean ITL")
-    named = [name for name, words in _IN_TABLES.items() if re.search(words, said)]
-    in_tables = [name for name in named if has_tenants or name != "fairness"]
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
     parts += ["ITL (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
     if not has_deadlines and "deadlines met" in _named(_WORDS, said):
         parts.append("deadlines (of requests that have one, as by trace.deadline_s)")
-    below = "observed below, without an interval: more replicates give one"
-    parts += [f"{fmt.listing(list(untested))} ({below})"] if untested else []
-    parts += [f"{fmt.listing(in_tables)} (in the tables below, without a verdict)"] if in_tables else []
     parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
     parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []
     return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []

@@ -60,7 +60,7 @@ from analysis.measures.metrics import SLO
 from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.asked import absent, have_gaps, without_interval
+from analysis.reports.asked import absent, have_gaps, observed
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -282,7 +282,9 @@ def _context(
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
-    beside = [*pooled_said(sections.compared), *_lacks(sections, runs, question, slo)]
+    values = observed(sections.compared, question, slo)
+    beside = [*pooled_said(sections.compared), *_lacks(runs, question, slo)]
+    most = MAX_SENTENCES - len(values) - len(beside)
     return {
         "title": report.title,
         "question": report.question or default_question(over_loads(groups), baseline),
@@ -299,7 +301,7 @@ def _context(
             *sections.notes,
             *cautions(groups, report.margin, report.replicated),
         ],
-        "answer": [*answer(sections.compared, slo, question, report.margin, MAX_SENTENCES - len(beside)), *beside],
+        "answer": [*values, *answer(sections.compared, slo, question, report.margin, most), *beside],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),
@@ -321,14 +323,10 @@ def _context(
     }
 
 
-def _lacks(sections: Sections, runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
+def _lacks(runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
     """What the question names and the report does not compare."""
-    rows = [row for one in sections.compared for row in (*one.rows, *(effect.comparison for effect in one.effects))]
-    return absent(
-        question, has_slo=slo is not None, has_gaps=have_gaps(runs),
-        has_deadlines=any(run.summary["deadlines"] for run in runs),
-        has_tenants=all(run.summary["fairness"] for run in runs), untested=without_interval(rows, question),
-    )  # fmt: skip
+    has_deadlines = any(run.summary["deadlines"] for run in runs)
+    return absent(question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines)
 
 
 def _markdown(text: Any) -> str:

@@ -8,15 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from analysis import format as fmt
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import DEADLINES, LATENCY, P99_ITL, RATES, SLO_METRICS, Comparison
+from analysis.comparison.compare import (
+    DEADLINES,
+    HIT_RATE,
+    LATENCY,
+    P99_ITL,
+    RATES,
+    SLO_METRICS,
+    Comparison,
+    mean_over_replicates,
+)
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.asked import absent, asks_beside_slo, is_asked, without_interval
+from analysis.reports.asked import absent, asks_beside_slo, is_asked, observed, without_interval
 from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -184,10 +194,36 @@ def test_metrics_that_the_question_names_and_no_change_of_which_was_tested() -> 
     unknown = Estimate(-0.5, -math.inf, math.inf, 1, "paired t", "log_ratio")
     rows = [Comparison("a", metric, 1.0, unknown, "unknown") for metric in (P99_ITL, *RATES)]
     rows += [row("a", 0, -0.1), Comparison("b", P99_ITL, 1.0, unknown, "identical")]
-    assert without_interval(rows, "Which has fewer stalls and a lower TTFT?") == ["P99 ITL"]
-    assert without_interval(rows, "What throughput?") == ["requests/s", "output tokens/s"]
+    assert without_interval(rows, "Which has fewer stalls and a lower TTFT?") == [P99_ITL]
+    assert without_interval(rows, "What throughput?") == [*RATES]
     assert without_interval(rows, "What TTFT?") == []
     assert without_interval([*rows, replace(rows[0], arm="c", verdict="lower")], "Which has fewer stalls?") == []
+
+
+def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Arm]) -> None:
+    unknown = Estimate(-0.5, -math.inf, math.inf, 1, "paired t", "log_ratio")
+    rows = [Comparison(arms[1].name, metric, 1.0, unknown, "unknown") for metric in (P99_ITL, *RATES)]
+    itl_s = {arm.name: mean_over_replicates(arm, P99_ITL) or 0.0 for arm in arms}
+    low, high = (f"{fmt.seconds(itl_s[name])} with {name}" for name in sorted(itl_s, key=lambda name: itl_s[name]))
+    text = f"P99 ITL {low} and {high}"
+    more = " (more replicates give an interval)"
+    alone = [Compared("", arms, rows, ())]
+    assert observed(alone, "Which stalls?", None) == [f"Observed without an interval: {text}{more}."]
+    groups = [Compared(f"{rate} requests/s", arms, rows, ()) for rate in range(5)]
+    (said,) = observed(groups, "Which stalls?", None)
+    at = ", ".join(f"{text} at {rate} requests/s".removeprefix("P99 ITL " * (rate > 0)) for rate in range(3))
+    assert said == f"Observed without an interval: {at}, 2 more loads are in the tables{more}."
+    hits = [fmt.share(mean_over_replicates(arm, HIT_RATE)) for arm in arms]
+    assert hits[0] == hits[1], "the same prompts"
+    both = f"prefix hit rate {hits[0]} with {arms[0].name} and {arms[1].name}"
+    assert observed(alone, "Which hits most?", None) == [f"Observed without an interval: {both}."]
+    many = [replace(arm, name=f"{arm.name} {index}") for index in range(3) for arm in arms]
+    (said,) = observed([Compared("", many, (), ())], "Which hits most?", None)
+    assert said.endswith(f"{hits[0]} with every arm.")
+    assert observed(alone, "Which hits the deadline, and what TTFT?", None) == []
+    (said,) = observed(alone, "Is it fair?", None)
+    assert said.startswith("Observed without an interval: service gap of tenants ")
+    assert "; Jain's index" in said
 
 
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
@@ -308,13 +344,6 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
         assert absent(words, has_slo=True, has_gaps=False) == []
     assert not is_asked(P99_ITL, "Which installation has this title?")
     assert is_asked(P99_ITL, "Which stalls?")
-    (said,) = absent("Is it fair, at what hit rate?", has_slo=False)
-    assert said == f"{begin}hit rate and fairness (in the tables below, without a verdict)."
-    (said,) = absent("Which eviction hits most?", has_slo=False)
-    assert said == f"{begin}hit rate (in the tables below, without a verdict)."
-    assert absent("Is it fair?", has_slo=False, has_tenants=False) == []
-    (said,) = absent("Which stalls?", has_slo=False, untested=["P99 ITL"])
-    assert said == f"{begin}P99 ITL (observed below, without an interval: more replicates give one)."
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
     assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"

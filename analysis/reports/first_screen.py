@@ -46,7 +46,7 @@ from analysis.reports.replicates import shared
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
-_MAX_QUIET = 3  # that are named as without a difference
+_MAX_NAMED = 3  # comparisons in one sentence
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
 
 
@@ -103,23 +103,22 @@ def answer(
 def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, margin: float, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
     claimed changes, settings that changed no decision, and comparisons without a difference."""
-    ranked: list[tuple[bool, float, str]] = []
+    changes: dict[tuple[bool, float, str, str], list[str]] = {}  # what is said after their names: arms (factors: "")
     claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
     quiet: list[tuple[str, _Subject]] = []  # (conditions, what has no difference under them)
     for group in groups:
         for subject in _subjects(group):
-            ranked += [
-                (is_beside, -size, _under(group.load, subject.arms, text))
-                for is_beside, size, text in _changes(subject, question, margin)
-            ]
+            at, arm = ", ".join(conditions(group.load, subject.arms)), subject.name.rpartition(" against ")[0]
+            for is_beside, size, text in _changes(subject, question, margin):
+                changes.setdefault((is_beside, -size, at, text.removeprefix(arm)), []).append(arm)
             for row in subject.claims:
-                key = (subject.average + subject.name, row.metric.label)
-                claimed.setdefault(key, []).append((", ".join(conditions(group.load, subject.arms)), row))
+                claimed.setdefault((subject.average + subject.name, row.metric.label), []).append((at, row))
             if not subject.claims and not subject.by_cell:
-                quiet.append((", ".join(conditions(group.load, subject.arms)), subject))
-    ranked.sort(key=lambda item: item[:2])
+                quiet.append((at, subject))
+    ranked = sorted(changes.items(), key=lambda item: item[0][:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
-    said = [*_turning(claimed), *(text for *_, text in ranked)]
+    told = [_under(at, f"{fmt.listing(names, _MAX_NAMED)}{text}") for (_, _, at, text), names in ranked]
+    said = [*_turning(claimed), *told]
     num_first = 0 if asks_beside_slo(question) else max(1, most - 2)
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
@@ -180,7 +179,7 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
             by_at.setdefault(at if name in claimed else "", {}).setdefault(name, []).append(subject)
     found = []
     for at, subjects in by_at.items():
-        names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_QUIET else f"{len(subjects)} more comparisons"
+        names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         every = [one for those in subjects.values() for one in those]
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
         text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}."
@@ -188,10 +187,9 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
     return found
 
 
-def _under(load: str, arms: Sequence[Arm], text: str) -> str:
-    """A sentence on these arms, with the conditions under which it holds."""
-    said = ", ".join(conditions(load, arms))
-    return f"{said[0].upper()}{said[1:]}, {text}." if said else f"{_as_sentence(text)}."
+def _under(at: str, text: str) -> str:
+    """A sentence with the conditions under which it holds."""
+    return f"{at[0].upper()}{at[1:]}, {text}." if at else f"{_as_sentence(text)}."
 
 
 def _as_sentence(text: str) -> str:
@@ -396,4 +394,4 @@ def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
     also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
-    return _under(group.load, group.arms, text)
+    return _under(", ".join(conditions(group.load, group.arms)), text)

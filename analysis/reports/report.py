@@ -259,7 +259,15 @@ def _said(
     by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
     nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
     against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
-    return [findings.finding(f"{against[arm]} {baseline.name}, {arm}", of, margin) for arm, of in by_arm.items()]
+    equal = grouped(by_arm, lambda arm: (against[arm], tuple((r.metric, r.estimate, r.verdict) for r in by_arm[arm])))
+    return [
+        findings.finding(f"{start} {baseline.name}, {_each_of(names)}", by_arm[names[0]], margin)
+        for (start, _), names in equal.items()
+    ]
+
+
+def _each_of(names: list[str]) -> str:
+    return f"each of {fmt.listing(names)}" if len(names) > 1 else names[0]
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:

@@ -50,6 +50,15 @@ def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> Non
     assert only == f"{said[0].removesuffix('.')}; 8 more differences are below, under “All findings”."
 
 
+def test_arms_with_equal_changes_share_a_sentence() -> None:
+    rows = [row(name, 0, change) for name, change in {"a": -0.1, "b": -0.3, "c": -0.1}.items()]
+    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    assert [text.partition(":")[0] for text in answer(groups, None)] == ["b against base", "a and c against base"]
+    groups += [Compared("9 requests/s", groups[0].arms, [row("a", 0, 0.2)], ())]
+    first, *_ = answer(groups, None)
+    assert first.startswith("a against base turns with the load: mean TTFT is worse at 9 requests/s")
+
+
 def test_what_is_inside_the_noise_is_no_answer() -> None:
     base = [Arm("base", {}, ())]
     assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None) == [

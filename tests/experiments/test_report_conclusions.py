@@ -197,6 +197,18 @@ def test_an_idle_policy_of_a_preset_is_no_reason_of_its_other_settings_effects(t
     ]
 
 
+def test_arms_that_decided_alike_share_a_sentence(tmp_path: Path) -> None:
+    for budget in (64, 2048, 4096):
+        trace = {**LOAD, "prompt": {"kind": "constant", "value": 512}, "name": "synthetic", "rate": 10.0}
+        scheduler = {"name": "sarathi", "max_num_batched_tokens": budget}
+        ran(tmp_path / f"{budget}", trace=trace, scheduler=scheduler, cache={"num_gpu_blocks": 5000})
+    said = report(tmp_path, baseline="tokens 64")
+    small, *large = (f"max num batched tokens {budget}" for budget in (64, 2048, 4096))
+    (told,) = answered(said)
+    assert told.startswith(f"- On this one trace, {' and '.join(large)} against {small}: better in mean TTFT")
+    assert said.count(f"against {small}, each of {' and '.join(large)} is better in mean TTFT") == 1
+
+
 def test_cautions_count_the_runs_at_every_load(tmp_path: Path) -> None:
     for scheduler in ("vllm_v1", "sarathi"):
         for rate, num in ((10.0, 60), (40.0, 120)):

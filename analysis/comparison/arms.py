@@ -115,13 +115,17 @@ def same_prices(one: Arm, other: Arm) -> bool:
     return all(one.levels.get(key) == other.levels.get(key) for key in keys)
 
 
+def arms_called(arms: Sequence[N], name: str) -> list[N]:
+    """The arms with this name, or else all whose name contains it."""
+    return [arm for arm in arms if arm.name == name] or [arm for arm in arms if name in arm.name]
+
+
 def find_arm(arms: Sequence[N], name: str | None) -> N:
     """The arm with this name, or else the only one whose name contains it; the first arm for None. Raises
     RunFolderError if there is none, or several."""
     if name is None:
         return arms[0]
-    exact = [arm for arm in arms if arm.name == name]
-    near = exact or [arm for arm in arms if name in arm.name]
+    near = arms_called(arms, name)
     if len(near) != 1:
         what = "no arm is" if not near else f"{len(near)} arms are"
         names = "; ".join(arm.name for arm in arms)

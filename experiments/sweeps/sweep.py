@@ -186,17 +186,20 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
 
 
 def _say_unknown_baseline(configs: Sequence[RunConfig]) -> None:
-    """Prints a note if no arm of these points matches report.baseline; earlier points in the folder may match."""
+    """Prints a note if report.baseline names no arm of these points, or several; earlier points in the folder may
+    match. A single arm has no name that a user could know: arms are named by what differs between them."""
     baseline = configs[0].report.baseline
     if baseline is None:
         return
-    from analysis.comparison.arms import infer_arms  # not at the top: Arrow is slow to import
+    from analysis.comparison.arms import arms_called, infer_arms  # not at the top: Arrow is slow to import
     from analysis.load import Run
 
-    runs = [Run(Path(f"point-{number}"), config.raw, {}) for number, config in enumerate(configs)]
-    names = [arm.name for arm in infer_arms(runs)]
-    if len(names) > 1 and not any(baseline in name for name in names):
-        print(f"note         report.baseline is {baseline!r}, and no arm of these points is: {'; '.join(names)}")
+    arms = infer_arms([Run(Path(f"point-{number}"), config.raw, {}) for number, config in enumerate(configs)])
+    near = arms_called(arms, baseline)
+    if len(arms) > 1 and len(near) != 1:
+        what = f"{len(near)} arms of these points are" if near else "no arm of these points is"
+        names = "; ".join(arm.name for arm in near or arms)
+        print(f"note         report.baseline is {baseline!r}, and {what}: {names}")
 
 
 def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[list[Point], list[Outcome]]:

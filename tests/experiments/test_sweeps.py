@@ -412,6 +412,9 @@ def test_a_baseline_that_no_arm_has_for_a_name_is_said_before_any_point_runs(
     assert first == "note         report.baseline is 'unifed', and no arm of these points is: unified; decode_first"
     assert len(others) > 3, "the points are run all the same"
     assert "report.baseline" not in sweep(capsys, tmp_path / "s", *arms, "report.baseline=unified").out
+    first, *_ = sweep(capsys, tmp_path / "s", *arms, "report.baseline=fi").out.splitlines()
+    assert first == "note         report.baseline is 'fi', and 2 arms of these points are: unified; decode_first"
+    assert "report.baseline" not in sweep(capsys, tmp_path / "s", "report.baseline=fi").out, "an arm alone has no name"
 
 
 def test_a_class_file_that_breaks_sets_no_finished_point_aside(

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, Override, RangeSweep, Transformer
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -264,12 +264,17 @@ def swept_values(item: Override, library: Library) -> list[str]:
         else:
             if isinstance(pattern, RangeSweep):  # the only sweep that can be longer than its text
                 check_num_points(sum(1 for _ in islice(pattern.range(), MAX_POINTS + 1)), item.input_line)
-            values = list(item.sweep_string_iterator())
+            values = list(item.sweep_iterator(_as_typed))
     except (ValueError, TypeError, HydraException) as error:
         raise ConfigError(f"{item.input_line}: {' '.join(str(error).split())}; give values as {key}=a,b,c") from None
     if not values:
         raise ConfigError(f"{item.input_line} has no values; give some, as {key}=a,b,c")
     return [f"{key}={value}" for value in values]
+
+
+def _as_typed(value: Any) -> str:
+    """Returns a swept value as users type it: Hydra writes True for true."""
+    return literal(value) if isinstance(value, bool) else Transformer.str(value)
 
 
 def _names(library: Library, item: Override) -> list[Any]:

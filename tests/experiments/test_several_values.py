@@ -78,6 +78,16 @@ def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: p
     ]  # fmt: skip
 
 
+def test_labels_of_points_are_what_a_user_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept_values(parsed("cache.prefix_caching=true,false"), Library()) == [
+        f"cache.prefix_caching={value}" for value in ("true", "false")
+    ]
+    assert swept_values(parsed("seed=1,0"), Library()) == ["seed=1", "seed=0"]
+    said = sweep(capsys, tmp_path / "s", "cache.prefix_caching=true,false").out
+    assert "cache.prefix_caching=false: " in said
+    assert "False" not in said
+
+
 def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def study(params: str) -> list[str]:
         text = f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {{{params}}}}}}}\n"

@@ -29,6 +29,7 @@ from testbed.traces.readers.open_archive import archive_files
 from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import content_key
+from testbed.wording import count
 
 SEMANTICS = BlockSemantics(block_tokens=64, rounding="floor", scope="session")
 SESSION_STARTS = ArrivalConfig(arrival="poisson", rate=0.1)
@@ -64,7 +65,7 @@ def stream_agentic(
     """
     config = arrivals or SESSION_STARTS
     streams(seed)  # rejects a bad seed before any row is read
-    num_bad_thinks = 0
+    num_bad_thinks, has_turns = 0, False
 
     def sessions() -> Iterator[_Session]:
         nonlocal num_bad_thinks
@@ -76,9 +77,10 @@ def stream_agentic(
             num_bad_thinks += session.num_bad_thinks
 
     def rows() -> Iterator[TraceRequest]:
+        nonlocal has_turns
         is_empty = True
         for row in _in_order(sessions()):
-            is_empty = False
+            is_empty, has_turns = False, has_turns or bool(row.turn)
             yield row
         if is_empty:
             raise TraceError(f"{path}: no requests; expected one JSON file a session, with requests")
@@ -88,13 +90,15 @@ def stream_agentic(
         *idle_notes(config, default=SESSION_STARTS),
     )
     replaced = "think times that do not count from the request before are replaced by the time since it arrived"
-    found = "think times did not count from the request before; the time since it arrived was taken"
-    return StreamedTrace(
-        "agentic",
-        rows,
-        (*told, replaced) if closed_loop else told,
-        counted=lambda: (*told, f"{num_bad_thinks} {found}") if num_bad_thinks else told,
-    )
+    found = "did not count from the request before; the time since it arrived was taken"
+    idle = "trace.closed_loop has no effect: each session has one request"
+
+    def counted() -> tuple[str, ...]:
+        if not closed_loop and not has_turns:
+            return (*told, idle)
+        return (*told, f"{count(num_bad_thinks, 'think time')} {found}") if num_bad_thinks else told
+
+    return StreamedTrace("agentic", rows, (*told, replaced) if closed_loop else told, counted=counted)
 
 
 def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:

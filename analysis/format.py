@@ -47,7 +47,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 def count(num: float, noun: str) -> str:
     """A count with its noun, in the plural unless it is 1: "1 request", "1,234 requests"."""
-    return f"{number(num)} {noun}{'s' * (num != 1)}"
+    return f"{number(num)} {noun if num == 1 else f'{noun}s'}"
 
 
 def mean_count(value: float | None) -> str:

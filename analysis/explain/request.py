@@ -11,7 +11,7 @@ import pandas as pd
 from analysis.explain.following import NUM_NAMED, Stretch
 from analysis.explain.frames import Told
 from analysis.explain.waiting import IN_FLIGHT, NEVER_FITS, Preempted
-from analysis.format import listing, seconds, share
+from analysis.format import count, listing, seconds, share
 from analysis.load import Run, num_replicas
 
 CAUSES = {
@@ -44,7 +44,7 @@ def explain_request(run: Run, request_id: str) -> str:
     lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, block_size)}" for one in named)]
     if len(waits) > len(named):
         rest = sum(map(_ns, waits)) - sum(map(_ns, named))
-        lines.append(f"- {len(waits) - len(named)} shorter stretches, {seconds(rest / 1e9)} in all")
+        lines.append(f"- {count(len(waits) - len(named), 'shorter wait')}, {seconds(rest / 1e9)} in all")
     lines += [*_admission(row), *(f"- {_preemption(one)}" for one in preempted), *_pace(stretches), _ending(row)]
     return "\n".join([*lines, "", *_table(stretches, request_id)])
 
@@ -63,7 +63,7 @@ def _answer(
         by_cause[one.cause] += _ns(one)
     causes = by_cause.most_common()
     said = listing([f"{seconds(ns / 1e9)} for {CAUSES[cause]}" for cause, ns in causes[:3]])
-    more = f", and {len(causes) - 3} more causes" if len(causes) > 3 else ""
+    more = f", and {count(len(causes) - 3, 'more cause')}" if len(causes) > 3 else ""
     first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "
     longest = max(waits, key=_ns)
     where = f"Its longest stretch of waiting for one cause: {_wait(longest, row, block_size)}."
@@ -87,10 +87,10 @@ def _preempted(preempted: list[Preempted], life: int) -> str:
     whose = list(dict.fromkeys(_whose(one) for one in preempted))
     named = whose if len(whose) < 5 else [*whose[:3], f"{len(whose) - 3} others"]
     away = sum((one.back_ns or one.at_ns) - one.at_ns for one in preempted)
-    again = sum(one.recomputed_tokens for one in preempted)
+    again = count(sum(one.recomputed_tokens for one in preempted), "token")
     return (
         f"It was preempted {times(len(preempted))}, for {listing(named)}: "
-        f"{seconds(away / 1e9)} until it ran again ({share(away / life)} of its time), {again:,} tokens computed again."
+        f"{seconds(away / 1e9)} until it ran again ({share(away / life)} of its time), {again} computed again."
     )
 
 
@@ -108,9 +108,9 @@ def _wait(one: Stretch, row: Any, block_size: int) -> str:
         return text
     if one.cause in _OF_BLOCKS:
         low, high, needed = one.least_free_blocks, one.most_free_blocks, math.ceil(one.num_wanted / block_size)
-        text += f": {low if low == high else f'{low} to {high}'} were free"
+        text += f": {low if low == high else f'{low} to {high}'} {were(high)} free"
         if is_head and one.cause == "kv_blocks":
-            text += f", its {one.num_wanted:,} tokens fill {needed}"
+            text += f", its {count(one.num_wanted, 'token')} {'fills' if one.num_wanted == 1 else 'fill'} {needed}"
             text += " and the watermark, or room to grow, stays free" if low >= needed else ""
     if one.cause in ("token_budget", "partial_prefills") and one.takers:
         takers = sorted(one.takers, key=lambda item: -item[1])[:NUM_NAMED]
@@ -123,20 +123,20 @@ def _arrival(row: Any, run: Run) -> list[str]:
     late = int(row["queued_ns"]) - int(row["arrival_ns"])
     where = f" by replica {row['replica']}" if num_replicas(run) > 1 else ""
     seen = f"seen{where} {seconds(late / 1e9)} later, at the next step boundary" if late else f"seen{where} at once"
-    return [f"Arrived at {_at(row['arrival_ns'])} with {row['num_prompt_tokens']:,} prompt tokens; {seen}."]
+    return [f"Arrived at {_at(row['arrival_ns'])} with {count(row['num_prompt_tokens'], 'prompt token')}; {seen}."]
 
 
 def _admission(row: Any) -> list[str]:
     if pd.isna(row["first_scheduled_ns"]):
         return ["Never admitted."]
-    hit = f"{int(row['num_cached_tokens']):,} of {row['num_prompt_tokens']:,} tokens found in the prefix cache"
+    hit = f"{int(row['num_cached_tokens']):,} of {count(row['num_prompt_tokens'], 'token')} found in the prefix cache"
     return [f"First admitted at {_at(row['first_scheduled_ns'])}: {hit}."]
 
 
 def _preemption(one: Preempted) -> str:
     kept = "moved to the CPU" if one.mode == "swap" else "lost"
     text = f"preempted by {one.mode} in step {one.step} at {_at(one.at_ns)}, for {_whose(one)}; "
-    text += f"{one.lost_tokens:,} tokens {kept}"
+    text += f"{count(one.lost_tokens, 'token')} {kept}"
     if one.back_ns is None:
         return text + "; it did not run again"
     text += f"; ran again {seconds((one.back_ns - one.at_ns) / 1e9)} later"
@@ -144,11 +144,19 @@ def _preemption(one: Preempted) -> str:
         return text + f"; both swaps took about {seconds(one.cost_ns / 1e9)} (its share of these steps' swap time)"
     if not one.recomputed_tokens:
         return text + "; nothing was computed again"
-    text += f"; {one.recomputed_tokens:,} tokens were computed again, about {seconds(one.cost_ns / 1e9)} (its share of "
+    text += f"; {computed_again(one.recomputed_tokens)}, about {seconds(one.cost_ns / 1e9)} (its share of "
     text += "these steps, by tokens)"
     if one.caught_up_ns is None:
         return text
     return text + f", and was where it had been after {seconds((one.caught_up_ns - one.at_ns) / 1e9)}"
+
+
+def computed_again(num: int) -> str:
+    return f"{count(num, 'token')} {were(num)} computed again"
+
+
+def were(num: int) -> str:
+    return "was" if num == 1 else "were"
 
 
 def times(num: int) -> str:
@@ -165,14 +173,16 @@ def _pace(stretches: list[Stretch]) -> list[str]:
     decodes, lines = [one for one in stretches if one.state == "decode"], []
     num_steps, ns = sum(one.num_steps for one in decodes), sum(map(_ns, decodes))
     if num_steps:
-        text = f"Decoded in {num_steps:,} steps, {seconds(ns / num_steps / 1e9)} each"
+        text = f"Decoded in {count(num_steps, 'step')}, {seconds(ns / num_steps / 1e9)} each"
         num_slowed, slowed = sum(one.num_slowed for one in decodes), sum(one.slowed_ns for one in decodes)
         if 0 < num_slowed < num_steps:
             plain, mean = (ns - slowed) / (num_steps - num_slowed), slowed / num_slowed
             tokens = sum(one.num_other_prefill_tokens for one in decodes)
             took = f"{seconds(mean / 1e9)} against {seconds(plain / 1e9)}"
             slower = seconds((mean - plain) * num_slowed / 1e9)
-            text += f"; {num_slowed:,} of them also computed {tokens:,} tokens of others' prompts and took {took}: "
+            text += (
+                f"; {num_slowed:,} of them also computed {count(tokens, 'token')} of others' prompts and took {took}: "
+            )
             text += f"about {slower} in all (the means' difference)"
         lines.append(text + ".")
     for cause, why in (("prefills", "computed others' prompts"), ("not_scheduled", "had no room for it")):
@@ -191,7 +201,7 @@ def _ending(row: Any) -> str:
     message = f" ({row['finish_message']})" if isinstance(row["finish_message"], str) else ""
     times = [f"{name} {seconds(row[key])}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
              if not pd.isna(row[key])]  # fmt: skip
-    emitted = f"after {row['num_output_tokens']:,} output tokens"
+    emitted = f"after {count(row['num_output_tokens'], 'output token')}"
     how = f"{row['finish_reason']}{message} {emitted}"
     told = f"Ended at {_at(row['finish_ns'])} as {how}: {', '.join(times) or 'no token'}."
     first_ns, last_ns = (behind_ns(row, sent, done) for sent, done in (SENT_FIRST, SENT_LAST))
@@ -225,12 +235,12 @@ def _table(stretches: list[Stretch], name: str) -> list[str]:
 
 def _who(one: Stretch, name: str) -> str:
     if one.state in ("prefill", "recompute", "decode"):
-        return f"{one.num_tokens:,} tokens"
+        return count(one.num_tokens, "token")
     ahead = "at the head" if one.ahead == (name,) else f"behind {_some(one.ahead)}" if one.ahead else ""
     if one.state == "stalled":
         ran = ", ".join(f"{who} {num:,} tokens" for who, num in one.takers[:NUM_NAMED])
     else:
-        ran = ", ".join(f"{who} {num:,} blocks" for who, num in one.holders)
+        ran = ", ".join(f"{who} {count(num, 'block')}" for who, num in one.holders)
     return "; ".join(filter(None, (ahead, ran)))
 
 

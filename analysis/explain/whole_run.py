@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.frames import Told
-from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns, times
+from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns, computed_again, times, were
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
 
@@ -48,7 +48,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
     life, total, num = int(requests["life_ns"].sum()), int(waits["ns"].sum()), len(requests)
     sums = waits.groupby("cause")["ns"].sum().sort_values(ascending=False)
     causes = [f"{share(ns / total)} for {CAUSES.get(str(cause), str(cause))}" for cause, ns in sums.head(3).items()]
-    first = f"{num:,} requests waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
+    first = f"{count(num, 'request')} waited {seconds(total / 1e9)} in all, {share(total / max(1, life))} of their time"
     first += " in the system"
     lines = [f"{first}: {listing(causes)}." if total else f"{count(num, 'request')}, and none waited in the queue."]
     if len(preemptions):
@@ -57,7 +57,7 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
         lines.append(
             f"{count(len(preemptions), 'preemption')} ({modes}) of {count(num_victims, 'request')} cost "
             f"{seconds(gone / 1e9)} until all were where they had been, {share(gone / life)} of their time in the "
-            f"system; {preemptions['recomputed_tokens'].sum():,} tokens were computed again."
+            f"system; {computed_again(int(preemptions['recomputed_tokens'].sum()))}."
         )
     else:
         lines.append("Nobody was preempted.")
@@ -88,7 +88,7 @@ def _preempted(preemptions: pd.DataFrame) -> list[str]:
     whose = named.where(named != preemptions["request_id"], "itself")
     counts = preemptions["request_id"].value_counts(sort=False).sort_values(ascending=False, kind="stable")
     again = int((counts > 1).sum())
-    more = f"{again:,} {'was' if again == 1 else 'were'} preempted more than once."
+    more = f"{again:,} {were(again)} preempted more than once."
     lines = [more if again else "Nobody was preempted twice."]
     for name, num in counts.head(_NAMED).items():
         own = whose[preemptions["request_id"] == name].value_counts()
@@ -141,7 +141,7 @@ def _one_line(row: Any) -> str:
     """How long a request waited, and mostly for what."""
     wait, life, num = int(row["wait_ns"]), int(row["life_ns"]), int(row["num_preemptions"])
     if not wait:
-        tokens = f"{row['num_prompt_tokens']:,} prompt and {row['num_output_tokens']:,} output tokens"
+        tokens = f"{row['num_prompt_tokens']:,} prompt and {count(row['num_output_tokens'], 'output token')}"
         text = f"did not wait in the queue: {tokens}"
     else:
         cause = CAUSES.get(str(row["cause"]), str(row["cause"]))

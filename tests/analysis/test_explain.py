@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis.explain.frames import preemptions, stretches, waits
-from analysis.explain.request import explain_request
+from analysis.explain.request import computed_again, explain_request
 from analysis.explain.whole_run import _longest_chain, _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
@@ -189,6 +190,15 @@ def test_who_is_aborted_as_it_comes_is_not_said_to_have_run(tmp_path: Path) -> N
     answer, *_ = explain_request(load_run(folder), "gone").splitlines()
     assert answer == "gone ended at the instant that first saw it: it neither waited nor ran."
     assert stretches(folder, "gone")["end_ns"].empty
+
+
+def test_of_one_thing_nothing_is_said_in_the_plural(tmp_path: Path) -> None:
+    rows = [row("a", 1, 1), row("b", 1, 2), row("c", 5, 1)]
+    run = load_run(run_of(tmp_path, rows, "scheduler.max_num_seqs=1", "cache.num_gpu_blocks=2"))
+    said = "\n".join([explain_run(run), *(explain_request(run, name) for name in "abc")])
+    assert "1 prompt token;" in said
+    assert not re.search(r"(?<![\d,.])1 (prompt |output )?(tokens|blocks|steps|requests|others)\b", said), said
+    assert [computed_again(num) for num in (1, 2)] == ["1 token was computed again", "2 tokens were computed again"]
 
 
 def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:

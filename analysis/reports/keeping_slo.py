@@ -10,15 +10,16 @@ from analysis.comparison.compare import SLO_METRICS, mean_over_replicates
 from analysis.comparison.effects import Compared
 from analysis.measures.metrics import SLO
 
-_MAX_LOADS, _MAX_SHARES = 4, 4  # loads, and different shares, for which the attainment is stated
+_MAX_LOADS, _MAX_SHARES = 4, 4  # loads that differ in it, and shares, for which the attainment is stated
 
 
 def kept(groups: Sequence[Compared], slo: SLO) -> str:
     """The share of requests that keep the SLO, for each arm, at the first few loads; empty if none is known."""
-    told = [(group.load, text) for group in groups if (text := _kept_at(group, slo))]
-    parts = [f"at {load}, {text}" if load else text for load, text in told[:_MAX_LOADS]]
-    if len(told) > _MAX_LOADS:
-        parts.append(f"{len(told) - _MAX_LOADS} more loads are in the tables")
+    told = {group.load: text for group in groups if (text := _kept_at(group, slo))}
+    by_text = list(grouped(told, lambda load: told[load]).items())
+    parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text[:_MAX_LOADS]]
+    if left := sum(len(loads) for _, loads in by_text[_MAX_LOADS:]):
+        parts.append(f"{fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables")
     return "; ".join(parts)
 
 

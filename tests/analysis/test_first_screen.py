@@ -280,11 +280,17 @@ def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
 
 
 def test_attainment_is_told_of_few_loads_and_arms(arms: list[Arm]) -> None:
-    groups = [Compared(f"{rate} requests/s", arms, [row(arms[1].name, 0, 0.3)], ()) for rate in range(6)]
+    some = [[replace(arm, runs=arm.runs[:num]) for arm in arms] for num in range(1, 6)]  # means over as many replicates
+    groups = [Compared(f"{rate} requests/s", few, [row(arms[1].name, 0, 0.3)], ()) for rate, few in enumerate(some)]
     said = answer(groups, SLO(ttft_s=1e6))
     assert len(said) == MAX_SENTENCES
     assert said[0].count("100") == 4
-    assert said[0].endswith("; 2 more loads are in the tables.")
+    assert said[0].endswith("; 1 more load is in the tables.")
+    alike = [Compared(f"{rate} requests/s", arms, groups[0].rows, ()) for rate in range(6)]
+    text = f"{arms[0].name} and {arms[1].name} both keep the SLO for 100\u00a0% of the requests"
+    first, *_ = answer(alike, SLO(ttft_s=1e6))
+    assert first.startswith("At 0 requests/s, 1 requests/s, 2 requests/s, ")
+    assert first.endswith(f" and 5 requests/s, {text} in the mean over 5 replicates.")
 
 
 @pytest.fixture

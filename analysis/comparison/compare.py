@@ -47,6 +47,11 @@ class Metric:
         return self.write is fmt.share
 
     @property
+    def limit(self) -> float:
+        """The largest change that there can be: of a share 1, all of it."""
+        return 1.0 if self.is_share else math.inf
+
+    @property
     def part(self) -> tuple[str, str, str]:
         """The latency, the statistic and the class of its path ("" where there is none): of all requests it is
         "ttft_s.p99", and of a class "classes.ttft_s.p99.batch"."""
@@ -247,7 +252,8 @@ def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Compa
     diff, scale = differences(*known, are_shares=metric.is_share)
     within = within_one_trace(*pairs[0], *metric.part) if diff.size == 1 and diff.any() else None
     effect = effect_size(diff) if diff.size >= _MIN_FOR_EFFECT else None
-    estimate = within or mean_t(diff, scale, correlation=correlation(common_share([ours[0] for ours, _ in pairs])))
+    shared = correlation(common_share([ours[0] for ours, _ in pairs]))
+    estimate = within or mean_t(diff, scale, correlation=shared, limit=metric.limit)
     return replace(row, estimate=estimate, effect=effect, base=float(known[0].mean()))
 
 

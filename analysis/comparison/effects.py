@@ -150,15 +150,15 @@ def _effect(step: _Step, metric: Metric, slo: SLO | None, noise: float | None, f
         rows, scale = differences(*known, are_shares=metric.is_share)
         base, value = (float(side.mean()) for side in known)
         shared = correlation(common_share(runs))
-        estimate = mean_t(rows.mean(axis=0), scale, correlation=shared)
-        comparison = replace(comparison, value=value, base=base, estimate=estimate)
+        mean, *of_cells = (
+            mean_t(row, scale, correlation=shared, limit=metric.limit) for row in (rows.mean(axis=0), *rows)
+        )
+        comparison = replace(comparison, value=value, base=base, estimate=mean)
         names = [level_names({key: arm.levels.get(key) for key in step.others}) for _, arm in step.pairs]
         apart = replace(comparison, noise=None)
         cells = [
             replace(apart, arm=name, value=float(theirs.mean()), base=float(ours.mean()), estimate=one)
-            for name, one, ours, theirs in zip(
-                names, [mean_t(row, scale, correlation=shared) for row in rows], *known, strict=True
-            )
+            for name, one, ours, theirs in zip(names, of_cells, *known, strict=True)
         ]
         interaction = _interaction(rows, scale, cells, shared)
     pairs = tuple((first[one.name], first[other.name]) for one, other in step.pairs)
@@ -195,7 +195,8 @@ def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison], co
     low, high = int(means.argmin()), int(means.argmax())
     if low == high:
         return None
-    estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs, correlation)
+    limit = 2 * cells[0].metric.limit
+    estimate = mean_t(rows[high] - rows[low], scale, 1 - ALPHA / num_pairs, correlation, limit)
     if estimate.p_value is not None:
         estimate = replace(estimate, p_value=min(1.0, estimate.p_value * num_pairs))
     return Interaction(tuple(cells), estimate)

@@ -94,13 +94,19 @@ def widened(spread: float, num_repeats: int) -> float:
 
 
 def mean_t(
-    differences: FloatArray, scale: Scale = "difference", level: float = LEVEL, correlation: float = 0.0
+    differences: FloatArray,
+    scale: Scale = "difference",
+    level: float = LEVEL,
+    correlation: float = 0.0,
+    limit: float = math.inf,
 ) -> Estimate:
     """Mean of replicates `[num_replicates]` with Student's interval and two-sided p-value (Student, 1908).
 
     correlation: between the replicates, below 1; above 0 if they are drawn from one record. They then differ less from
     each other than from other records: the variance of their mean is not s^2 / num, but s^2 (1 / num + correlation /
     (1 - correlation)) (Nadeau and Bengio, 2003).
+    limit: no difference can be larger, as 1 for shares. A finite interval is cut there, and covers the mean as often as
+    before, as that does not lie beyond.
     One replicate gives an infinite interval and no p-value. If all values are equal and not 0, there is no spread to
     judge by. With enough replicates for the sign test (2^(1 - num) < 1 - level: six at 95 %) the interval is a point
     with that test's p-value (Arbuthnot, 1710); with fewer, or correlated ones, it is infinite, without a p-value. All
@@ -120,7 +126,8 @@ def mean_t(
 
     half = float(stats.t.ppf(0.5 + level / 2, num - 1)) * error
     p_value = 2.0 * float(stats.t.sf(abs(mean / error), num - 1))
-    return Estimate(mean, mean - half, mean + half, num, "paired t", scale, level, p_value)
+    low, high = max(mean - half, -limit), min(mean + half, limit)
+    return Estimate(mean, low, high, num, "paired t", scale, level, p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

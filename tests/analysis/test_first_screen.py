@@ -18,6 +18,7 @@ from analysis.comparison.compare import (
     RATES,
     SLO_METRICS,
     Comparison,
+    compare,
     mean_over_replicates,
 )
 from analysis.comparison.effects import Compared, Effect, Interaction
@@ -308,6 +309,16 @@ def test_runs_beyond_capacity_count_where_both_arms_ran_their_trace(arms: list[A
     some = [replace(slow, runs=slow.runs[1:4]), replace(fast, runs=fast.runs[1:])]
     assert conditions("", some) == ["over all runs (1 of 6 are beyond capacity)"]
     assert conditions("", [replace(slow, runs=slow.runs[:4]), some[1]]) == conditions("", some)
+
+
+def test_an_attainment_changes_by_a_hundred_points_at_most(arms: list[Arm]) -> None:
+    two = [replace(arm, runs=arm.runs[:2]) for arm in arms]
+    for arm, shares in zip(two, ((0.0, 0.1), (0.2, 0.9)), strict=True):
+        for run, share in zip(arm.runs, shares, strict=True):
+            run.summary["slo"] = {"attainment": share}
+    (row,) = compare(two, two[0], [SLO_METRICS[0]])
+    assert row.estimate is not None
+    assert (row.estimate.low, row.estimate.high) == (-1, 1)
 
 
 def lights(arms: list[Arm], pairs: list[Pair]) -> dict[str, tuple[str, str]]:

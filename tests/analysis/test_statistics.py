@@ -35,6 +35,15 @@ def test_paired_t_is_scipys():
     assert (mine.low, mine.high) == pytest.approx(tuple(theirs.confidence_interval()))
 
 
+def test_no_interval_leaves_what_differences_can_be():
+    free, bounded = (mean_t(np.array([0.1, 0.9]), limit=limit) for limit in (np.inf, 1.0))
+    assert free.low < -1 < 1 < free.high
+    assert (bounded.low, bounded.high, bounded.p_value) == (-1, 1, free.p_value)
+    inside = np.array([0.1, 0.2, 0.15])
+    assert mean_t(inside, limit=1.0) == mean_t(inside)
+    assert verdict(mean_t(np.array([0.5]), limit=1.0)) == "unknown", "one replicate has no interval"
+
+
 def test_log_ratio_says_percent():
     estimate = paired_t([1.0, 2.0, 4.0], [1.1, 2.2, 4.4])
     assert estimate.percent()[0] == pytest.approx(10.0)

@@ -206,10 +206,11 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     return result
 
 
-def over_loads(loads: Mapping[str, Sequence[Arm]]) -> list[Arm]:
-    """The arms of all loads, each once, with its runs at every load."""
-    by_name = grouped((arm for arms in loads.values() for arm in arms), lambda arm: arm.name)
-    return [replace(same[0], runs=tuple(run for arm in same for run in arm.runs)) for same in by_name.values()]
+def joined(arms: Iterable[Arm]) -> list[Arm]:
+    """The arms, each once: those of one name, as at several loads, with the runs of all."""
+    by_name = grouped(arms, lambda arm: arm.name)
+    runs = {name: {run.path: run for arm in same for run in arm.runs} for name, same in by_name.items()}
+    return [replace(same[0], runs=tuple(runs[name].values())) for name, same in by_name.items()]
 
 
 Key = tuple[str | None, int | None, int]

@@ -12,7 +12,7 @@ from analysis.comparison.arms import (
     decided_alike,
     grouped,
     is_policy,
-    over_loads,
+    joined,
     replicates,
     unsaid_keys,
 )
@@ -35,7 +35,7 @@ _MAX_KEYS = 6  # items that are listed
 
 def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
     """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
-    arms = over_loads(loads)
+    arms = joined(arm for group in loads.values() for arm in group)
     said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):

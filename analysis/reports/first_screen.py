@@ -14,6 +14,7 @@ from analysis.comparison.arms import (
     alike,
     comparable,
     grouped,
+    joined,
     level_groups,
     num_replicates,
     on_shared_traces,
@@ -124,10 +125,10 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     same = _same(groups)
     every = [one for _, one in quiet]
     if not said and any(one.lacks_data(margin) for one in every):
-        return [*same, _too_little(every, margin)]
+        return [*same, _under(_over(every), _too_little(every, margin))]
     if not said and not same and quiet:
         beyond = f"{_no_more_than(every, margin)}{_preempted(every)}"
-        return [f"Nothing that was compared differs beyond {beyond}{_without_interval(every)}."]
+        return [_under(_over(every), f"nothing that was compared differs beyond {beyond}{_without_interval(every)}")]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -145,6 +146,11 @@ def _preempted(subjects: Sequence[_Subject]) -> str:
     return f" ({told})" if told else ""
 
 
+def _over(subjects: Sequence[_Subject]) -> str:
+    """The conditions of all of these comparisons, at whatever load."""
+    return ", ".join(conditions("", joined(arm for subject in subjects for arm in subject.arms)))
+
+
 def _names(rows: Sequence[Comparison]) -> list[str]:
     return list(dict.fromkeys(row.metric.label for row in rows))
 
@@ -159,11 +165,11 @@ def _without_interval(subjects: Sequence[_Subject]) -> str:
 
 def _too_little(subjects: Sequence[_Subject], margin: float) -> str:
     """A sentence on what could not be tested, and on the metrics that could."""
-    said = f"There is too little data for a claim{_preempted(subjects)}: too few replicates, or too few requests of one"
+    said = f"there is too little data for a claim{_preempted(subjects)}: too few replicates, or too few requests of one"
     if all(subject.is_untested for subject in subjects):
-        return f"{said}."
+        return said
     names = _names([row for subject in subjects for row in subject.rows if row.verdict == "unknown"])
-    return f"{said}, in {fmt.listing(names)}; no difference beyond {_no_more_than(subjects, margin)} in the rest."
+    return f"{said}, in {fmt.listing(names)}; no difference beyond {_no_more_than(subjects, margin)} in the rest"
 
 
 def _no_more_than(subjects: Sequence[_Subject], margin: float) -> str:
@@ -182,8 +188,8 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
         names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         every = [one for those in subjects.values() for one in those]
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
-        text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}."
-        found += [_as_sentence(f"{at}, {text}" if at else text)] if subjects else []
+        text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}"
+        found += [_under(at or _over(every), text)] if subjects else []
     return found
 
 
@@ -194,7 +200,7 @@ def _under(at: str, text: str) -> str:
 
 def _as_sentence(text: str) -> str:
     """The text with a capital letter, unless it begins with an arm's name."""
-    is_word = text.startswith(("at ", "no ", "every ", "on average "))
+    is_word = text.startswith(("at ", "no ", "every ", "on average ", "nothing ", "there is "))
     return f"{text[0].upper()}{text[1:]}" if is_word else text
 
 

@@ -25,9 +25,9 @@ from analysis.comparison.arms import (
     find_arm,
     grouped,
     infer_arms,
+    joined,
     num_replicates,
     on_one_replicate,
-    over_loads,
     paired_replicates,
 )
 from analysis.comparison.compare import (
@@ -280,6 +280,7 @@ def _context(
     report: ReportInput, sections: Sections, groups: Mapping[str, Sequence[Arm]], baseline: Arm, slo: SLO | None
 ) -> dict[str, Any]:
     runs = [run for arm in report.arms for run in arm.runs]
+    compared = joined(arm for group in groups.values() for arm in group)
     everything = report.runs
     links = {str(run.path): relative(run.path, sections.out.parent) for run in everything}
     noise = fidelity.real_noise([pair.reals for pair in report.pairs])
@@ -295,7 +296,7 @@ def _context(
     most = MAX_SENTENCES - len(values) - len(beside)
     return {
         "title": report.title,
-        "question": report.question or default_question(over_loads(groups), baseline),
+        "question": report.question or default_question(compared, baseline),
         "ran": what_ran(everything),
         "baseline": baseline_text(report, baseline),
         "cautions": [

@@ -321,6 +321,17 @@ def test_an_attainment_changes_by_a_hundred_points_at_most(arms: list[Arm]) -> N
     assert (row.estimate.low, row.estimate.high) == (-1, 1)
 
 
+def test_that_nothing_differs_is_said_with_the_conditions_under_which_it_is_so(arms: list[Arm]) -> None:
+    first, other = [replace(arm, runs=arm.runs[:1]) for arm in arms]
+    first.runs[0].summary["steadiness"] = {"is_outrun": True}
+    quiet, claimed = row(other.name, 0, 0.1, claimed=False), row("b", 0, 0.3)
+    at = f"Beyond the capacity of {first.name}, on this one trace"
+    (said,) = answer([Compared("9 requests/s", [first, other], [quiet], ())], None)
+    assert said == f"{at}, nothing that was compared differs beyond the noise."
+    *_, said = answer([Compared("9 requests/s", [first, other], [quiet, claimed], ())], None)
+    assert said == f"{at}, {other.name} against {first.name} shows no difference beyond the noise."
+
+
 def lights(arms: list[Arm], pairs: list[Pair]) -> dict[str, tuple[str, str]]:
     errors = {pair.label: error_table(pair.sim, pair.real) for pair in pairs}
     return {light.about: (light.level, light.why) for light in trust([Compared("", arms, [], ())], pairs, errors)}

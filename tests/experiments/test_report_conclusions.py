@@ -292,7 +292,8 @@ def test_what_was_hardly_triggered_is_told_with_how_often(tmp_path: Path) -> Non
     num = sum(run.summary["preemptions"]["total"] for run in runs)
     assert num > 0
     *_, told = answered(report(tmp_path))
-    assert told.startswith(f"- There is too little data for a claim ({num} preemptions in 240 requests): ")
+    at = "Beyond the capacity of every arm, on this one trace"
+    assert told.startswith(f"- {at}, there is too little data for a claim ({num} preemptions in 240 requests): ")
 
 
 def test_fair_shares_of_one_tenant_say_nothing(tmp_path: Path) -> None:

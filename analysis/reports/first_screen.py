@@ -3,6 +3,7 @@ the metrics that the question names."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,9 @@ MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
 _MAX_NAMED = 3  # comparisons in one sentence
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
+
+
+_Said = tuple[bool, float, str]  # whether it is on no metric that the question names, minus the size, the sentence
 
 
 class _Subject(NamedTuple):
@@ -116,10 +120,12 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
                 claimed.setdefault((subject.average + subject.name, row.metric.label), []).append((at, row))
             if not subject.claims and not subject.by_cell:
                 quiet.append((at, subject))
-    ranked = sorted(changes.items(), key=lambda item: item[0][:2])
+    ranked = _turning(claimed, question)
+    for (is_beside, size, at, text), names in changes.items():
+        ranked.append((is_beside, size, _under(at, f"{fmt.listing(names, _MAX_NAMED)}{text}")))
+    ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
-    told = [_under(at, f"{fmt.listing(names, _MAX_NAMED)}{text}") for (_, _, at, text), names in ranked]
-    said = [*_turning(claimed), *told]
+    said = [text for *_, text in ranked]
     num_first = 0 if asks_beside_slo(question) else max(1, most - 2)
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
@@ -185,8 +191,10 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
             by_at.setdefault(at if name in claimed else "", {}).setdefault(name, []).append(subject)
     found = []
     for at, subjects in by_at.items():
-        names = fmt.listing(list(subjects)) if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         every = [one for those in subjects.values() for one in those]
+        average = every[0].average if len({one.average for one in every}) == 1 else ""
+        names = fmt.listing([name.removeprefix(average) for name in subjects])
+        names = f"{average}{names}" if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
         text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}"
         found += [_under(at or _over(every), text)] if subjects else []
@@ -281,16 +289,17 @@ def _same_at(group: Compared) -> list[str]:
     return found
 
 
-def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]) -> list[str]:
-    """One sentence on a metric that is better at some loads and worse at others: the one with the largest loss. Empty
-    if there is none. claimed: by subject and metric, each with its conditions."""
-    found: list[tuple[float, str]] = []
+def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]], question: str) -> list[_Said]:
+    """One sentence on a metric that is better at some loads and worse at others: one that the question names, else the
+    one with the largest loss. Empty if there is none. claimed: by subject and metric, each with its conditions."""
+    found: list[tuple[bool, float, str]] = []
     for (subject, label), every in claimed.items():
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
-            ends = f"worse {at_worst} ({change_text(worst)}) and better {at_best} ({change_text(best)})"
-            found.append((worst.gain, f"{_as_sentence(subject)} turns with the load: {label} is {ends}."))
-    return [min(found)[1]] if found else []
+            ends = f"worse ({change_text(worst)}) {at_worst}, and better ({change_text(best)}) {at_best}"
+            text = f"{_as_sentence(subject)} turns with the load: {label} is {ends}."
+            found.append((not is_asked(worst.metric, question), worst.gain, text))
+    return [(is_beside, -math.inf, text) for is_beside, _, text in sorted(found)[:1]]
 
 
 def _described(group: Compared, slo: SLO | None) -> str:

@@ -57,7 +57,7 @@ def test_arms_with_equal_changes_share_a_sentence() -> None:
     assert [text.partition(":")[0] for text in answer(groups, None)] == ["b against base", "a and c against base"]
     groups += [Compared("9 requests/s", groups[0].arms, [row("a", 0, 0.2)], ())]
     first, *_ = answer(groups, None)
-    assert first.startswith("a against base turns with the load: mean TTFT is worse at 9 requests/s")
+    assert first.startswith("a against base turns with the load: mean TTFT is worse (+22\u00a0%) at 9 requests/s, ")
 
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:
@@ -70,6 +70,17 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
         "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
         "a against base shows no difference beyond the noise.",
     ]
+
+
+def test_that_effects_are_averages_is_said_once() -> None:
+    effects = [
+        Effect("x.a", 0, level, row(str(level), 0, 0.1, claimed=False), (("base", "a"), ("b", "ab")), None)
+        for level in (1, 2)
+    ]
+    *_, said = answer([Compared("", [Arm("base", {}, ())], [row("c", 1, 0.5)], effects)], None)
+    assert said == (
+        "On average over the other factors, a 1 instead of 0 and a 2 instead of 0 show no difference beyond the noise."
+    )
 
 
 def test_what_is_equivalent_is_not_called_noise() -> None:
@@ -136,9 +147,11 @@ def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None
     said = answer(groups, None)
     assert len(said) == MAX_SENTENCES
     assert said[0].replace("\u00a0", " ") == (
-        "a against base turns with the load: mean TTFT is worse at 9 requests/s (+11 %) and better at 20 requests/s "
-        "(−33 %)."
+        "a against base turns with the load: mean TTFT is worse (+11 %) at 9 requests/s, and better (−33 %) at "
+        "20 requests/s."
     )
+    assert "turns" in answer(groups, None, "What TTFT?")[0]
+    assert "turns" in answer([*groups, Compared("30", base, [row("b", 2, 0.1)], ())], None, "What TPOT?")[1]
     assert not any("turns" in text for text in answer(groups[1:], None))
     assert not any("turns" in text for text in said[1:])
 

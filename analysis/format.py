@@ -133,6 +133,11 @@ def component(settings: Mapping[str, Any], *, is_exact: bool = False) -> str:
     return name + (f"({', '.join(arguments)})" if arguments else "")
 
 
+def names(words: Sequence[str], most: int | None = None) -> str:
+    """Names as a `listing`; one that has a comma of its own is in quotes."""
+    return listing([f"“{word}”" if ", " in word else word for word in words], most)
+
+
 def listing(words: list[str], most: int | None = None) -> str:
     """Words as a list, "a, b and c"; if there are more than `most`, only the first ones: "a, b and 3 more"."""
     if most is not None and len(words) > most:

@@ -101,7 +101,7 @@ def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: 
     reasons = fmt.listing(list(dict.fromkeys(text for texts in why.values() for text in texts)))
     told = f"; what sets them apart was never triggered: {reasons}" if why and all(why.values()) else ""
     timed = ", in the same time" if any(key.startswith("cost.") for key in keys) else ""
-    return f"{fmt.listing(list(names))} took the same decisions as {first} at every step{timed}{told}"
+    return f"{fmt.names(names)} took the same decisions as {fmt.names([first])} at every step{timed}{told}"
 
 
 def _never_used(key: str, values: set[str], runs: Sequence[Run]) -> list[str]:

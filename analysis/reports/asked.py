@@ -103,7 +103,7 @@ def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:
     known = {arm.name: value for arm in arms if (value := mean_over_replicates(arm, metric, slo)) is not None}
     by_text = grouped(sorted(known, key=lambda name: known[name]), lambda name: metric.write(known[name]))
     told = [
-        f"{text} with {'every arm' if len(names) == len(arms) > 2 else fmt.listing(names, _MAX_VALUES)}"
+        f"{text} with {'every arm' if len(names) == len(arms) > 2 else fmt.names(names, _MAX_VALUES)}"
         for text, names in by_text.items()
     ]
     return f"from {told[0]} to {told[-1]} ({len(known)} arms)" if len(told) > _MAX_VALUES else fmt.listing(told)

@@ -110,7 +110,7 @@ def _cut(arms: Sequence[Arm]) -> Iterator[str]:
 
 def _named(arms: Sequence[Arm]) -> tuple[str, str]:
     """The arms' names, and what follows a number that each of them has."""
-    return fmt.listing([arm.name for arm in arms]), " each" if len(arms) > 1 else ""
+    return fmt.names([arm.name for arm in arms]), " each" if len(arms) > 1 else ""
 
 
 def _num_sent(arm: Arm) -> int:
@@ -251,7 +251,7 @@ def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
     for key, level in mine[0].levels.items() if len(mine) > 1 else ():
         if [arm.name for arm in arms if arm.levels.get(key) == level] == names:
             return f"all with {level_names({key: level})}"
-    return fmt.listing(names, _MAX_KEYS)
+    return fmt.names(names, _MAX_KEYS)
 
 
 def _span(values: Sequence[object]) -> str:

@@ -73,8 +73,7 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
             names = tuple(row.arm for row in best)
             by_arms.setdefault(names, []).append(f"{metric.label} ({interval_text(best[0])})")
     return [
-        f"Of the claimed improvements on {baseline}, the largest in {fmt.listing(texts)} is that of "
-        f"{fmt.listing(list(names))}."
+        f"Of the claimed improvements on {baseline}, the largest in {fmt.listing(texts)} is that of {fmt.names(names)}."
         for names, texts in by_arms.items()
     ]
 
@@ -128,7 +127,7 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int, single: lis
     methods = {row.estimate.method.split(" of ")[0] for row in rows if row.estimate is not None}
     if num_replicates >= 2 or single:
         over = f"{num_replicates} replicates" if num_replicates >= 2 else "an arm's replicates"
-        one = f" Of {fmt.listing(single)} there is one replicate: {_ONE_TRACE}" if single else ""
+        one = f" Of {fmt.names(single)} there is one replicate: {_ONE_TRACE}" if single else ""
         return (
             f"Changes are relative: means of log-ratios over {over}, paired on the same "
             "trace, with 95 % Student intervals; of shares, and where a value is 0, they are differences. A change "

@@ -121,8 +121,9 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
             if not subject.claims and not subject.by_cell:
                 quiet.append((at, subject))
     ranked = _turning(claimed, question)
-    for (is_beside, size, at, text), names in changes.items():
-        ranked.append((is_beside, size, _under(at, f"{fmt.listing(names, _MAX_NAMED)}{text}")))
+    for (is_beside, size, at, text), arms in changes.items():
+        who_are = arms[0] if len(arms) == 1 else fmt.names(arms, _MAX_NAMED)
+        ranked.append((is_beside, size, _under(at, f"{who_are}{text}")))
     ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
     said = [text for *_, text in ranked]
@@ -407,6 +408,6 @@ def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     others = [arm for arm in arms if arm is not best]
     rows = compare([best, *comparable(others, best)], best, [goodput], margin, slo)
     near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
-    also = f"; {fmt.listing(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
+    also = f"; {fmt.names(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
     return _under(", ".join(conditions(group.load, group.arms)), text)

@@ -36,15 +36,15 @@ def _kept_at(group: Compared, slo: SLO) -> str:
     over = _over_replicates(group.arms)
     if not others:
         both = " both" if len(best) == 2 else ""
-        names = "every arm" if len(best) > 2 else f"{fmt.listing(best)}{both}"
+        names = "every arm" if len(best) > 2 else f"{fmt.names(best)}{both}"
         return f"{names} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
-    said = f"{fmt.listing(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
+    said = f"{fmt.names(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
     if len(by_share) <= _MAX_SHARES:
-        rest = [f"{fmt.listing(those)} for {text}" for text, those in others]
+        rest = [f"{fmt.names(those)} for {text}" for text, those in others]
         return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
     (least, worst) = others[-1]
     how_sure = _how_sure(group, by_share, (most, least))
-    return f"{said}, the most of {len(values)} arms, and {fmt.listing(worst)} for {least}, the least{how_sure}"
+    return f"{said}, the most of {len(values)} arms, and {fmt.names(worst)} for {least}, the least{how_sure}"
 
 
 def _over_replicates(arms: Sequence[Arm]) -> str:
@@ -68,8 +68,8 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     if noise and not untested and not claims:
         said.append("no difference beyond the noise")
     elif noise:
-        said.append(f"inside the noise against {base}: {fmt.listing(noise)}")
+        said.append(f"inside the noise against {base}: {fmt.names(noise)}")
     if untested:
-        of = "" if untested == away else f" of {fmt.listing(untested)}"
+        of = "" if untested == away else f" of {fmt.names(untested)}"
         said.append(f"no interval of the difference{of} is known")
     return f" ({'; '.join(said)})" if said else ""

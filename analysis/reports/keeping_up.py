@@ -79,7 +79,7 @@ def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
         return "every arm"
     if most is not None and len(those) > most:
         return ("every arm" if len(those) == len(every) else f"{len(those)} of {len(every)} arms") + _in_which(those)
-    return fmt.listing([one.name + _in_which([one]) for one in those])
+    return fmt.listing([fmt.names([one.name]) + _in_which([one]) for one in those])
 
 
 def _in_which(those: Sequence[Judged]) -> str:

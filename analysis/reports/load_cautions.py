@@ -103,7 +103,7 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
         names, among = dict.fromkeys(map(name, every)), set(map(name, chosen))
         these = [one for one in names if one in among]
         if len(these) < len(names):
-            parts.append(fmt.listing(these, _MAX_NAMED))
+            parts.append(fmt.names(these, _MAX_NAMED))
     if len({name for name, _ in chosen}) == len(arms) > 1:
         parts.insert(0, "every arm")
     told = f" ({'; '.join(parts)})" if parts else ""

@@ -180,7 +180,7 @@ def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: s
         groups[load] = comparable(ordered, ordered[0])
         at_load = f"At {load} " if load else ""
         if lacks := [arm.name for arm in report.arms if arm.name not in {baseline_name, *(one.name for one in arms)}]:
-            lacking.setdefault(fmt.listing(lacks, _MAX_NAMED), []).append(load)
+            lacking.setdefault(fmt.names(lacks, _MAX_NAMED), []).append(load)
         if ordered[0].name != baseline_name:
             sections.notes.append(f"{at_load}the baseline is {ordered[0].name}: {baseline_name} has no run there.")
         missing = [arm.name for arm in arms if arm.name not in {kept.name for kept in groups[load]}]
@@ -267,7 +267,7 @@ def _said(
 
 
 def _each_of(names: list[str]) -> str:
-    return f"each of {fmt.listing(names)}" if len(names) > 1 else names[0]
+    return f"each of {fmt.names(names)}" if len(names) > 1 else names[0]
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:
@@ -327,7 +327,7 @@ def _context(
         "commands": [*commands, *([report.command] if report.command else [])],
         "max_commands": _MAX_COMMANDS,
         "versions": [version for version in versions if version],
-        "runs": tables.runs_table(report.arms, links),
+        "runs": tables.runs_table(by_load(report.arms, report.replicated), links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }
 

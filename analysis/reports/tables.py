@@ -276,10 +276,13 @@ def ranking_table(ranking: pd.DataFrame, load: str) -> Table:
     return Table(caption, headers, tuple(rows))
 
 
-def runs_table(arms: Sequence[Arm], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(arm, replicate, link) of every run that counts (see `counted`)."""
-    name_of = replicate_names([run for arm in arms for run in arm.runs])
-    return [(arm.name, name_of(run), links[str(run.path)]) for arm in arms for run in counted(arm)]
+def runs_table(loads: Mapping[str, Sequence[Arm]], links: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(arm, load and replicate, link) of every run that counts (see `counted`). loads: the arms at each."""
+    name_of = replicate_names([run for arms in loads.values() for arm in arms for run in arm.runs])
+    return [
+        (arm.name, ", ".join(filter(None, (load, name_of(run)))), links[str(run.path)])
+        for load, arms in loads.items() for arm in arms for run in counted(arm)
+    ]  # fmt: skip
 
 
 def replicate_names(every: Sequence[Run]) -> Callable[[Run], str]:

@@ -65,7 +65,7 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     if num < 2:
         few = [on_one_replicate(group.arms) for group in groups if num_replicates(group.arms) < 2]
         names = list(dict.fromkeys(name for one in few for name in one)) if all(few) else []
-        of = f" of {fmt.listing(names, _MAX_NAMED)}" if names else ""
+        of = f" of {fmt.names(names, _MAX_NAMED)}" if names else ""
         return Trust("replicates", "poor", f"one replicate{of}: nothing says how the result varies between traces")
     drawn = drawn_by([run.flat_config for run in runs])
     stated = [name for run in runs for name in run.flat_config.get("report.replicates") or ()]
@@ -78,7 +78,7 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
 
 def _ignoring(arms: Sequence[Arm]) -> str:
     """The names of the arms that ignored requests; "" for none."""
-    return fmt.listing(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
+    return fmt.names(list(dict.fromkeys(arm.name for arm in arms if num_ignored(arm))))
 
 
 _MAX_NAMED = 3  # arms

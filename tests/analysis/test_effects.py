@@ -141,10 +141,10 @@ def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None
     assert factors == [{"scheduler.victim", "scheduler.queue_order"}, *[{"scheduler.queue_order"}] * 2]
     (said,) = _ambiguous(arms)
     assert said.startswith(
-        "victim auto stands for most_recently_admitted in a 0, b 0 and a 0, b 1; lowest_priority in a 0, b 2:"
+        "victim auto stands for most_recently_admitted in “a 0, b 0” and “a 0, b 1”; lowest_priority in “a 0, b 2”:"
     )
     assert said.endswith(" no average effect of the victim is given, and that of the queue order includes this change.")
-    assert list(_ambiguous(arms[1:3])) == [said.partition(":")[0].replace("a 0, b 0 and ", "") + "."]
+    assert list(_ambiguous(arms[1:3])) == [said.partition(":")[0].replace("“a 0, b 0” and ", "") + "."]
     assert list(_ambiguous(arms[:2])) == []
 
 

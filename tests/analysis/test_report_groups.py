@@ -198,5 +198,7 @@ def test_the_names_of_replicates_cost_one_reading_of_the_configurations(tmp_path
     links = {str(run.path): "" for arm in arms for run in arm.runs}
     swept_keys = tables.swept_keys
     monkeypatch.setattr(tables, "swept_keys", lambda runs: read.append(len(runs)) or swept_keys(runs))
-    assert [name for _, name, _ in tables.runs_table(arms, links)] == ["seed 0", "seed 1", "seed 2"] * 2
+    assert [name for _, name, _ in tables.runs_table({"": arms}, links)] == ["seed 0", "seed 1", "seed 2"] * 2
     assert read == [6], "of all runs, once"
+    loads = {"rate = 1": arms[:1], "rate = 2": arms[1:]}
+    assert [name for _, name, _ in tables.runs_table(loads, links)][2:4] == ["rate = 1, seed 2", "rate = 2, seed 0"]

@@ -86,6 +86,11 @@ def test_between_cost_models_nothing_is_better_or_worse():
     assert verdict_text(of_policy, 0.02) == "worse"
 
 
+def test_names_with_commas_are_told_apart():
+    assert fmt.names(["a", "b"]) == "a and b"
+    assert fmt.names(["a, on", "a, off", "b", "c"], 2) == "“a, on”, “a, off” and 2 more"
+
+
 def test_a_change_of_a_share_is_told_in_points():
     base, other = np.array([0.40, 0.42, 0.41]), np.array([0.37, 0.38, 0.37])
     diff, scale = differences(base, other, are_shares=True)

@@ -23,6 +23,7 @@ from analysis.comparison.compare import (
 from analysis.comparison.effects import Compared
 from analysis.load import Run
 from analysis.measures.metrics import SLO
+from analysis.reports.keeping_slo import over_replicates
 
 _WORDS = {
     "TTFT": ("ttft", "first token"),
@@ -91,11 +92,12 @@ def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list
     parts = []
     for metric in (*untested, *unjudged):
         told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
-        texts = [text + (f" at {load}" if load else "") for load, text in told[:_MAX_LOADS]]
+        texts = [f"at {load}: {text}" if load else text for load, text in told[:_MAX_LOADS]]
         texts += [f"{len(told) - _MAX_LOADS} more loads are in the tables"] * (len(told) > _MAX_LOADS)
         more = " (more replicates give an interval)" if metric in untested else ""
-        parts += [f"{metric.label} {', '.join(texts)}{more}"] if texts else []
-    return [f"Observed without an interval: {'; '.join(parts)}."] if parts else []
+        parts += [f"{metric.label} {'; '.join(texts)}{more}"] if texts else []
+    over = over_replicates([arm for group in groups for arm in group.arms])
+    return [f"Observed{over}, without an interval: {'; '.join(parts)}."] if parts else []
 
 
 def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:

@@ -33,7 +33,7 @@ def _kept_at(group: Compared, slo: SLO) -> str:
         return f"no request keeps the SLO {'in any arm' if len(values) > 1 else 'in ' + next(iter(values))}"
     by_share = grouped(sorted(values, key=lambda name: -values[name]), lambda name: share.write(values[name]))
     (most, best), *others = by_share.items()
-    over = _over_replicates(group.arms)
+    over = over_replicates(group.arms)
     if not others:
         both = " both" if len(best) == 2 else ""
         names = "every arm" if len(best) > 2 else f"{fmt.names(best)}{both}"
@@ -47,7 +47,8 @@ def _kept_at(group: Compared, slo: SLO) -> str:
     return f"{said}, the most of {len(values)} arms, and {fmt.names(worst)} for {least}, the least{how_sure}"
 
 
-def _over_replicates(arms: Sequence[Arm]) -> str:
+def over_replicates(arms: Sequence[Arm]) -> str:
+    """ " in the mean over 2 to 3 replicates"; "" for one."""
     nums = sorted({len(replicates(arm)) for arm in arms})
     span = f"{nums[0]} to {nums[-1]}" if len(nums) > 1 else nums[0]
     return f" in the mean over {span} replicates" if nums[-1] > 1 else ""

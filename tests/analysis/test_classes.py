@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from analysis.comparison.arms import infer_arms
+from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, compare, of_classes
+from analysis.comparison.effects import Compared
 from analysis.load import Run, load_run
 from analysis.measures.metrics import SLO
+from analysis.reports.classes import pooled_said
 from analysis.reports.report import report_from_folders
 from tests.analysis.runs import change_requests, write_run
 
@@ -62,6 +64,12 @@ def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
     assert found[0].estimate.value == pytest.approx(math.log(means[1] / means[0])), "of the requests of the class only"
     (pooled,) = compare(arms, arms[0], LATENCY[:1])
     assert pooled.claim == "worse"
+    third = Arm("third", {}, (with_classes(tmp_path / "third", 2),))
+    third.runs[0].summary["steadiness"] = {"is_outrun": True}
+    (told,) = pooled_said([Compared("", [*arms, third], [pooled], (), {"tenant v1.0": found[:1]})])
+    assert f"may hide one: on this one trace, {arms[1].name} is better in mean TTFT" in told, (
+        "the third has no part in it"
+    )
     page = report_from_folders([tmp_path / "runs"], tmp_path / "report.html", baseline=arms[0].name).with_suffix(".md")
     text = page.read_text()
     assert text.count("**Class tenant v1.") == 2

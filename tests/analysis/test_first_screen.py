@@ -230,22 +230,23 @@ def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Ar
     low, high = (f"{fmt.seconds(itl_s[name])} with {name}" for name in sorted(itl_s, key=lambda name: itl_s[name]))
     text = f"P99 ITL {low} and {high}"
     more = " (more replicates give an interval)"
+    begin = "Observed in the mean over 5 replicates, without an interval:"
     alone = [Compared("", arms, rows, ())]
-    assert observed(alone, "Which stalls?", None) == [f"Observed without an interval: {text}{more}."]
+    assert observed(alone, "Which stalls?", None) == [f"{begin} {text}{more}."]
     groups = [Compared(f"{rate} requests/s", arms, rows, ()) for rate in range(5)]
     (said,) = observed(groups, "Which stalls?", None)
-    at = ", ".join(f"{text} at {rate} requests/s".removeprefix("P99 ITL " * (rate > 0)) for rate in range(3))
-    assert said == f"Observed without an interval: {at}, 2 more loads are in the tables{more}."
+    at = "; ".join(f"at {rate} requests/s: {low} and {high}" for rate in range(3))
+    assert said == f"{begin} P99 ITL {at}; 2 more loads are in the tables{more}."
     hits = [fmt.share(mean_over_replicates(arm, HIT_RATE)) for arm in arms]
     assert hits[0] == hits[1], "the same prompts"
     both = f"prefix hit rate {hits[0]} with {arms[0].name} and {arms[1].name}"
-    assert observed(alone, "Which hits most?", None) == [f"Observed without an interval: {both}."]
+    assert observed(alone, "Which hits most?", None) == [f"{begin} {both}."]
     many = [replace(arm, name=f"{arm.name} {index}") for index in range(3) for arm in arms]
     (said,) = observed([Compared("", many, (), ())], "Which hits most?", None)
     assert said.endswith(f"{hits[0]} with every arm.")
     assert observed(alone, "Which hits the deadline, and what TTFT?", None) == []
     (said,) = observed(alone, "Is it fair?", None)
-    assert said.startswith("Observed without an interval: service gap of tenants ")
+    assert said.startswith(f"{begin} service gap of tenants ")
     assert "; Jain's index" in said
 
 

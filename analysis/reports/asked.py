@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, grouped
 from analysis.comparison.compare import (
+    DEADLINES,
     FAIRNESS,
     HIT_RATE,
     LATENCY,
@@ -85,12 +86,13 @@ def without_interval(rows: Iterable[Comparison], question: str) -> list[Metric]:
 
 def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list[str]:
     """One sentence with the arms' values of what the question names and of which no change has an interval, the lowest
-    first; none if there is nothing."""
+    first; of every latency that it names if nothing is compared. None if there is nothing."""
     rows = [row for group in groups for row in (*group.rows, *(effect.comparison for effect in group.effects))]
     untested, said = without_interval(rows, question), question.casefold()
+    alone = [metric for metric in (*LATENCY, DEADLINES) if not rows and is_asked(metric, question)]
     unjudged = [metric for words, metrics in _UNJUDGED.items() if re.search(words, said) for metric in metrics]
     parts = []
-    for metric in (*untested, *unjudged):
+    for metric in (*untested, *alone, *unjudged):
         told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
         texts = [f"at {load}: {text}" if load else text for load, text in told[:_MAX_LOADS]]
         texts += [f"{len(told) - _MAX_LOADS} more loads are in the tables"] * (len(told) > _MAX_LOADS)

@@ -237,6 +237,8 @@ def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Ar
     (said,) = observed(groups, "Which stalls?", None)
     at = "; ".join(f"at {rate} requests/s: {low} and {high}" for rate in range(3))
     assert said == f"{begin} P99 ITL {at}; 2 more loads are in the tables{more}."
+    (said,) = observed([Compared("", arms[:1], (), ())], "What is the P99 ITL?", None)
+    assert said == f"{begin} P99 ITL {fmt.seconds(itl_s[arms[0].name])} with {arms[0].name}."
     hits = [fmt.share(mean_over_replicates(arm, HIT_RATE)) for arm in arms]
     assert hits[0] == hits[1], "the same prompts"
     both = f"prefix hit rate {hits[0]} with {arms[0].name} and {arms[1].name}"

@@ -20,6 +20,13 @@ from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
 
 # One argument a key, as a user would type it. The model is small enough for a step to take about a millisecond.
+SMALL = (  # what TINY sets beside its model, for a model from a folder
+    "cache.block_size=4",
+    "cache.num_gpu_blocks=64",
+    "cache.num_cpu_blocks=0",
+    "scheduler.max_num_seqs=8",
+    "scheduler.max_num_batched_tokens=64",
+)
 TINY = (
     "model=tiny",
     "model.hidden_size=64",
@@ -30,11 +37,7 @@ TINY = (
     "model.head_dim=16",
     "model.vocab_size=512",
     "model.max_position_embeddings=256",
-    "cache.block_size=4",
-    "cache.num_gpu_blocks=64",
-    "cache.num_cpu_blocks=0",
-    "scheduler.max_num_seqs=8",
-    "scheduler.max_num_batched_tokens=64",
+    *SMALL,
 )
 SHORT = (
     "trace.num_requests=6",

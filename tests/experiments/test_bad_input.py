@@ -12,7 +12,7 @@ import pytest
 from analysis.comparison.arms import Arm
 from analysis.load import load_run
 from analysis.reports.cautions import lost
-from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of, trace_of, write_rows
+from tests.experiments.kit import REAL, SMALL, TINY, manifest_of, say, table_of, trace_of, write_rows
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 GOOD = {"arrival_time": 0.0, "prompt_tokens": 8, "output_tokens": 3}
@@ -20,7 +20,8 @@ GOOD = {"arrival_time": 0.0, "prompt_tokens": 8, "output_tokens": 3}
 
 def run(capsys: pytest.CaptureFixture[str], folder: Path, rows: list[dict[str, Any]], *more: str) -> Any:
     path = write_rows(folder / "t.jsonl", rows)
-    return say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={folder / 'run'}", *more)
+    base = SMALL if any(item.startswith("model.path") for item in more) else TINY
+    return say(capsys, "run", *base, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={folder / 'run'}", *more)
 
 
 # --- traces ---

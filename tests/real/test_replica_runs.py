@@ -20,7 +20,7 @@ from real.config import RealConfig
 from real.parallel import replica
 from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
-from tests.experiments.kit import REAL, SHORT, TINY, manifest_of, say, table_of
+from tests.experiments.kit import REAL, SHORT, SMALL, TINY, manifest_of, say, table_of
 from tests.parity.kit import CLOSED, real_config, real_run, replay_config
 from tests.real.engine_helpers import tiny_spec
 from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
@@ -161,7 +161,8 @@ def test_a_fleet_that_is_interrupted_keeps_what_its_replicas_committed(tmp_path:
 def test_a_fleet_that_cannot_be_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, told: str
 ) -> None:
-    said = say(capsys, "run", *TINY, *SHORT, *REAL, *option.split(), f"hydra.run.dir={tmp_path / 'run'}")
+    base = SMALL if "model.path" in option else TINY
+    said = say(capsys, "run", *base, *SHORT, *REAL, *option.split(), f"hydra.run.dir={tmp_path / 'run'}")
     assert said.status == 1
     assert told in said.err
     assert len(said.err.strip().splitlines()) == 1

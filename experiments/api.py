@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shlex
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from experiments.configuration.options import options
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
+from experiments.wiring.own_traces import checked, of_rows
 from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
@@ -87,7 +87,9 @@ def _until_the_end() -> Path:
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:
-    if isinstance(trace, Trace | StreamedTrace):
+    if isinstance(trace, Trace):
+        return checked(trace)
+    if isinstance(trace, StreamedTrace):
         return whole(trace)
     if isinstance(trace, str | PathLike):
         if trace in options("trace") and not Path(trace).exists():
@@ -99,23 +101,4 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
         raise TraceError(
             f"trace is {shown(trace)}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"
         )
-    with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
-        file = Path(scratch) / "rows.jsonl"
-        file.write_text("".join(_line(row) for row in trace))
-        try:
-            return read_trace("jsonl", file)
-        except TraceError as error:
-            raise TraceError(str(error).replace(str(file), "the rows given")) from None
-
-
-def _line(row: object) -> str:
-    """Returns a row as a line of JSON. Raises TraceError if it is not a mapping of JSON values."""
-    if not isinstance(row, Mapping):
-        raise TraceError(
-            f"the trace has {shown(row)} where a row is expected; give rows as dicts, of a DataFrame "
-            "df.to_dict('records')"
-        )
-    try:
-        return json.dumps(dict(row)) + "\n"
-    except TypeError as error:
-        raise TraceError(f"the trace's row {shown(row)}: {error}; give numbers and texts of Python's own") from None
+    return of_rows(trace)

@@ -133,7 +133,8 @@ def _record(config: Mapping[str, Any]) -> str:
     """What the trace is drawn from: a file (of which `lengths` and `agentic` draw only the arrivals), a generator and
     its seed, or a user's class and its arguments."""
     if "trace._target_" in config:
-        return repr([(key, value) for key, value in config.items() if is_of_trace(key) and key != "trace.transforms"])
+        drawn = [(key, value) for key, value in config.items() if is_of_trace(key) and key != "trace.transforms"]
+        return repr([*drawn, config.get("seed")])  # which it gets too
     return _drawn_record(config, config.get("trace.name"), config.get("trace.path"))
 
 

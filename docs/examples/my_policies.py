@@ -6,6 +6,7 @@ One class for each place where a policy plugs in. The last lines let a type chec
 from __future__ import annotations
 
 import heapq
+import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
@@ -249,6 +250,25 @@ class SlowPrefill:
 
     def price(self, shape: BatchShape) -> Spans:
         return Spans(forward_ns=1_000 * (self.base_us + self.per_prefill_token_us * shape.num_prefill_tokens))
+
+
+# --- a trace ---
+
+
+def bursts(num: int = 200, rate: float = 40.0, size: int = 8, seed: int = 0) -> list[dict[str, float]]:
+    """Bursts of `size` requests at one instant, `rate` requests per second in the mean (a compound Poisson process).
+
+    Rows of the testbed's own schema (docs/traces.md). `seed` is the run's, as the file of this trace gives none.
+    """
+    drawn = random.Random(seed)
+    rows: list[dict[str, float]] = []
+    time_s = 0.0
+    while len(rows) < num:
+        time_s += drawn.expovariate(rate / size)
+        for _ in range(min(size, num - len(rows))):
+            prompt, output = drawn.randint(50, 500), drawn.randint(10, 200)
+            rows.append({"arrival_time": time_s, "prompt_tokens": prompt, "output_tokens": output})
+    return rows
 
 
 _orders: list[WaitingQueue] = [shortest_prompt_first(), TenantsInTurn()]

@@ -134,6 +134,7 @@ def _arm(
     raw = RunConfig.from_container(compose_raw(overrides)).raw
     raw["record"] |= _UNRECORDED
     config = RunConfig.from_container(raw)
+    named = str(raw["trace"].get("_target_", config.trace.name))
     slo = SLO.parse(config.slo.limits)
     if slo is None:
         raise ConfigError(
@@ -145,26 +146,32 @@ def _arm(
             "all of it at a high one; do without, and let a long trace outweigh its start (trace.num_requests, "
             "trace.limit)"
         )
-    is_made = "rate" in raw["trace"] and "_target_" not in raw["trace"]
-    key = "trace.rate" if is_made else "trace.rate_scale"
+    is_own = "_target_" in raw["trace"]
+    if is_own and "rate" not in raw["trace"]:
+        raise ConfigError(
+            f"trace={named} has no rate to search: give it a parameter rate, the requests per second, and a value in "
+            "its file; or search its file by trace.rate_scale: testbed trace freeze mine.parquet --config-dir=…, then "
+            "trace=parquet trace.path=mine.parquet"
+        )
+    key = "trace.rate" if "rate" in raw["trace"] else "trace.rate_scale"
+    is_made = "rate" in raw["trace"] and not is_own
     start = float(raw["trace"][key.removeprefix("trace.")])
     arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
     if is_made:
         _refuse_rateless(raw["trace"])
     if arrivals[0].num_requests < 2:
         raise ConfigError(
-            f"trace={config.trace.name} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
+            f"trace={named} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
             "trace.num_requests=1000 (of a recorded trace trace.limit)"
         )
     if slo.lateness_s is not None and not arrivals[0].has_deadlines:
         raise ConfigError(NO_DEADLINES)
-    _refuse_copies(seeds, arrivals, config.trace.name)
+    _refuse_copies(seeds, arrivals, named, is_own=is_own)
     slower = _arrivals(_at(raw, key, start / 2, seeds[0]), seen)
     if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
-        raise ConfigError(
-            f"{key} does not change how fast requests arrive: they come at once, or trace.transforms sets their "
-            "arrivals anew; leave that out"
-        )
+        why = "they come at once, or trace.transforms sets their arrivals anew; leave that out"
+        why = f"mend {named}" if is_own else why
+        raise ConfigError(f"{key} does not change how fast requests arrive: {why}")
     own = {key for tenant in raw["trace"].get("tenants", ()) for key in tenant}
     # transformations, and turns of tenants, may change how many requests come, and how fast
     is_nominal = is_made and not raw["trace"]["transforms"] and own.isdisjoint(TURNS)
@@ -246,10 +253,14 @@ def _correlation(
     return correlation(shares[traces])
 
 
-def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str) -> None:
-    """Raises ConfigError if several seeds give the same trace: there is no spread over copies."""
+def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str, *, is_own: bool) -> None:
+    """Raises ConfigError if several seeds give the same trace: there is no spread over copies. is_own: a user's class
+    makes it."""
     if len({one.fingerprint for one in arrivals}) < len(seeds):
+        apart = "draw apart: trace.transforms=[{name: bootstrap}] (docs/traces.md)"
+        if is_own:
+            apart = "give the class a parameter seed to draw by, and no value for it in its file"
         raise ConfigError(
             f"seed={','.join(map(str, seeds))} are the same requests of trace={trace}, and copies are no "
-            "replicates; give one seed, or draw apart: trace.transforms=[{name: bootstrap}] (docs/traces.md)"
+            f"replicates; give one seed, or {apart}"
         )

@@ -314,4 +314,5 @@ def _terms(found: Found) -> str:
     limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
     names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
-    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {config.trace.name} ({num})"
+    trace = config.raw["trace"].get("_target_", config.trace.name)
+    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {trace} ({num})"

@@ -88,7 +88,7 @@ def _convert(arguments: list[str]) -> int:
 
 def _from_overrides(name: str, arguments: list[str]) -> int:
     from experiments.configuration.compose import compose_config
-    from experiments.configuration.overrides import refuse_repeated
+    from experiments.configuration.overrides import refuse_repeated, with_searched
     from experiments.wiring.traces import build_source
 
     is_frozen = name == "freeze"
@@ -97,7 +97,7 @@ def _from_overrides(name: str, arguments: list[str]) -> int:
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `testbed run`; trace. may be left out")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(with_searched(arguments))
     if is_frozen and options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: a trace is frozen to a Parquet file; name it <out>.parquet")
     overrides = [_in_trace_group(item) for item in options.overrides]
@@ -115,8 +115,9 @@ def _in_trace_group(override: str) -> str:
 
     if "=" not in override:
         raise ConfigError(f"{override!r} is no key=value; give keys as of `testbed run`, such as rate=8 or seed=1")
+    is_place = override.startswith("hydra.searchpath=")  # --config-dir
     head = override.split("=", 1)[0].lstrip("+~").split(".", 1)[0]
-    return override if head in (*GROUPS, "seed", "experiment") else f"trace.{override}"
+    return override if head in (*GROUPS, "seed", "experiment") or is_place else f"trace.{override}"
 
 
 def _write(trace: TraceSource, out: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.own_class import instantiate
 from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,
@@ -21,6 +20,7 @@ from experiments.configuration.settings import (
     TraceConfig,
 )
 from experiments.configuration.structured import freeze
+from experiments.wiring.own_traces import make_trace
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams
 from testbed.errors import ConfigError
@@ -109,7 +109,7 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
     seed = config.seed if settings.seed is None else settings.seed
     source: TraceSource
     if "_target_" in values:
-        source = cast(TraceSource, instantiate("trace", values))
+        source = make_trace(values, seed)
     elif settings.name == "synthetic":
         source = _synthetic(config, seed, stream)
     else:

@@ -1,0 +1,154 @@
+"""Traces that a user makes: rows as dicts, and what a user's own class or function returns. Checks every row."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from inspect import signature
+from numbers import Integral, Real
+from operator import index
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from experiments.configuration.own_class import instantiate
+from testbed.errors import TraceError
+from testbed.foreign_text import shown
+from testbed.traces.readers import read_trace
+from testbed.traces.schema import (
+    MAX_NS,
+    MAX_NUM_TOKENS,
+    MAX_PRIORITY,
+    Part,
+    Span,
+    TokenIds,
+    Trace,
+    TraceRequest,
+    TraceSource,
+)
+from testbed.traces.stream import StreamedTrace, whole
+
+_SOURCE = ("name", "notes", "num_requests", "closed_tail", "__iter__")
+_BOUNDS = {
+    **dict.fromkeys(("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns"), (0, MAX_NS)),
+    **dict.fromkeys(("priority", "turn"), (-MAX_PRIORITY - 1, MAX_PRIORITY)),
+}
+
+
+def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
+    """Returns the trace that a class or function of the user's own makes. values: its `_target_` and parameters; a
+    parameter `seed` without a value is `seed`. Raises TraceError for what is no trace."""
+    target = str(values["_target_"])
+    made = instantiate("trace", values, **_seeded(target, values, seed))
+    if isinstance(made, StreamedTrace):
+        return made.derived(lambda: _rows(made), None, made.num_requests)
+    if all(hasattr(made, name) for name in _SOURCE):
+        return checked(made)
+    if isinstance(made, Iterable) and not isinstance(made, Mapping | str | bytes):
+        return of_rows(made, target.rpartition(".")[2])
+    raise TraceError(
+        f"trace: {target} returned {shown(made)}; it must return a testbed.traces.schema.Trace, or rows (TraceRequest, "
+        "or dicts in the testbed's own schema: docs/traces.md)"
+    )
+
+
+def of_rows(rows: Iterable[object], name: str = "") -> Trace:
+    """Returns rows as a trace: TraceRequests, or rows of the testbed's own schema as dicts. Raises TraceError, which
+    names the row."""
+    given = list(rows)
+    if given and isinstance(given[0], TraceRequest):
+        return whole(StreamedTrace(name or "rows", lambda: _rows(given)))
+    with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
+        file = Path(scratch) / "rows.jsonl"
+        file.write_text("".join(map(_line, given)))
+        try:
+            trace = read_trace("jsonl", file)
+        except TraceError as error:
+            raise TraceError(str(error).replace(str(file), "the rows given")) from None
+    return Trace(name or trace.name, trace.rows, trace.notes)
+
+
+def checked(source: TraceSource) -> Trace:
+    """Returns the source as a Trace with all rows checked and in order. Raises TraceError, which names the row."""
+    return whole(StreamedTrace(source.name, lambda: _rows(source), tuple(source.notes), source.num_requests))
+
+
+def _rows(source: Iterable[object]) -> Iterator[TraceRequest]:
+    for number, row in enumerate(source):
+        yield _checked(row, number)
+
+
+def _seeded(target: str, values: dict[str, Any], seed: int) -> dict[str, int]:
+    try:
+        takes_seed = "seed" in signature(resolve_name(target)).parameters and "seed" not in values
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return {}  # it cannot be made either, and that says why
+    return {"seed": seed} if takes_seed else {}
+
+
+def _line(row: object) -> str:
+    """Returns a row as a line of JSON. Raises TraceError if it is not a mapping of JSON values."""
+    if not isinstance(row, Mapping):
+        raise TraceError(
+            f"the trace has {shown(row)} where a row is expected; give rows as dicts, of a DataFrame "
+            "df.to_dict('records')"
+        )
+    try:
+        return json.dumps(dict(row), default=_number) + "\n"
+    except TypeError as error:
+        raise TraceError(f"the trace's row {shown(row)}: {error}; give numbers and texts") from None
+
+
+def _number(value: object) -> int | float:
+    """Returns a number of another package, as numpy's, as Python's own."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _checked(row: object, number: int) -> TraceRequest:
+    """Returns a row whose numbers are Python's own ints. Raises TraceError for a field that is not what it must be."""
+    if not isinstance(row, TraceRequest):
+        raise TraceError(f"row {number} is {shown(row)}; a row of a Trace is a testbed.traces.schema.TraceRequest")
+    if not isinstance(row.request_id, str) or not row.request_id:
+        raise TraceError(f"row {number} has the request_id {shown(row.request_id)}; it must be a name")
+    where = row.place or f"request {row.request_id!r}"
+    numbers: dict[str, Any] = {}
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(row, name)
+        if value is not None or name in ("arrival_ns", "priority"):
+            numbers[name] = _whole(where, name, value, low, high)
+    if isinstance(row.prompt, Span | TokenIds) or not isinstance(row.prompt, tuple | list):
+        raise TraceError(
+            f"{where}: prompt is {shown(row.prompt)}; it must be a tuple of parts, as (Span(key, 0, 100),)"
+        )
+    prompt = tuple(_part(where, "prompt", part) for part in row.prompt)
+    output = None if row.output is None else _part(where, "output", row.output)
+    return row._replace(prompt=prompt, output=output, **numbers)
+
+
+def _part(where: str, name: str, part: object) -> Part:
+    if isinstance(part, Span):
+        return Span(
+            _whole(where, f"key of the {name}", part.key, 0, 2**64 - 1),
+            _whole(where, f"start of the {name}", part.start, 0, MAX_NS),
+            _whole(where, f"length of the {name}", part.length, 0, MAX_NUM_TOKENS),
+        )
+    if not isinstance(part, TokenIds):
+        raise TraceError(f"{where}: the {name} has {shown(part)}; a part is a testbed.traces.schema.Span or TokenIds")
+    if isinstance(part.ids, array) and part.ids.typecode == "i":
+        return part
+    return TokenIds(array("i", [_whole(where, f"a token of the {name}", token, 0, 2**31 - 1) for token in part.ids]))
+
+
+def _whole(where: str, name: str, value: Any, low: int, high: int) -> int:
+    """Returns a whole number, maybe numpy's, as Python's own."""
+    with suppress(TypeError):
+        if low <= (number := index(value)) <= high:
+            return number
+    raise TraceError(f"{where}: {name} is {shown(value)}; it must be a whole number from {low:,} to {high:,}")

@@ -85,6 +85,25 @@ class TenantCap:
         return sum(1 for other in running if other.request.tenant == tenant) < self._max_requests
 
 
+class TenantRate:
+    """An admission by the clock: each tenant has a bucket of `burst` tokens, which fills with `tokens_per_s`; a prompt
+    takes its tokens out of it. While nothing runs, all are admitted: they would be rejected."""
+
+    now_ns = 0  # set before each step
+
+    def __init__(self, tokens_per_s: int = 4_000, burst: int = 8_000) -> None:
+        self._tokens_per_s, self._burst = tokens_per_s, burst
+        self._filled: dict[str, tuple[int, int]] = {}  # by tenant: the instant, and billionths of a token at it
+
+    def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+        then_ns, level = self._filled.get(seq.tenant, (self.now_ns, self._burst * 10**9))
+        level = min(level + (self.now_ns - then_ns) * self._tokens_per_s, self._burst * 10**9)
+        wanted = min(seq.num_prompt_tokens, self._burst) * 10**9
+        is_allowed = level >= wanted or not running
+        self._filled[seq.tenant] = self.now_ns, level - wanted if is_allowed else level
+        return is_allowed
+
+
 class CheapestToRecompute:
     """A victim choice: what takes the least time to compute again, by the run's cost model; the newest among equals."""
 
@@ -149,6 +168,55 @@ class DeepestFirst:
 
     def __len__(self) -> int:
         return len(self._releases)
+
+
+class TwoQueues:
+    """An eviction policy that remembers: 2Q (Johnson and Shasha, VLDB 1994), with least recently used first in both
+    queues. New content is on probation, in `probation` of the pool. If it comes again after it was evicted from there,
+    of which `remembered` pools are known, it goes to the main queue. So content that is used once, as in a scan, evicts
+    no content that is used again. Every operation is O(1)."""
+
+    def __init__(self, probation: float = 0.25, remembered: float = 0.5) -> None:
+        self._shares = probation, remembered
+        self._new: OrderedDict[int, None] = OrderedDict()  # blocks, the least recently released first
+        self._main: OrderedDict[int, None] = OrderedDict()
+        self._evicted: OrderedDict[int, None] = OrderedDict()  # content keys, the first evicted first
+        self._keys: dict[int, int] = {}  # by block, until it is evicted
+        self._is_main: set[int] = set()  # blocks
+
+    def bind(self, context: PolicyContext) -> None:
+        self._context = context
+        self._most_new, self._most_evicted = (int(share * context.blocks.num_gpu_blocks) for share in self._shares)
+
+    def add(self, block: int, depth: int, last_step: int) -> None:
+        key = self._context.content_key(block, depth)
+        assert key is not None
+        if self._keys.get(block) != key:  # new content
+            self._keys[block] = key
+            (self._is_main.add if key in self._evicted else self._is_main.discard)(block)
+        self._queue_of(block)[block] = None
+
+    def hit(self, block: int) -> None:
+        """It becomes the most recent one when it is released."""
+
+    def remove(self, block: int) -> None:
+        del self._queue_of(block)[block]
+
+    def pop(self) -> int:
+        is_new = bool(self._new) and (len(self._new) > self._most_new or not self._main)
+        block, _ = (self._new if is_new else self._main).popitem(last=False)
+        key = self._keys.pop(block)
+        if is_new:
+            self._evicted[key] = None
+            if len(self._evicted) > self._most_evicted:
+                self._evicted.popitem(last=False)
+        return block
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._main)
+
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        return self._main if block in self._is_main else self._new
 
 
 class ByTenant:
@@ -272,10 +340,10 @@ def bursts(num: int = 200, rate: float = 40.0, size: int = 8, seed: int = 0) -> 
 
 
 _orders: list[WaitingQueue] = [shortest_prompt_first(), TenantsInTurn()]
-_admission: AdmissionPolicy = TenantCap()
+_admissions: list[AdmissionPolicy] = [TenantCap(), TenantRate()]
 _victim: VictimChoice = CheapestToRecompute()
 _mode: PreemptionChoice = SwapWhatIsLarge()
-_eviction: EvictionPolicy = DeepestFirst()
+_evictions: list[EvictionPolicy] = [DeepestFirst(), TwoQueues()]
 _oracle: LengthOracle = ByTenant({})
 _composition: Composition = FewPrefills()
 _router: Router = ShortPromptsApart()

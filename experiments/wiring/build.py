@@ -192,7 +192,7 @@ def _build(config: RunConfig, pools: Pools) -> Scheduler:
     is_ours = type(made.oracle).__module__.startswith("testbed.")
     oracle = made.oracle if is_ours else CheckedOracle(made.oracle)
     context = PolicyContext(blocks, config.limits, oracle, build_estimator(config), config.seed)
-    for policy in (made.oracle, made.eviction, made.queue, made.admission, made.preemption, made.victims):
+    for policy in sorted(made, key=lambda policy: policy is not made.oracle):  # it comes first: the others may ask it
         bind(policy, context)
     if hasattr(made.victims, "bind_queue"):
         made.victims.bind_queue(made.queue)

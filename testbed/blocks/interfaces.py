@@ -8,7 +8,7 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Holds the cached, unreferenced blocks. A user's own class with these methods is configured by `_target_`.
 
-    Optional: `bind(context: testbed.policies.context.PolicyContext)`.
+    Optional: `bind(context: testbed.policies.context.PolicyContext)`, whose `content_key` tells contents apart.
     """
 
     def add(self, block: int, depth: int, last_step: int) -> None:
@@ -19,7 +19,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def hit(self, block: int) -> None:
-        """Reports that a new sequence found the block's content, whether or not the block is referenced already."""
+        """Reports that a sequence which is admitted found the block's content, whether or not the block was referenced
+        already; if it was not, `remove` came just before. One that was preempted finds its own blocks, too."""
         ...
 
     def remove(self, block: int) -> None:

@@ -39,7 +39,7 @@ class Prefixes:
         self.source = source
         self.merged = MergedContent(gpu, source) if rules.duplicates == "merged" and source is not None else None
         self._block_size: i64 = 1 if source is None else source.block_size
-        self._gpu, self._isolate_tenants = gpu, isolate_tenants
+        self.gpu, self._isolate_tenants = gpu, isolate_tenants
         self._caps_by_block = rules.hit_cap == "last_block"
         self._keeps_hits = rules.hits_frozen
 
@@ -72,11 +72,11 @@ class Prefixes:
             if chain.frozen_hit is None:
                 chain.frozen_hit = self.merged.num_computed_blocks(chain, max_blocks) * self._block_size
             return PrefixHit(min(chain.frozen_hit, num_tokens - 1), [], 0)
-        if not max_blocks or not self._gpu.cache.is_known(chain.keys[0]):
+        if not max_blocks or not self.gpu.cache.is_known(chain.keys[0]):
             return NO_HIT
         chain.make_keys(self.source, max_blocks)
-        blocks = [entry.blocks[0] for entry in self._gpu.cache.match(chain, max_blocks)]
-        counts = self._gpu.pool.ref_counts
+        blocks = [entry.blocks[0] for entry in self.gpu.cache.match(chain, max_blocks)]
+        counts = self.gpu.pool.ref_counts
         num_hit = min(len(blocks) * self._block_size, num_tokens - 1)
         return PrefixHit(num_hit, blocks, sum([1 for block in blocks if not counts[block]]))
 
@@ -90,7 +90,7 @@ class Prefixes:
 
     def adopt(self, seq: KVSequence, hit: PrefixHit) -> None:
         """Starts the sequence's table with the hit's blocks, and references them."""
-        gpu, chain = self._gpu, seq.chain
+        gpu, chain = self.gpu, seq.chain
         entry = gpu.cache.entry(hit.blocks[-1]) if hit.blocks else None
         is_there = entry is not None and chain is not None and entry.key == chain.keys[len(hit.blocks) - 1]
         assert is_there or not hit.blocks, "the hit's blocks hold something else by now: look it up again"
@@ -112,19 +112,19 @@ class Prefixes:
             if self.merged is not None:
                 chain.is_broken = not self.merged.publish_next(chain, seq.block_table)
             else:
-                chain.is_broken = not self._gpu.cache.publish_next(chain, seq.block_table[chain.num_published])
+                chain.is_broken = not self.gpu.cache.publish_next(chain, seq.block_table[chain.num_published])
 
     def withdraw(self, seq: KVSequence, num_tokens: int) -> None:
         """Unpublishes all blocks after the first `num_tokens` tokens, as they will not be computed in this step."""
-        chain, table, cache = seq.chain, seq.block_table, self._gpu.cache
+        chain, table, cache = seq.chain, seq.block_table, self.gpu.cache
         if chain is None:
             return
         cache.list_chain(chain)
         for index in range(chain.num_published - 1, num_tokens // self._block_size - 1, -1):
             block = table[index]
-            if self.merged is not None and self._gpu.pool.ref_counts[block] > 1:
+            if self.merged is not None and self.gpu.pool.ref_counts[block] > 1:
                 return  # other sequences of this batch compute it too
-            assert self._gpu.pool.ref_counts[block] <= 1, "a victim is withdrawn, but this step relies on its tokens"
+            assert self.gpu.pool.ref_counts[block] <= 1, "a victim is withdrawn, but this step relies on its tokens"
             cache.forget(block)  # it may have no content: a block of equal content may have replaced it
             chain.num_published = index
             chain.entry = cache.entry(table[index - 1]) if index else None
@@ -133,7 +133,7 @@ class Prefixes:
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
         """Copies the parent's chain for a child that shares its blocks."""
         if parent.chain is not None:
-            self._gpu.cache.list_chain(parent.chain)
+            self.gpu.cache.list_chain(parent.chain)
             child.chain = parent.chain.copy_of(child)
 
     def num_merged_blocks(self, seq: KVSequence) -> int:
@@ -149,7 +149,7 @@ class Prefixes:
         """Empties the cache and forgets the chains of waiting sequences. No block may be referenced."""
         for seq in waiting:
             self.forget(seq)
-        self._gpu.empty()
+        self.gpu.empty()
 
     def forget(self, seq: KVSequence) -> None:
         """Forgets the chain of a sequence; the blocks that it published stay cached."""

@@ -88,7 +88,8 @@ class WaitingQueue(Protocol):
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a waiting sequence that fits may start. Optional: `bind(context: PolicyContext)`."""
+    """Decides whether a waiting sequence that fits may start. Optional: `bind(context: PolicyContext)`, `now_ns: int`,
+    which is set to the instant of each step before the step is decided."""
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
         """Whether `seq`, the head of the queue, may join the running sequences (in running order) in this step.
@@ -99,7 +100,7 @@ class AdmissionPolicy(Protocol):
 
 
 class PreemptionChoice(Protocol):
-    """Decides how a victim's KV is given up. Optional: `bind(context: PolicyContext)`."""
+    """Decides how a victim's KV is given up. Optional: `bind(context: PolicyContext)`, `now_ns` as for admissions."""
 
     def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:
         """Returns how to preempt the victim, whose group holds `num_blocks` distinct GPU blocks.

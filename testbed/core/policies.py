@@ -16,12 +16,12 @@ class Policies:
         self.victims = victims
         self._admission: Any = admission
         self._preemption: Any = preemption
-        self._timed: Any = victims if hasattr(victims, "now_ns") else None
+        self._timed: list[Any] = [one for one in (admission, preemption, victims) if hasattr(one, "now_ns")]
 
     def tell_time(self, now_ns: int) -> None:
-        """Passes the instant of the next step to the victim policy, if that has `now_ns`."""
-        if self._timed is not None:
-            self._timed.now_ns = now_ns
+        """Passes the instant of the next step to the policies that have `now_ns`."""
+        for policy in self._timed:
+            policy.now_ns = now_ns
 
     def allows(self, seq: Sequence, running: dict[int, Sequence]) -> bool:
         """Whether the admission policy lets `seq` start. Raises TypeError if its answer is not a bool."""

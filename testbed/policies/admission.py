@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -185,14 +186,33 @@ class All:
     def __init__(self, of: Seq[AdmissionPolicy]) -> None:
         if not of:
             raise ConfigError("scheduler.admission.of is empty; list at least one admission rule")
-        self._rules = tuple(of)
+        self._rules: tuple[Any, ...] = tuple(of)  # a user's own may answer anything
+        self._timed: list[Any] = [rule for rule in of if hasattr(rule, "now_ns")]
+        self._now_ns = 0
+
+    @property
+    def now_ns(self) -> int:
+        """The instant of the step, which is set for the rules that have `now_ns`."""
+        return self._now_ns
+
+    @now_ns.setter
+    def now_ns(self, now_ns: int) -> None:
+        self._now_ns = now_ns
+        for rule in self._timed:
+            rule.now_ns = now_ns
 
     def bind(self, context: PolicyContext) -> None:
         for rule in self._rules:
             bind(rule, context)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        return all(rule.allows(seq, running) for rule in self._rules)
+        for rule in self._rules:
+            answer = rule.allows(seq, running)
+            if not isinstance(answer, bool):
+                raise TypeError(f"allows() returned {answer!r}, not True or False")
+            if not answer:
+                return False
+        return True
 
 
 # --- expected lengths ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from testbed.blocks.chain import CacheEntry
 from testbed.blocks.manager import BlockManager
 from testbed.core.interfaces import Estimator
 from testbed.core.limits import Limits
@@ -28,6 +29,19 @@ class PolicyContext:
     oracle: LengthOracle
     estimator: Estimator | None
     seed: int
+
+    def content_key(self, block: int, depth: int) -> int | None:
+        """Returns a number for the content of a cached block with `depth` blocks before it, as `EvictionPolicy.add` is
+        told; None if nothing is cached there. Whichever block holds it, and whenever: the same number for the same
+        tokens after the same prefix (and salt), 64 bits. For policies that remember what they evicted."""
+        prefixes = self.blocks.prefixes
+        content = prefixes.gpu.cache.content_of[block]
+        if content is None or prefixes.source is None:
+            return None
+        if isinstance(content, CacheEntry):
+            return content.key
+        content.chain.make_keys(prefixes.source, depth + 1)
+        return content.chain.keys[depth]
 
 
 def bind(policy: Any, context: PolicyContext) -> None:

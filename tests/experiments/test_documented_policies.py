@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from experiments import simulate
 from experiments.configuration.options import options
 from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
+from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.experiments.kit import TINY, decisions_of, say, table_of, write_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -135,6 +139,65 @@ def test_an_eviction(examples: None, capsys: pytest.CaptureFixture[str], tmp_pat
     )
     ran = Ran(capsys, rows, "cache.num_gpu_blocks=4", "cache.eviction={_target_: my_policies.DeepestFirst}")
     assert {name: hit for line in ran.decisions for name, hit in line["cached_tokens"].items()}["d"] == 4
+
+
+def test_an_admission_by_the_clock(examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts of 40 tokens at once, and 100 tokens/s: one takes the bucket's 40, the others wait for 0.4 s each.
+    A long request of another tenant keeps the engine from being idle, in which all are admitted."""
+    monkeypatch.syspath_prepend(DOCS / "examples")
+    rows = [{"arrival_time": 0, "prompt_tokens": 40, "output_tokens": 1, "tenant": "chat"} for _ in range(3)]
+    rows.append({"arrival_time": 0, "prompt_tokens": 8, "output_tokens": 800, "tenant": "batch"})
+    bucket = {"_target_": "my_policies.TenantRate", "tokens_per_s": 100, "burst": 40}
+    inside = {"_target_": "testbed.policies.admission.All", "of": [bucket]}
+    for admission in (bucket, inside):
+        run = simulate(
+            rows, scheduler={"name": "decode_first", "admission": admission, "queue_order": "lcfs"},
+            cost={"name": "constant", "step_s": 0.01},
+        )  # fmt: skip
+        assert sorted(run.requests["first_scheduled_ns"] // 10**7) == [0, 0, 40, 80], "the last to come is first"
+
+
+def test_an_eviction_that_remembers_keeps_what_comes_again_in_a_scan(
+    examples: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of one block, skewed, among twice as many that come once; the same hits as 2Q over their numbers."""
+    monkeypatch.syspath_prepend(DOCS / "examples")
+    drawn, size = random.Random(3), 41
+    weights = [1 / (rank + 1) for rank in range(150)]
+    documents = [drawn.choices(range(150), weights)[0] if drawn.random() < 0.4 else 1000 + i for i in range(3000)]
+    rows = [
+        TraceRequest(f"r{i}", i * 10**7, (Span(document, 0, 4), Span(10**6 + i, 0, 1)), Span(2 * 10**6 + i, 0, 1))
+        for i, document in enumerate(documents)
+    ]
+    hits = {}
+    for name, eviction in (("2q", {"_target_": "my_policies.TwoQueues"}), ("lru", "lru")):
+        cache = {"num_gpu_blocks": size, "block_size": 4, "watermark": 0, "eviction": eviction}
+        run = simulate(
+            Trace("scan", tuple(rows)), model="tiny", cost={"name": "constant", "step_s": 0.001}, cache=cache
+        )
+        hits[name] = int((run.requests["num_cached_tokens"] == 4).sum())
+    assert hits["2q"] == hits_of_two_queues(documents, size) > 1.2 * hits["lru"]
+
+
+def hits_of_two_queues(contents: list[int], size: int) -> int:
+    """One block is always the request's own second one: it is not cached."""
+    new: OrderedDict[int, None] = OrderedDict()
+    main: OrderedDict[int, None] = OrderedDict()
+    evicted: list[int] = []
+    num_hits = 0
+    for content in contents:
+        for queue in (new, main):
+            if content in queue:
+                queue.move_to_end(content)
+                num_hits += 1
+                break
+        else:
+            if len(new) + len(main) == size - 1 and new and (len(new) > size // 4 or not main):
+                evicted = [*evicted, new.popitem(last=False)[0]][-(size // 2) :]
+            elif len(new) + len(main) == size - 1:
+                main.popitem(last=False)
+            (main if content in evicted else new)[content] = None
+    return num_hits
 
 
 def test_an_oracle(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:

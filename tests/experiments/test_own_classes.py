@@ -149,6 +149,27 @@ def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
     assert simulate({"num_requests": 3}, model="tiny", folder=home / "py", scheduler=settings).summary["checks"]
 
 
+def test_a_composition_is_bound_too_and_may_ask_what_others_ask(home: Path) -> None:
+    asks = """
+class Asks(OneAtATime):
+    def bind(self, context):
+        self.context = context
+    def compose(self, step):
+        assert step.now_ns >= 0
+        seq = step.head()
+        if seq is not None:
+            assert self.context.oracle.predict(seq) > 0
+            assert self.context.estimator.recompute_ns(0, seq.num_prompt_tokens) > 0
+            SEEN.append("asked")
+        super().compose(step)
+"""
+    (home / "mine.py").write_text(MINE + asks)
+    sys.path.append(str(home))
+    chosen = {"composition": {"_target_": "mine.Asks"}, "oracle": "perfect"}
+    assert simulate({"num_requests": 3}, model="tiny", folder=home / "run", scheduler=chosen).is_complete
+    assert "asked" in sys.modules["mine"].SEEN
+
+
 def test_a_queue_order(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("scheduler.queue_order={_target_: mine.LastComeFirst}", "scheduler.max_num_seqs=1")
     assert say(capsys, "run", *BURST, *more).status == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,14 @@ def test_whatever_the_pool_has_room_for_may_run_alone(name: str, num_seqs: int) 
     if hasattr(policy, "bind"):
         bound(policy, make_pool(10))
     assert policy.allows(make_seq(0, 36, max_tokens=400, num_seqs=num_seqs), [])
+
+
+@pytest.mark.parametrize("answer", [None, 1, "no"])
+def test_a_rule_of_a_list_that_answers_neither_true_nor_false_is_an_error(answer: Any) -> None:
+    """Compiled or not: None held back all requests without a word, and 1 admitted them, where it was not compiled."""
+    rule: Any = SimpleNamespace(allows=lambda seq, running: answer)
+    with pytest.raises(TypeError, match="not True or False"):
+        All([rule]).allows(make_seq(0), [])
 
 
 # --- how long a sequence is taken to be ---

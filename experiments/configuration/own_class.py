@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
-    """Makes the object named by `_target_`. Raises ConfigError with a one-line message."""
+    """Makes the object named by `_target_`; it gets Python's lists and dicts unless `_convert_` says otherwise. Raises
+    ConfigError with a one-line message."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
 
     target = str(node.get("_target_"))
-    values = {name: value for name, value in node.items() if name != "name"}
+    values = {"_convert_": "all"} | {name: value for name, value in node.items() if name != "name"}
     for name in _switches(target).intersection(values):
         require_type(f"{key}.{name}", values[name], bool)
     try:
@@ -119,13 +120,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _switches(target: str) -> set[str]:
     """Returns the parameters of a class of ours that are true or false: interpreted, it would take any value."""
-    known = _parameters(target) if target.partition(".")[0] in ROOMS else None
+    known = parameters(target) if target.partition(".")[0] in ROOMS else None
     return {name for name, item in (known or {}).items() if isinstance(item.default, bool)}
 
 
 def _stray(target: str, values: dict[str, Any]) -> str:
     """Returns what is wrong with a parameter that the class does not have; empty if there is none."""
-    if (known := _parameters(target)) is None:
+    if (known := parameters(target)) is None:
         return ""
     stray = next((name for name in values if name not in known and not name.startswith("_")), None)
     if stray is None or any(item.kind is Parameter.VAR_KEYWORD for item in known.values()):
@@ -133,7 +134,7 @@ def _stray(target: str, values: dict[str, Any]) -> str:
     return unknown(f"it has no parameter {stray!r}", stray, list(known))
 
 
-def _parameters(target: str) -> Mapping[str, Parameter] | None:
+def parameters(target: str) -> Mapping[str, Parameter] | None:
     """Returns a class's parameters by name; None if it cannot be found or does not tell."""
     try:
         return signature(resolve_name(target)).parameters

@@ -7,14 +7,12 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from inspect import signature
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-from experiments.configuration.own_class import instantiate
+from experiments.configuration.own_class import instantiate, parameters
 from testbed.errors import TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
@@ -42,7 +40,8 @@ def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
     """Returns the trace that a class or function of the user's own makes. values: its `_target_` and parameters; a
     parameter `seed` without a value is `seed`. Raises TraceError for what is no trace."""
     target = str(values["_target_"])
-    made = instantiate("trace", values, **_seeded(target, values, seed))
+    takes_seed = "seed" in (parameters(target) or ()) and "seed" not in values
+    made = instantiate("trace", values, **({"seed": seed} if takes_seed else {}))
     if isinstance(made, StreamedTrace):
         return made.derived(lambda: _rows(made), None, made.num_requests)
     if all(hasattr(made, name) for name in _SOURCE):
@@ -79,14 +78,6 @@ def checked(source: TraceSource) -> Trace:
 def _rows(source: Iterable[object]) -> Iterator[TraceRequest]:
     for number, row in enumerate(source):
         yield _checked(row, number)
-
-
-def _seeded(target: str, values: dict[str, Any], seed: int) -> dict[str, int]:
-    try:
-        takes_seed = "seed" in signature(resolve_name(target)).parameters and "seed" not in values
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return {}  # it cannot be made either, and that says why
-    return {"seed": seed} if takes_seed else {}
 
 
 def _line(row: object) -> str:

@@ -124,6 +124,19 @@ def test_a_composition_with_parameters(home: Path, capsys: pytest.CaptureFixture
     assert max(sum(line["scheduled"].values()) for line in decisions_of(home / "run")) == 3
 
 
+def test_lists_and_mappings_come_as_pythons_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hydra's own are no lists, and every look into one takes a hundred times as long."""
+    takes = """
+class Takes(Eldest):
+    def __init__(self, edges, lengths):
+        assert type(edges) is list and type(lengths) is dict and type(lengths["chat"]) is list
+"""
+    (home / "mine.py").write_text(MINE + takes)
+    parameters = "edges: [1, 2], lengths: {chat: [3]}"
+    said = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: mine.Takes, {parameters}}}")
+    assert said.status == 0, said.err
+
+
 def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
@@ -229,6 +229,22 @@ class ByTenant:
         return self._lengths.get(seq.request.tenant or "")
 
 
+class PastOutputs:
+    """An oracle that learns: the mean output of the tenant's last `num` requests that ended; None before the first."""
+
+    def __init__(self, num: int = 50) -> None:
+        self._num = num
+        self._lengths: dict[str, deque[int]] = {}  # by tenant
+
+    def predict(self, seq: Sequence) -> int | None:
+        lengths = self._lengths.get(seq.tenant)
+        return None if lengths is None else max(sum(lengths) // len(lengths), seq.num_output_tokens + 1)
+
+    def left(self, seq: Sequence, now_ns: int) -> None:
+        if seq.finish_reason in ("stop", "length"):
+            self._lengths.setdefault(seq.tenant, deque(maxlen=self._num)).append(seq.num_output_tokens)
+
+
 # --- a batch composition ---
 
 
@@ -344,7 +360,7 @@ _admissions: list[AdmissionPolicy] = [TenantCap(), TenantRate()]
 _victim: VictimChoice = CheapestToRecompute()
 _mode: PreemptionChoice = SwapWhatIsLarge()
 _evictions: list[EvictionPolicy] = [DeepestFirst(), TwoQueues()]
-_oracle: LengthOracle = ByTenant({})
+_oracles: list[LengthOracle] = [ByTenant({}), PastOutputs()]
 _composition: Composition = FewPrefills()
 _router: Router = ShortPromptsApart()
 _cost: CostModel = SlowPrefill()

@@ -205,6 +205,7 @@ def _build(config: RunConfig, pools: Pools) -> Scheduler:
         admission=made.admission,
         preemption=made.preemption,
         eos_token_id=config.model.eos_token_id,
+        oracle=oracle,
     )
 
 

@@ -34,13 +34,13 @@ from testbed.errors import RequestError
 class Scheduler:
     """Owns every live sequence. The module's docstring has the order of calls.
 
-    eos_token_id: the token that ends a sequence, unless its output is forced or it ignores EOS.
+    eos_token_id: the token that ends a sequence, unless its output is forced or it ignores EOS. oracle: told the ends.
     """
 
     def __init__(
         self, *, limits: Limits, blocks: BlockManager, composition: Composition, queue: WaitingQueue,
         victims: VictimChoice, admission: AdmissionPolicy, preemption: PreemptionChoice,
-        eos_token_id: int | None = None,
+        eos_token_id: int | None = None, oracle: object = None,
     ) -> None:  # fmt: skip
         self.limits = limits
         self.blocks = blocks
@@ -52,7 +52,7 @@ class Scheduler:
         self._policies = Policies(admission, preemption, victims)
         self._eos_token_id = eos_token_id
         self._running = Running()
-        self._waiting = Waiting(queue, limits)
+        self._waiting = Waiting(queue, limits, oracle)
         self._digest = Digest()
         self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
@@ -230,8 +230,8 @@ class Scheduler:
         self.num_known_tokens -= seq.num_known_tokens
         seq.part()
         self.blocks.forget(seq)
-        if self._waiting.left is not None:
-            self._waiting.left(seq, now_ns)
+        for left in self._waiting.left:
+            left(seq, now_ns)
         if seq.group is not None:
             seq.group.leave(seq, reason)
         if seq.group is None or not seq.group.members:

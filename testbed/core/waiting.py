@@ -13,12 +13,12 @@ from testbed.core.state import FINISHED
 
 
 class Waiting:
-    """Wraps the queue of a policy. yields, left: the policy's optional methods, or None."""
+    """Wraps the queue of a policy. yields: the policy's optional method, or None. left: those of queue and oracle."""
 
-    def __init__(self, queue: WaitingQueue, limits: Limits) -> None:
+    def __init__(self, queue: WaitingQueue, limits: Limits, oracle: Any = None) -> None:
         self.yields: Callable[[Any, int], Sequence | None] | None = getattr(queue, "yields", None)
         self._served: Callable[[Sequence, int, int, int], None] | None = getattr(queue, "served", None)
-        self.left: Callable[[Sequence, int], None] | None = getattr(queue, "left", None)
+        self.left: list[Callable[[Sequence, int], None]] = [x.left for x in (queue, oracle) if hasattr(x, "left")]
         self.num_seqs = 0
         self.num_long = 0  # waiting sequences with a long prefill
         self._queue, self._pass_over = queue, getattr(queue, "pass_over", queue.remove)

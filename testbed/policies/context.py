@@ -13,7 +13,11 @@ from testbed.core.sequence import Sequence
 
 
 class LengthOracle(Protocol):
-    """A predictor of output lengths. A user's own class with this method is configured by `_target_`."""
+    """A predictor of output lengths. A user's own class with this method is configured by `_target_`.
+
+    Optional, looked up once: `bind(context: PolicyContext)`; `is_none = True`, it never has an opinion;
+    `left(seq, now_ns)`, called when a sequence has ended for any reason (`seq.finish_reason`).
+    """
 
     def predict(self, seq: Sequence) -> int | None:
         """Returns how many output tokens the sequence will have when it ends, at least 1; None: no prediction."""

@@ -214,6 +214,24 @@ def test_an_oracle(examples: None, capsys: pytest.CaptureFixture[str], rows: Pat
         assert "a whole number of tokens, at least 1, or None" in error
 
 
+def test_an_oracle_that_learns(examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time: the first two are of no known length; of the others those of the tenant of short outputs go first,
+    though they came last."""
+    monkeypatch.syspath_prepend(DOCS / "examples")
+    tenants = ["long", "short", "long", "long", "short", "short"]
+    rows = [
+        {"arrival_time": 0.5 * (i > 1), "prompt_tokens": 9, "output_tokens": {"long": 20, "short": 2}[tenant]}
+        | {"request_id": f"{tenant}{i}", "tenant": tenant}
+        for i, tenant in enumerate(tenants)
+    ]
+    run = simulate(
+        rows, model="tiny", cost={"name": "constant", "step_s": 0.01},
+        scheduler={"oracle": {"_target_": "my_policies.PastOutputs"}, "queue_order": "srpt", "max_num_seqs": 1},
+    )  # fmt: skip
+    starts = run.requests.sort_values("first_scheduled_ns")["request_id"].tolist()
+    assert starts == ["long0", "short1", "short4", "short5", "long2", "long3"]
+
+
 def test_a_whole_composition(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
     """A request that is in a step for the first time, or again until its prompt is computed, is a prefill."""
     for max_prefills in (1, 3):

@@ -113,7 +113,10 @@ def _checked(row: object, number: int) -> TraceRequest:
     for name, (low, high) in _BOUNDS.items():
         value = getattr(row, name)
         if value is not None or name in ("arrival_ns", "priority"):
-            numbers[name] = _whole(where, name, value, low, high)
+            numbers[name] = _whole(value, low, high, where, name)
+    for name in ("tenant", "session_id", "cache_salt"):
+        if (value := getattr(row, name)) is not None and not isinstance(value, str):
+            raise TraceError(f"{where}: {name} is {shown(value)}; it must be a text, or None")
     if isinstance(row.prompt, Span | TokenIds) or not isinstance(row.prompt, tuple | list):
         raise TraceError(
             f"{where}: prompt is {shown(row.prompt)}; it must be a tuple of parts, as (Span(key, 0, 100),)"
@@ -126,20 +129,22 @@ def _checked(row: object, number: int) -> TraceRequest:
 def _part(where: str, name: str, part: object) -> Part:
     if isinstance(part, Span):
         return Span(
-            _whole(where, f"key of the {name}", part.key, 0, 2**64 - 1),
-            _whole(where, f"start of the {name}", part.start, 0, MAX_NS),
-            _whole(where, f"length of the {name}", part.length, 0, MAX_NUM_TOKENS),
+            _whole(part.key, 0, 2**64 - 1, where, name, "key"),
+            _whole(part.start, 0, MAX_NS, where, name, "start"),
+            _whole(part.length, 0, MAX_NUM_TOKENS, where, name, "length"),
         )
     if not isinstance(part, TokenIds):
         raise TraceError(f"{where}: the {name} has {shown(part)}; a part is a testbed.traces.schema.Span or TokenIds")
     if isinstance(part.ids, array) and part.ids.typecode == "i":
         return part
-    return TokenIds(array("i", [_whole(where, f"a token of the {name}", token, 0, 2**31 - 1) for token in part.ids]))
+    return TokenIds(array("i", [_whole(token, 0, 2**31 - 1, where, name, "token") for token in part.ids]))
 
 
-def _whole(where: str, name: str, value: Any, low: int, high: int) -> int:
-    """Returns a whole number, maybe numpy's, as Python's own."""
+def _whole(value: Any, low: int, high: int, where: str, *what: str) -> int:
+    """Returns a whole number, maybe numpy's, as Python's own. what: the field, for the message."""
+    if type(value) is int and low <= value <= high:
+        return value
     with suppress(TypeError):
         if low <= (number := index(value)) <= high:
             return number
-    raise TraceError(f"{where}: {name} is {shown(value)}; it must be a whole number from {low:,} to {high:,}")
+    raise TraceError(f"{where}: {' '.join(what)} is {shown(value)}; it must be a whole number from {low:,} to {high:,}")

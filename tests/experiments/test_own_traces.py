@@ -61,6 +61,12 @@ def one_part():
 def counted():
     return [request(0, 0, output=4)]
 
+def numbered():
+    return [request(0, 0, tenant=3)]
+
+def below_zero():
+    return [request(0, 0, output=Span(0, 0, -2))]
+
 def mixed():
     return [request(0, 0), {"arrival_time": 0}]
 
@@ -102,6 +108,8 @@ def test_numbers_of_numpy_and_rows_out_of_order_give_the_same_trace(home: Path) 
         ("before", "request 'd0': arrival_ns is -1; it must be a whole number from 0 to "),
         ("one_part", "request 'd0': prompt is Span(key=0, start=0, length=9); it must be a tuple of parts"),
         ("counted", "request 'd0': the output has 4; a part is a testbed.traces.schema.Span or TokenIds"),
+        ("numbered", "request 'd0': tenant is 3; it must be a text, or None"),
+        ("below_zero", "request 'd0': output length is -2; it must be a whole number from 0 to 100,000,000"),
         ("mixed", "row 1 is {'arrival_time': 0}; a row of a Trace is a testbed.traces.schema.TraceRequest"),
         ("streamed", "request 'd0': arrival_ns is 0.5; it must be a whole number from 0 to "),
         ("nothing", "trace: mine_traces.nothing returned None; it must return a testbed.traces.schema.Trace, or rows"),

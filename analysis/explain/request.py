@@ -56,8 +56,10 @@ def _answer(
     if not life:
         return [f"{name} ended at the instant that first saw it: it neither waited nor ran."]
     if not total:
-        first = f"{name} did not wait in the queue: the first step that saw it admitted it, and none preempted it."
-        return [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
+        first = f"{name} did not wait in the queue: the first step that saw it admitted it, and "
+        first += "a step that preempted it took it back at once." if preempted else "none preempted it."
+        lines = [first, f"All of its {seconds(life / 1e9)} in the system it ran."]
+        return [*lines, _preempted(preempted, life)] if preempted else lines
     by_cause: Counter[str] = Counter()
     for one in waits:
         by_cause[one.cause] += _ns(one)

@@ -100,7 +100,7 @@ class Occupancy:
         self._tokens = dict.fromkeys(("num_prefill_tokens", "num_decode_tokens"), 0)
         self._busy_ns = 0  # within [start_ns, end_ns]
         self._parts_ns = dict.fromkeys(TIME_PARTS, 0)
-        self._length_ns = self._other_ns = self._overlap_ns = 0
+        self._other_ns = self._overlap_ns = 0
         self._with_nulls: frozenset[str] = frozenset()
 
     def add(self, run: StepRun) -> None:
@@ -157,14 +157,16 @@ class Occupancy:
         return np.maximum(inside, 0)
 
     def _add_time_parts(self, run: StepRun) -> None:
-        inside = (run.end > self._start_ns) & (run.start < self._end_ns)
-        length = (run.end - run.start)[inside]
-        unexplained = length.copy()
+        """Adds where the time of the steps went; of a step that the start of the time base cuts, the same share of each
+        part."""
+        inside = self._within(run.start, run.end)
+        length = np.maximum(run.end - run.start, 1)
+        unexplained = inside.copy()
         for name in TIME_PARTS:
-            part = run.columns[f"{name}_ns"][inside]
+            whole_ns = run.columns[f"{name}_ns"]
+            part = np.where(inside < length, (whole_ns * (inside / length)).astype(np.int64), whole_ns)
             self._parts_ns[name] += int(part.sum())
             unexplained -= part
-        self._length_ns += int(length.sum())
         self._other_ns += int(np.maximum(unexplained, 0).sum())
         self._overlap_ns += int(np.maximum(-unexplained, 0).sum())
 
@@ -212,7 +214,7 @@ class Occupancy:
 
         Parts may overlap (transfers during compute); `overlap` is the excess of their sum over the steps' length.
         """
-        rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._length_ns, 0)}
+        rest = {"other": self._other_ns, "overlap": self._overlap_ns, "idle": max(duration_ns - self._busy_ns, 0)}
         return {name: ns / 1e9 for name, ns in (self._parts_ns | rest).items()}
 
 

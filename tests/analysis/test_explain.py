@@ -201,6 +201,17 @@ def test_of_one_thing_nothing_is_said_in_the_plural(tmp_path: Path) -> None:
     assert [computed_again(num) for num in (1, 2)] == ["1 token was computed again", "2 tokens were computed again"]
 
 
+def test_who_is_preempted_and_runs_again_in_the_same_step_is_said_to_have_been_preempted(tmp_path: Path) -> None:
+    rows = [row("late", 12, 9, deadline=99), row("soon", 12, 3, at=3, deadline=9)]
+    order = "scheduler.queue_order={_target_: testbed.policies.orders.earliest_deadline, preemptive: true}"
+    pool = ("cache.block_size=64", "cache.num_gpu_blocks=3", "cache.watermark=0.4")
+    folder = run_of(tmp_path, rows, order, *pool, "sampling.n=2")
+    assert causes(folder, "late") == {}
+    first, _, third = explain_request(load_run(folder), "late").splitlines()[:3]
+    assert first.endswith("the first step that saw it admitted it, and a step that preempted it took it back at once.")
+    assert third.startswith("It was preempted once, for the order of the queue: 0\xa0ms until it ran again (0\xa0% ")
+
+
 def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:
     folder = run_of(tmp_path, [row("a", 12, 3)])
     assert waits(folder).empty

@@ -223,6 +223,15 @@ def test_warm_up_cut_drops_early_arrivals_and_moves_the_time_base():
     assert "without the first 3 s" in summary["time_base"]
 
 
+def test_of_a_step_that_the_warm_up_cuts_only_the_rest_is_in_the_time_base():
+    """FINISHED comes at 1 s, so that the time base is from 4 s to 9 s; the first step has spent a half before it."""
+    steps = table([step(2, 6, forward_ns=3 * S, swap_ns=S // 2), step(7, 9, forward_ns=S)], STEP_COLUMNS)
+    summary = summarise(requests(FINISHED), steps, {}, warmup_s=3.0)
+    time = {name: spent for name, spent in summary["time_s"].items() if spent}
+    assert time == {"forward": 2.5, "swap": 0.25, "other": 1.25, "idle": 1.0}
+    assert sum(time.values()) == summary["duration_s"]
+
+
 def test_goodput_is_of_the_requests_that_throughput_counts():
     """All but the last come in the first 3 s; the second, which keeps the SLO, and the third end after them."""
     kept = FINISHED | {"arrival_ns": 2 * S, "token_ns": [int(2.5 * S)], "finish_ns": 4 * S}

@@ -29,6 +29,7 @@ import numpy as np
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import RequestColumns
 from analysis.reading.rows import BoolArray, FloatArray
+from testbed.errors import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -135,12 +136,17 @@ def meets_slo(requests: Any, slo: SLO) -> BoolArray:
     """Which requests keep every limit `[num_requests]`. A request that is not completed does not.
 
     A limit on TPOT or ITL does not bind a request of one token, which has neither; one on lateness binds only requests
-    that have a deadline.
+    that have a deadline. Raises ConfigError for a limit on ITL if the tokens' instants were not recorded.
     """
     columns = RequestColumns.of(requests)
     met = columns.is_completed
     for name, limit in slo.limits.items():
         value = latency(columns, name)
+        if name == "itl_max_s" and (met & np.isnan(value) & (columns.whole("num_token_steps") > 1)).any():
+            raise ConfigError(
+                f"slo.itl_max_s is {limit:g}, and the run has no token times: no gap between tokens is known; leave it "
+                "out, or make the run again with record.token_times=true"
+            )
         met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s", "lateness_s") else False)
     return met
 

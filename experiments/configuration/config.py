@@ -270,6 +270,12 @@ class RunConfig:
         report = freeze(ReportConfig, "report", raw["report"])
         for key in report.replicates:
             _refuse_unknown_key(key, raw)
+        record, slo = freeze(RecordConfig, "record", raw["record"]), freeze(SloConfig, "slo", raw["slo"])
+        if slo.itl_max_s is not None and not record.token_times:
+            raise ConfigError(
+                f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is known: "
+                "every request would keep it; leave one out"
+            )
         return cls(
             backend=freeze(BACKENDS[name], "backend", raw["backend"]),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
@@ -280,8 +286,8 @@ class RunConfig:
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             cost=_cost(raw["cost"]),
             sampling=freeze(SamplingParams, "sampling", raw["sampling"]),
-            record=freeze(RecordConfig, "record", raw["record"]),
-            slo=freeze(SloConfig, "slo", raw["slo"]),
+            record=record,
+            slo=slo,
             report=report,
             seed=require_whole("seed", raw.get("seed", 0), 0, MAX_SEED),
             **options,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from analysis.measures.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics
 from analysis.measures.summary import summarise
 from analysis.measures.survival import distribution, km_quantiles
+from testbed.errors import ConfigError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.analysis.runs import request_row, simulate, table
 
@@ -210,6 +211,15 @@ def test_a_deadline_is_met_by_a_request_that_is_complete_at_its_client_by_then()
     late = requests(FINISHED | {"deadline_ns": 5 * S})
     assert [meets_slo(late, SLO(lateness_s=limit)).tolist() for limit in (1.9, 2.0)] == [[False], [True]]
     assert summarise(requests(FINISHED), table([step(1, 9)], STEP_COLUMNS), {})["deadlines"] is None
+
+
+def test_a_limit_on_gaps_is_refused_where_no_token_has_an_instant():
+    """Each request would keep it, as one of a single token does."""
+    single = FINISHED | {"num_token_steps": 1, "token_ns": None}
+    assert meets_slo(requests(single), SLO(itl_max_s=1.0)).tolist() == [True]
+    without = requests(FINISHED, FINISHED | {"num_token_steps": 3, "token_ns": None})
+    with pytest.raises(ConfigError, match=r"slo\.itl_max_s is 9, and the run has no token times: .*record\.token_times"):
+        meets_slo(without, SLO(itl_max_s=9.0))
 
 
 def test_warm_up_cut_drops_early_arrivals_and_moves_the_time_base():

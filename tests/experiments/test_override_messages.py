@@ -138,6 +138,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["slo.ttft_s=1" + "0" * 400], "slo.ttft_s=1000"),
         (["experiment=demo", "cost.step_s=1"], "cost.step_s is a key of cost=constant; leave it out, or choose cost=c"),
         (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
+        (["slo.itl_max_s=1", "record.token_times=false"], "slo.itl_max_s is 1, and with record.token_times=false no g"),
         (
             ["experiment=watermark", "cache.watermrak=1"],
             "unknown key 'cache.watermrak'; did you mean 'cache.watermark'",

@@ -273,8 +273,8 @@ class RunConfig:
         record, slo = freeze(RecordConfig, "record", raw["record"]), freeze(SloConfig, "slo", raw["slo"])
         if slo.itl_max_s is not None and not record.token_times:
             raise ConfigError(
-                f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is known; "
-                "leave one of them out"
+                f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is "
+                "known; leave one of them out"
             )
         return cls(
             backend=freeze(BACKENDS[name], "backend", raw["backend"]),

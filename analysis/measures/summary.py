@@ -190,8 +190,8 @@ def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any
         first_token_ns, arrival = piece.numbers("first_token_ns"), piece.whole("arrival_ns")
         started = first_token_ns >= start_ns
         prompt += int(piece.whole("num_prompt_tokens")[started].sum())
-        if (first_token_ns < start_ns).any() and piece.tokens is not None:
-            output += piece.num_tokens_since(start_ns)
+        if (first_token_ns < start_ns).any():
+            output += _num_tokens_since(piece, start_ns)
         else:
             output += int(piece.whole("num_output_tokens")[started].sum())
         inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
@@ -206,6 +206,16 @@ def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any
         "total_tokens_per_s": (prompt + output) / duration_s,
         "offered_per_s": (num_inside - 1) / window_s if window_s > 0 else None,
     }
+
+
+def _num_tokens_since(requests: RequestColumns, start_ns: int) -> int:
+    """The tokens emitted since then: without their instants as if each request had emitted them evenly spaced."""
+    if requests.tokens is not None:
+        return requests.num_tokens_since(start_ns)
+    first_ns, num_steps = requests.numbers("first_token_ns"), np.maximum(requests.whole("num_token_steps"), 1)
+    gap_ns = np.maximum((last_token_ns(requests) - first_ns) / np.maximum(num_steps - 1, 1), 1.0)
+    num_before = np.clip(np.ceil((start_ns - first_ns) / gap_ns), 0, num_steps)
+    return round(float(np.nansum(requests.whole("num_output_tokens") * (1 - num_before / num_steps))))
 
 
 def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, duration_s: float) -> dict[str, Any]:

@@ -144,11 +144,15 @@ def test_throughput_has_the_stated_time_base():
 def test_throughput_counts_every_token_of_sequences_that_emit_together():
     group = FINISHED | {"num_output_tokens": 6, "num_token_steps": 3}
     steps = table([step(1, 11)], STEP_COLUMNS)
-    for rows in (requests(group), requests(group | {"token_ns": None, "first_token_ns": 3 * S, "tpot_s": 2.0})):
+    unrecorded = group | {"token_ns": None, "first_token_ns": 3 * S, "tpot_s": 2.0}
+    for rows in (requests(group), requests(unrecorded)):
         assert summarise(rows, steps, {})["throughput"]["output_tokens_per_s"] == 0.6
     late = FINISHED | {"arrival_ns": 5 * S, "token_ns": [6 * S], "finish_ns": 6 * S}
     rates = summarise(requests(group, late), steps, {}, warmup_s=3.0)["throughput"]
     assert rates["output_tokens_per_s"] == 5 / 7  # two each at 4 and 7 s, one at 6 s
+    late |= {"token_ns": None, "first_token_ns": 6 * S, "num_output_tokens": 1, "num_token_steps": 1}
+    rates = summarise(requests(unrecorded, late, {"arrival_ns": 5 * S}), steps, {}, warmup_s=3.0)["throughput"]
+    assert rates["output_tokens_per_s"] == 5 / 7  # evenly spaced: two each at 3, 5 and 7 s
 
 
 def test_occupancy_is_time_weighted_and_zero_while_idle():

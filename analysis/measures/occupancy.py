@@ -183,7 +183,7 @@ class Occupancy:
         """The part of a summary that comes from steps. is_recorded: whether steps were recorded. If so, an engine
         without any step was idle all the time; else nothing is known about it."""
         result: dict[str, Any] = {
-            "num_steps": self.num_steps,
+            "num_steps": self.num_steps if is_recorded else None,
             "kv": dict.fromkeys(("utilisation_mean", "utilisation_peak")) | fragmentation([self]),
             **dict.fromkeys((*(f"mean_{name}" for name in COUNTS), "busy_share", "time_s")),
         }

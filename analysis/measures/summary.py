@@ -162,6 +162,8 @@ def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArra
     cut_ns = np.where(aborted, requests.numbers("finish_ns"), float(end_ns))[cut]
     waited_s = (cut_ns - requests.numbers("arrival_ns")[cut]) / 1e9
     open_gap_ns = cut_ns - last_token_ns(requests)[cut]
+    if requests.tokens is None:  # of gaps of which none was recorded the open ones say nothing
+        open_gap_ns = np.full_like(open_gap_ns, np.nan)
     none = np.empty(0)
     samples: Samples = {}
     for name in _CENSORED_AT_END:

@@ -71,7 +71,12 @@ def test_without_token_times_tpot_comes_from_its_column():
     assert metrics.tpot_s == 2
     assert metrics.tpot_incl_first_s == 2
     assert np.isnan(metrics.itl_max_s)
-    assert summarise(bare, NO_STEPS, {})["itl_s"]["p50"] is None
+    aborted = requests(FINISHED | row, row | {"finish_ns": 9 * S, "finish_reason": "abort"})
+    for summary in (summarise(bare, NO_STEPS, {}), summarise(aborted, NO_STEPS, {})):
+        for name in ("itl_s", "itl_max_s"):
+            none = {"count": 0, "num_censored": 0, "mean": None} | dict.fromkeys(("p50", "p90", "p95", "p99"))
+            assert summary[name] == none, "nor is a gap that an abort left open a mean of gaps"
+        assert summary["num_steps"] is None, "not recorded"
 
 
 def test_derived_columns_of_the_records_agree():

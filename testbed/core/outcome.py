@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token, or a stop that the backend reports (a stop string)
     LENGTH = "length"  # max_tokens, max_model_len, or the end of a forced output
     ABORT = "abort"
-    IGNORED = "ignored"  # rejected, as it can never run
+    IGNORED = "ignored"  # rejected, as it, or a sample of it, can never run
     DROPPED = "dropped"  # a pruned beam; the reason of a group's member, never of a request
 
 

@@ -232,9 +232,7 @@ class Scheduler:
         self.blocks.forget(seq)
         for left in self._waiting.left:
             left(seq, now_ns)
-        if seq.group is not None:
-            seq.group.leave(seq, reason)
-        if seq.group is None or not seq.group.members:
+        if seq.group is None or seq.group.leave(seq, reason, message):
             del self._live[seq.request_id]
             finished.append(seq.finished(message))
 

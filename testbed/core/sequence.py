@@ -28,14 +28,17 @@ class SequenceGroup:
         self.num_seqs = first.sampling.num_seqs  # as requested
         self.members: list[Sequence] = [first]  # live ones, in order of creation
         self.finished: list[Sequence] = []
+        self.rejected = ""  # why a member was ignored: then the request is not complete, even if others are
         self.has_parted = False  # whether the members have forked, which they do at the end of the prompt
         self.is_beam = first.sampling.beam_width > 1
 
-    def leave(self, member: Sequence, reason: FinishReason) -> None:
-        """Removes a member that has ended; a pruned beam is not kept in `finished`."""
+    def leave(self, member: Sequence, reason: FinishReason, message: str) -> bool:
+        """Removes a member that has ended; a pruned beam is not kept in `finished`. Returns whether it was the last."""
         self.members.remove(member)
+        self.rejected = "" if reason is FinishReason.ABORT else self.rejected or message
         if reason is not FinishReason.DROPPED:
             self.finished.append(member)
+        return not self.members
 
 
 class Sequence(KVSequence):
@@ -216,15 +219,14 @@ class Sequence(KVSequence):
 
     def finished(self, message: str) -> Finished:
         """Returns the result of its request, whose last sequence this is. Callable once."""
-        assert self.finish_reason is not None
-        ended = [self]
+        ended, rejected = [self], ""
         if self.group is not None:
-            ended, self.group.finished = self.group.finished, []  # leaves no reference cycle with the members
+            ended, self.group.finished, rejected = self.group.finished, [], self.group.rejected  # leaves no cycle
         done = tuple([one.completion for one in ended])
-        outputs = [one.token_ids for one in done]
+        reason = FinishReason.IGNORED if rejected else done[-1].reason if done else FinishReason.DROPPED
         return Finished(
-            self.request, done[-1].reason if done else self.finish_reason, message, sum(map(len, outputs)),
-            outputs[0] if outputs else (), done, tuple(self.prompt_logprobs or ()),
+            self.request, reason, rejected or message, sum([len(one.token_ids) for one in done]),
+            done[0].token_ids if done else (), done, tuple(self.prompt_logprobs or ()),
         )  # fmt: skip
 
     # --- groups ---

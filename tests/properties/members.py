@@ -53,7 +53,9 @@ class Job:
 
     @property
     def reason(self) -> FinishReason:
-        """That of the member that ended last."""
+        """That of the member that ended last; but who had a member rejected is not complete."""
+        if FinishReason.IGNORED in self.reasons and self.reasons[-1] is not FinishReason.ABORT:
+            return FinishReason.IGNORED
         return self.reasons[-1] if self.reasons else FinishReason.DROPPED
 
     @property

@@ -10,6 +10,7 @@ from testbed.core.plan import BlockedBy, PreemptionMode
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.state import SequenceState
+from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.preemption import Auto, Recompute, Swap
 from tests.testbed.core_kit import (
     add,
@@ -128,6 +129,24 @@ def test_a_full_cpu_pool_dissolves_samples() -> None:
         plan, _ = step(scheduler)
         modes += [item.mode for item in plan.preempted]
     assert modes == [PreemptionMode.RECOMPUTE] * 2
+
+
+def test_a_request_of_which_a_sample_is_rejected_is_not_complete() -> None:
+    """Recomputed, one of the two has 6 tokens by then, and no step of 5; the other goes on to its end."""
+    scheduler = make_scheduler(
+        PrefillFirst(ignores_oversize_resumed=True), num_blocks=6, block_size=2, caching=False, preemption=Recompute(),
+        limits=make_limits(budget=5),
+    )  # fmt: skip
+    add(scheduler, make_request("a", 5, 3))
+    add(scheduler, make_request("g", 4, 6, sampling=SamplingParams(n=2)))
+    _, group = drain(scheduler)
+    assert [(len(one.token_ids), one.reason) for one in group.completions] == [
+        (2, FinishReason.IGNORED),
+        (6, FinishReason.LENGTH),
+    ]
+    assert (group.reason, group.num_output_tokens) == (FinishReason.IGNORED, 8)
+    assert group.message.startswith("6 tokens to prefill exceed max_num_batched_tokens (5)")
+    assert_nothing_held(scheduler)
 
 
 def run_beams(scheduler: Scheduler) -> list[tuple[str, FinishReason, str]]:

@@ -319,6 +319,13 @@ def unused_settings(config: RunConfig) -> list[str]:
             notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
         notes += unread_settings(config)
+        of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias")
+        notes += without_effect("sampling", drawn, of_ends, "backend=sim, whose outputs are those of the trace")
+        if drawn.max_tokens is not None:
+            notes.append(
+                "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
+                "trace.max_output_tokens. Only policies that go by a request's own limit read it"
+            )
         if config.record.profile is not None:
             notes.append("record.profile has no effect in a simulation, which has no operators to trace")
         if not backend.swap_overlap:

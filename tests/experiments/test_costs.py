@@ -268,6 +268,10 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
          ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["sampling.stop_token_ids=[3]", "sampling.max_tokens=4"],
+         ["sampling.stop_token_ids has no effect with backend=sim, whose outputs are those of the trace",
+          "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
+          "trace.max_output_tokens. Only policies that go by a request's own limit read it"]),
         (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),

@@ -71,6 +71,16 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
         assert found.num_requests in (None, len(expected))
 
 
+@pytest.mark.parametrize(
+    "step", [{"name": "set_rate", "rate": 2, "by": "warp"}, {"name": "stretch_to", "duration_s": 2}]
+)
+@pytest.mark.parametrize("make", [generate, stream_generated])
+def test_a_trace_of_one_instant_that_a_step_cannot_change_is_told_with_the_step(make, step):
+    config = SyntheticConfig(num_requests=3, arrival="all_at_once")
+    with pytest.raises(ConfigError, match=rf"^trace\.transforms\[0\] \({step['name']}\): trace 'synthetic' "):
+        tuple(transforms.apply_all(make(config, 1), [step], no_file, 5))
+
+
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step["name"])
 @pytest.mark.parametrize("gap_s", [None, 0.0, 10.0])
 def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):

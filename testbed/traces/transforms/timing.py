@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from testbed.checks import choose, require
-from testbed.errors import TraceError
+from testbed.errors import ConfigError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
@@ -79,7 +79,7 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
             first = row.arrival_ns if num == 0 else first
             num, last = num + 1, row.arrival_ns
     if last == first:
-        raise TraceError(f"trace {trace.name!r} has no rate to change: all its requests arrive at one instant")
+        raise ConfigError(f"trace {trace.name!r} has no rate to change: all its requests arrive at one instant")
     own_rate = (num - 1) / ((last - first) / 1e9)
     factor, told = rate / own_rate, f"rate set from {own_rate:g} to {rate:g} per second by {by}"
     if by == "warp":
@@ -137,7 +137,7 @@ def stretch_to(trace: S, duration_s: float) -> S:
     require("duration_s", duration_s, 0 < duration_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
     end_ns, duration_ns = last_ns(trace), round(duration_s * 1e9)
     if end_ns == 0:
-        raise TraceError(f"trace {trace.name!r} cannot be stretched: all its requests arrive at 0")
+        raise ConfigError(f"trace {trace.name!r} cannot be stretched: all its requests arrive at 0")
 
     def rows() -> Iterator[TraceRequest]:
         for row in trace:

@@ -39,7 +39,7 @@ MODEL = {
     "tie_word_embeddings": True, "torch_dtype": "float32", "use_sliding_window": False, "vocab_size": 4096,
 }  # fmt: skip
 SHARED = [
-    "device=cpu", "model.dtype=float32", "cache.block_size=32", "cache.num_cpu_blocks=0", "scheduler.max_num_seqs=32",
+    "device=cpu", "cache.block_size=32", "cache.num_cpu_blocks=0", "scheduler.max_num_seqs=32",
     "scheduler.max_model_len=1024", "cache.prefix_caching=true", "trace.forced=lengths",
     "trace.prompt={kind:lognormal,value:160,sigma:0.8,min_tokens:8,max_tokens:600}",
     "trace.output={kind:lognormal,value:50,sigma:0.6,min_tokens:4,max_tokens:200}",

@@ -53,8 +53,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def laid_over(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Both as one list of overrides. The user's value wins for a key that both have; options of groups come first. The
-    run's settings of the cost model are dropped if the user chooses one that does not read them."""
+    run's settings of the cost model are dropped if the user chooses one that does not read them, and those of the model
+    if the user gives its files."""
     given = {key: value for key, _, value in (item.partition("=") for item in overrides)}
+    if "model.path" in given:
+        settings = [item for item in settings if not item.startswith("model.")]
     if given.get("cost", "roofline") not in _CAPTURING:
         settings = [item for item in settings if not item.startswith("cost.")]
     return sorted(replaced(settings, overrides), key=lambda item: item.partition("=")[0] not in GROUPS)

@@ -122,6 +122,18 @@ def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
     assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
 
 
+def test_files_of_the_model_replace_what_the_study_says_of_it(tmp_path):
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 512, "torch_dtype": "float16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    path = f"model.path={tmp_path}"
+    (run,) = read_study(study(), Path("study.json"), [path])
+    assert "model.dtype=bfloat16" in run.settings
+    assert composed(run.settings, [path]).model.dtype == "float16"
+
+
 def test_prompts_repeat_as_the_file_says(tmp_path):
     runs = study(3)
     for run, shared in zip(

@@ -135,8 +135,10 @@ def _part(where: str, name: str, part: object) -> Part:
         )
     if not isinstance(part, TokenIds):
         raise TraceError(f"{where}: the {name} has {shown(part)}; a part is a testbed.traces.schema.Span or TokenIds")
-    if isinstance(part.ids, array) and part.ids.typecode == "i":
+    if isinstance(part.ids, array) and part.ids.typecode == "i" and min(part.ids, default=0) >= 0:
         return part
+    if not isinstance(part.ids, Iterable):
+        raise TraceError(f"{where}: {name} ids is {shown(part.ids)}; it must be token ids, as array('i', [1, 2])")
     return TokenIds(array("i", [_whole(token, 0, 2**31 - 1, where, name, "token") for token in part.ids]))
 
 

@@ -15,6 +15,7 @@ from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from tests.experiments.kit import TINY, manifest_of, say, table_of
 
 MINE = """
+from array import array
 from collections.abc import Iterable
 import numpy as np
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
@@ -67,6 +68,12 @@ def numbered():
 def below_zero():
     return [request(0, 0, output=Span(0, 0, -2))]
 
+def negative():
+    return [request(0, 0, prompt=(TokenIds(array("i", [3, -1])),))]
+
+def one_id():
+    return [request(0, 0, prompt=(TokenIds(3),))]
+
 def mixed():
     return [request(0, 0), {"arrival_time": 0}]
 
@@ -110,6 +117,8 @@ def test_numbers_of_numpy_and_rows_out_of_order_give_the_same_trace(home: Path) 
         ("counted", "request 'd0': the output has 4; a part is a testbed.traces.schema.Span or TokenIds"),
         ("numbered", "request 'd0': tenant is 3; it must be a text, or None"),
         ("below_zero", "request 'd0': output length is -2; it must be a whole number from 0 to 100,000,000"),
+        ("negative", "request 'd0': prompt token is -1; it must be a whole number from 0 to 2,147,483,647"),
+        ("one_id", "request 'd0': prompt ids is 3; it must be token ids"),
         ("mixed", "row 1 is {'arrival_time': 0}; a row of a Trace is a testbed.traces.schema.TraceRequest"),
         ("streamed", "request 'd0': arrival_ns is 0.5; it must be a whole number from 0 to "),
         ("nothing", "trace: mine_traces.nothing returned None; it must return a testbed.traces.schema.Trace, or rows"),

@@ -95,7 +95,8 @@ def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list
     for metric in (*untested, *alone, *unjudged):
         told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
         texts = [f"at {load}: {text}" if load else text for load, text in told[:_MAX_LOADS]]
-        texts += [f"{len(told) - _MAX_LOADS} more loads are in the tables"] * (len(told) > _MAX_LOADS)
+        if (left := len(told) - _MAX_LOADS) > 0:
+            texts.append(f"{fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables")
         more = " (more replicates give an interval)" if metric in untested else ""
         parts += [f"{metric.label} {'; '.join(texts)}{more}"] if texts else []
     over = over_replicates([arm for group in groups for arm in group.arms])

@@ -93,12 +93,12 @@ def answer(
     groups: Sequence[Compared], slo: SLO | None, question: str = "", margin: float = 0.02, most: int = MAX_SENTENCES
 ) -> list[str]:
     """At most `most` sentences: which arms keep the SLO, which serves most within it, then claimed changes, the largest
-    first. The metrics that the question names come first. Without comparisons, a description of the one arm at each
-    load. margin: of the comparisons."""
+    first. The metrics that the question names come first. Without comparisons, a description of the one arm at the
+    first few loads. margin: of the comparisons."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
-        return [_described(group, slo) for group in groups]
+        return _descriptions(groups, slo, most)
     share = "" if slo is None else kept(groups, slo)
     of_slo = [f"{_as_sentence(share)}."] if share else []
     changes = _differences(groups, slo, question, margin, most - len(of_slo))
@@ -303,6 +303,15 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
     return [(is_beside, -math.inf, text) for is_beside, _, text in sorted(found)[:1]]
 
 
+def _descriptions(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
+    """At most `most` descriptions of the only arm, by load; the last one says that nothing is compared."""
+    told = [_described(group, slo) for group in groups[: max(1, most)]]
+    left = len(groups) - len(told)
+    more = f" {fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables." if left else ""
+    traces = "its trace" if len(groups) == 1 else "its traces"
+    return [*told[:-1], f"{told[-1]}{more} No other arm ran on {traces}, so nothing is compared."]
+
+
 def _described(group: Compared, slo: SLO | None) -> str:
     """The results of the only arm, as means over its replicates."""
     (arm,) = group.arms
@@ -320,7 +329,7 @@ def _described(group: Compared, slo: SLO | None) -> str:
         told = [run.summary_under(slo)["slo"]["attainment_ci95"] for run in runs]
         interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
         said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
-    return said + " No other arm ran on its trace, so nothing is compared."
+    return said
 
 
 def _came(runs: Sequence[Run]) -> str:

@@ -252,6 +252,19 @@ def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Ar
     assert "; Jain's index" in said
 
 
+def test_one_arm_at_many_loads_is_described_at_the_first_few(arms: list[Arm]) -> None:
+    groups = [Compared(f"{rate} requests/s", arms[:1], (), ()) for rate in range(7)]
+    said = answer(groups, None, most=MAX_SENTENCES)
+    assert len(said) == MAX_SENTENCES
+    none = "No other arm ran on its traces, so nothing is compared."
+    assert [none in text for text in said] == [False] * 4 + [True]
+    assert said[4].endswith(f"served. 2 more loads are in the tables. {none}")
+    (only,) = answer(groups[:1], None)
+    assert only.endswith("served. No other arm ran on its trace, so nothing is compared.")
+    (values,) = observed(groups[:4], "What is the P99 ITL?", None)
+    assert values.endswith("; 1 more load is in the tables.")
+
+
 def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
     slo, goodput = SLO(ttft_s=0.5), SLO_METRICS[1]
     change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")

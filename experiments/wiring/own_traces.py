@@ -44,8 +44,13 @@ def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
     made = instantiate("trace", values, **({"seed": seed} if takes_seed else {}))
     if isinstance(made, StreamedTrace):
         return made.derived(lambda: _rows(made), None, made.num_requests)
-    if all(hasattr(made, name) for name in _SOURCE):
+    if isinstance(made, Trace):
         return checked(made)
+    if all(hasattr(made, name) for name in _SOURCE):  # in order of arrival, and maybe too long to be held
+        source: TraceSource = made
+        return StreamedTrace(
+            source.name, lambda: _rows(source), tuple(source.notes), source.num_requests, closed_tail=source.closed_tail
+        )
     if isinstance(made, Iterable) and not isinstance(made, Mapping | str | bytes):
         return of_rows(made, target.rpartition(".")[2])
     raise TraceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from experiments import find_capacity, simulate
 from experiments.cli import main
+from experiments.wiring.own_traces import make_trace
 from testbed.errors import TestbedError
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.stream import MAX_HELD_ROWS
 from tests.experiments.kit import TINY, manifest_of, say, table_of
 
 MINE = """
@@ -82,6 +85,17 @@ def streamed():
 
 def nothing():
     pass
+
+class Users:
+    name, notes, closed_tail = "users", ("of two users",), True
+
+    def __init__(self, num_requests=6):
+        self.num_requests = num_requests
+
+    def __iter__(self):
+        for i in range(self.num_requests):
+            think_ns = None if i < 2 else np.int64(1000)
+            yield request(i, 0, session_id=f"u{i % 2}", turn=i // 2, think_ns=think_ns)
 """
 
 
@@ -105,6 +119,15 @@ def test_numbers_of_numpy_and_rows_out_of_order_give_the_same_trace(home: Path) 
     assert simulated("as_dicts")["num_requests"] == 3
     assert simulated("as_dicts", num=2)["name"] == "as_dicts"
     assert simulated("yielded")["num_requests"] == 3
+
+
+def test_a_source_of_ones_own_is_not_held_whole(home: Path) -> None:
+    """As that of users with endless requests: the rows of the next turns are not read before."""
+    made = make_trace({"_target_": "mine_traces.Users", "num_requests": MAX_HELD_ROWS + 1}, seed=0)
+    assert (made.name, made.notes, made.closed_tail) == ("users", ("of two users",), True)
+    row = next(islice(made, 2, None))
+    assert (row.request_id, type(row.think_ns)) == ("d2", int)
+    assert simulated("Users")["num_requests"] == 6
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from experiments.configuration.options import Library
 from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.traces import build_source
+from testbed.checks import require_type
 from testbed.errors import ConfigError
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.generator_config import TURNS
@@ -146,16 +147,9 @@ def _arm(
             "all of it at a high one; do without, and let a long trace outweigh its start (trace.num_requests, "
             "trace.limit)"
         )
+    key, start = _start(raw["trace"], named)
     is_own = "_target_" in raw["trace"]
-    if is_own and "rate" not in raw["trace"]:
-        raise ConfigError(
-            f"trace={named} has no rate to search: give it a parameter rate, the requests per second, and a value in "
-            "its file; or search its file by trace.rate_scale: testbed trace freeze mine.parquet --config-dir=…, then "
-            "trace=parquet trace.path=mine.parquet"
-        )
-    key = "trace.rate" if "rate" in raw["trace"] else "trace.rate_scale"
     is_made = "rate" in raw["trace"] and not is_own
-    start = float(raw["trace"][key.removeprefix("trace.")])
     arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
     if is_made:
         _refuse_rateless(raw["trace"])
@@ -251,6 +245,20 @@ def _correlation(
     if traces not in shares:
         shares[traces] = share_between(list(map(flatten, raws)), ids)
     return correlation(shares[traces])
+
+
+def _start(trace: dict[str, Any], named: str) -> tuple[str, float]:
+    """Returns the key that is searched, and its value. Raises ConfigError for a user's class that has none."""
+    if "_target_" in trace and "rate" not in trace:
+        raise ConfigError(
+            f"trace={named} has no rate to search: give it a parameter rate, the requests per second, and a value in "
+            "its file; or search its file by trace.rate_scale: testbed trace freeze mine.parquet --config-dir=…, then "
+            "trace=parquet trace.path=mine.parquet"
+        )
+    key = "trace.rate" if "rate" in trace else "trace.rate_scale"
+    value = trace[key.removeprefix("trace.")]
+    require_type(key, value, float)  # a class of the user's own may have any
+    return key, float(value)
 
 
 def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str, *, is_own: bool) -> None:

@@ -193,6 +193,7 @@ def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: p
     [
         ("_target_: mine_traces.drawn\n", "trace=mine_traces.drawn has no rate to search: give it a parameter rate"),
         ("_target_: mine_traces.drawn\nrate: 9.0\nseed: 4\n", "no value for it in its file"),
+        ("_target_: mine_traces.drawn\nrate: null\n", "trace.rate is null; it must be a number"),
     ],
 )
 def test_what_cannot_be_searched_says_what_to_do(

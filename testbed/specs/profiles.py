@@ -144,10 +144,13 @@ class ProfileManifest:
         own, theirs = asdict(model), self.model | {"dtype": self.dtype}
         for name in (*MODEL_SHAPE, *MODEL_EXPERTS):
             if theirs.get(name) != own[name]:
+                cure = "choose the model that was profiled"
+                if name == "dtype" and "fp8" not in (self.dtype, model.dtype):  # maybe that of the engine, not the files
+                    said = f'give a copy of config.json with "dtype": "{self.dtype}"'
+                    cure = said if model.path else f"set model.dtype={self.dtype}"
                 raise ConfigError(
                     f"{place} is of model {self.model['name']!r} ({name} {_text(theirs.get(name))}), and the run's is "
-                    f"{model.name!r} ({name} {_text(own[name])}); choose the model that was profiled, or measure "
-                    "this one with `testbed calibrate`"
+                    f"{model.name!r} ({name} {_text(own[name])}); {cure}, or measure this one with `testbed calibrate`"
                 )
         run = {
             "device": device, "block_size": block_size, "tensor_parallel_size": tensor_parallel_size,

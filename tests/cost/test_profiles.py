@@ -194,7 +194,11 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     [
         ({"model": replace(MODEL, name="big", hidden_size=4096)},
          r"f is of model 'small' \(hidden_size 1024\), and the run's is 'big' \(hidden_size 4096\)"),
-        ({"model": replace(MODEL, dtype="float32")}, r"'small' \(dtype bfloat16\), .* 'small' \(dtype float32\)"),
+        ({"model": replace(MODEL, dtype="float32")},
+         r"'small' \(dtype bfloat16\), .* 'small' \(dtype float32\); set model.dtype=bfloat16, or measure"),
+        ({"model": replace(MODEL, dtype="float32", path="/models/small")},
+         r"\(dtype float32\); give a copy of config.json with \"dtype\": \"bfloat16\", or measure"),
+        ({"model": replace(MODEL, dtype="fp8")}, r"\(dtype fp8\); choose the model that was profiled, or measure"),
         ({"model": replace(MODEL, **EXPERTS)},
          r"'small' \(num_experts null\), .* 'small' \(num_experts 8\); choose"),
         ({"device": "a100"}, "f was measured with device h100, and the run has a100; set device=h100"),

@@ -26,7 +26,7 @@ from testbed.errors import RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
-from testbed.traces.stream import StreamedTrace, whole
+from testbed.traces.stream import StreamedTrace
 
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
@@ -87,10 +87,8 @@ def _until_the_end() -> Path:
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:
-    if isinstance(trace, Trace):
+    if isinstance(trace, Trace | StreamedTrace):
         return checked(trace)
-    if isinstance(trace, StreamedTrace):
-        return whole(trace)
     if isinstance(trace, str | PathLike):
         if trace in options("trace") and not Path(trace).exists():
             raise TraceError(

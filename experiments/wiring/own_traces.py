@@ -7,6 +7,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -42,15 +43,10 @@ def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
     target = str(values["_target_"])
     takes_seed = "seed" in (parameters(target) or ()) and "seed" not in values
     made = instantiate("trace", values, **({"seed": seed} if takes_seed else {}))
-    if isinstance(made, StreamedTrace):
-        return made.derived(lambda: _rows(made), None, made.num_requests)
     if isinstance(made, Trace):
         return checked(made)
     if all(hasattr(made, name) for name in _SOURCE):  # in order of arrival, and maybe too long to be held
-        source: TraceSource = made
-        return StreamedTrace(
-            source.name, lambda: _rows(source), tuple(source.notes), source.num_requests, closed_tail=source.closed_tail
-        )
+        return _with_checks(made)
     if isinstance(made, Iterable) and not isinstance(made, Mapping | str | bytes):
         return of_rows(made, target.rpartition(".")[2])
     raise TraceError(
@@ -77,7 +73,19 @@ def of_rows(rows: Iterable[object], name: str = "") -> Trace:
 
 def checked(source: TraceSource) -> Trace:
     """Returns the source as a Trace with all rows checked and in order. Raises TraceError, which names the row."""
-    return whole(StreamedTrace(source.name, lambda: _rows(source), tuple(source.notes), source.num_requests))
+    return whole(_with_checks(source))
+
+
+def _with_checks(source: TraceSource) -> StreamedTrace:
+    """Returns the source as a stream that checks each row when it is read."""
+    if not isinstance(source, StreamedTrace):
+        return StreamedTrace(
+            source.name, lambda: _rows(source), tuple(source.notes), source.num_requests, closed_tail=source.closed_tail
+        )
+    make, unordered = source.make, source.unordered
+    if unordered is not None:
+        return replace(source, make=lambda: _rows(make()), unordered=lambda: _rows(unordered()))
+    return replace(source, make=lambda: _rows(make()))
 
 
 def _rows(source: Iterable[object]) -> Iterator[TraceRequest]:

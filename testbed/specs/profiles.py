@@ -145,7 +145,7 @@ class ProfileManifest:
         for name in (*MODEL_SHAPE, *MODEL_EXPERTS):
             if theirs.get(name) != own[name]:
                 cure = "choose the model that was profiled"
-                if name == "dtype" and "fp8" not in (self.dtype, model.dtype):  # maybe that of the engine, not the files
+                if name == "dtype" and "fp8" not in (self.dtype, model.dtype):  # maybe an engine's, not the files'
                     said = f'give a copy of config.json with "dtype": "{self.dtype}"'
                     cure = said if model.path else f"set model.dtype={self.dtype}"
                 raise ConfigError(

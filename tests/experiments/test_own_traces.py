@@ -14,7 +14,7 @@ from experiments.cli import main
 from experiments.wiring.own_traces import make_trace
 from testbed.errors import TestbedError
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
-from testbed.traces.stream import MAX_HELD_ROWS
+from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace
 from tests.experiments.kit import TINY, manifest_of, say, table_of
 
 MINE = """
@@ -164,6 +164,10 @@ def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
     assert run.manifest["trace"]["notes"] == ["2 rows out of order, sorted by arrival"]
     with pytest.raises(TestbedError, match="expected an id not used before"):
         simulate(Trace("mine", (rows[0], rows[0])), model="tiny")
+    streamed = simulate(StreamedTrace("mine", lambda: iter(rows)), model="tiny")
+    assert streamed.manifest["trace"]["fingerprint"] == run.manifest["trace"]["fingerprint"]
+    with pytest.raises(TestbedError, match="request 'd0': the output has 4; a part is a "):
+        simulate(StreamedTrace("mine", lambda: iter([rows[0]._replace(output=4)])), model="tiny")  # type: ignore[arg-type]
 
 
 def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

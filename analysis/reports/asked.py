@@ -44,7 +44,8 @@ _UNJUDGED = {  # words for metrics without a verdict
     "preemptions": (PREEMPTIONS,),
     r"\b(?:un)?fair(?:er|est|ness)?\b": FAIRNESS,
 }
-_MAX_LOADS, _MAX_VALUES = 3, 4  # loads, and different values at one load, that are told
+_MAX_METRICS = 3  # that are told
+_MAX_LOADS, _MAX_VALUES = 3, 4  # of one metric: loads, and different values at one load
 _IN_SUMMARY = re.compile(r"\b(queueing|median|p50|p90|p95)\b(?!\.\d)")
 _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  # other percentiles; P100 is a device
 
@@ -99,6 +100,8 @@ def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list
             texts.append(f"{fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables")
         more = " (more replicates give an interval)" if metric in untested else ""
         parts += [f"{metric.label} {'; '.join(texts)}{more}"] if texts else []
+    if (left := len(parts) - _MAX_METRICS) > 0:
+        parts[_MAX_METRICS:] = [f"{fmt.count(left, 'more metric')} {'is' if left == 1 else 'are'} in the tables"]
     over = over_replicates([arm for group in groups for arm in group.arms])
     return [f"Observed{over}, without an interval: {'; '.join(parts)}."] if parts else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -250,6 +251,8 @@ def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Ar
     (said,) = observed(alone, "Is it fair?", None)
     assert said.startswith(f"{begin} service gap of tenants ")
     assert "; Jain's index" in said
+    (said,) = observed(alone, "Is it fair, does it hit, preempt, meet the deadlines, and stall?", None)
+    assert re.search(r"; \d more metrics? (is|are) in the tables\.$", said)
 
 
 def test_one_arm_at_many_loads_is_described_at_the_first_few(arms: list[Arm]) -> None:

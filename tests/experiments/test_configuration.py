@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from experiments.configuration import compose
-from experiments.configuration.compose import compose_config, compose_from, to_overrides
+from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.options import options
 from experiments.runs.run import execute
@@ -349,25 +349,6 @@ def test_a_checkpoint_has_the_name_of_its_folder(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(shape))
     for path in (folder, folder / "config.json"):
         assert compose_config([f"model.path={path}"]).model.name == "my-llama"
-
-
-def test_what_a_checkpoint_gives_cannot_be_set_beside_it(tmp_path: Path) -> None:
-    """It would have no effect, and two arms that differ in it would be the same."""
-    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "vocab_size": 512}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    path = f"model.path={tmp_path}"
-    for key, given in (
-        ("dtype", ".dtype=fp8"),
-        ("recommended.top_k", ".recommended.top_k=3"),
-        ("dtype", "={dtype: fp8}"),
-    ):
-        with pytest.raises(ConfigError, match=rf"^model\.{key} has no effect with model\.path, whose files give it: "):
-            compose_config([f"model{given}", path])
-    assert compose_config([path, "model.path=null", "model.dtype=fp8"]).model.dtype == "fp8"
-    assert compose_config(["model=qwen3_8b", path]).model.hidden_size == 64
-    with pytest.raises(ConfigError, match=r"model\.dtype has no effect"):
-        compose_from(compose_config([path]).raw, ["model.dtype=fp8"])
 
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

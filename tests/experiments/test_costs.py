@@ -284,61 +284,6 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         assert [note.removeprefix("note").strip() for note in notes] == expected
 
 
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-def of_model(folder, *overrides, **changes):
-    (folder / "config.json").write_text(json.dumps(SHAPE | changes))
-    return run(folder / "run", "trace.num_requests=2", f"model.path={folder}", "overwrite=true", *overrides)[0]
-
-
-def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, capsys):
-    what = f"{tmp_path} has weights quantised by 'awq' (not fp8 or compressed-tensors)"
-    awq = {"quantization_config": {"quant_method": "awq"}}
-    assert of_model(tmp_path, **awq) == 0
-    assert f"note         {what}: they are priced, and take memory, as bfloat16" in capsys.readouterr().out
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=null", "device=h100", **awq) == 0
-    assert f"note         {what}: they take memory as bfloat16" in capsys.readouterr().out
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **awq) == 0
-    assert what not in capsys.readouterr().out
-    large = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 99}
-    assert of_model(tmp_path, "cache.num_gpu_blocks=null", "device=h100", **awq, **large) == 1
-    assert capsys.readouterr().err.startswith(f"error: {what}, which take memory as bfloat16 here: no room for one KV")
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is none of Qwen3ForCausalLM, "),
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "it has sliding-window attention in some layers only;",
-        ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]},
-            "it has experts in some layers only;",
-        ),
-    ],
-)
-def test_a_model_whose_weights_and_operators_are_not_known_is_not_simulated(tmp_path, capsys, changes, why):
-    for options in ([], ["cost=constant", "cache.num_gpu_blocks=null"]):
-        assert of_model(tmp_path, *options, **changes) == 1
-        said = capsys.readouterr().err.strip()
-        assert said.startswith(f"error: model {tmp_path.name} (in {tmp_path}) cannot be simulated: {why}")
-        assert "\n" not in said
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **changes) == 0
-
-
-def test_a_model_of_the_sizes_of_a_llama_is_priced_as_one(tmp_path, capsys):
-    assert of_model(tmp_path, architectures=["Olmo2ForCausalLM"]) == 0
-    said = "note         Olmo2ForCausalLM is priced as a Llama of its sizes: its small operators differ"
-    assert said in capsys.readouterr().out
-
-
 def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     why = "not compiled: nothing was built for this Python"

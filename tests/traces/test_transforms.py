@@ -156,7 +156,7 @@ def test_nothing_left_is_an_error_that_says_why():
         cut = transforms.limit(transforms.scale_rate(trace, 2), 3)
         with pytest.raises(TraceError, match=said):
             whole(transforms.window(cut, 5, 6))
-    with pytest.raises(TraceError, match="cannot be stretched: all its requests arrive at 0"):
+    with pytest.raises(ConfigError, match="cannot be stretched: all its requests arrive at 0"):
         transforms.stretch_to(plain(0, 0), 5)
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, Pairing, alike, paired_replicates, repeats, replicates, same_prices
+from analysis.comparison.arms import (
+    Arm,
+    Pairing,
+    alike,
+    num_repeats,
+    paired_replicates,
+    repeats,
+    replicates,
+    same_prices,
+)
 from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.within import within_one_trace
 from analysis.load import Run
@@ -27,6 +36,7 @@ from analysis.measures.statistics import (
     mean_of_all,
     mean_t,
     verdict,
+    widened,
 )
 from analysis.measures.summary import summary_value
 from analysis.reading.rows import FloatArray
@@ -159,7 +169,7 @@ class Comparison:
     p_holm: float | None = None
     effect: float | None = None  # d_z of the paired differences; needs at least three replicates
     base: float | None = None  # the baseline's mean over the replicates that both have
-    noise: float | None = None  # of the engine, see `engine_noise`
+    noise: float | None = None  # of the engine, see `noise_limit`
     is_of_prices: bool = False  # both have other cost models, so the change tells nothing of a policy
 
     @property
@@ -219,8 +229,18 @@ def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
 
 def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
     """The largest `spread` of measured repeats of an arm on one trace; None if there are no repeats."""
-    groups = [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
-    return largest_spread([metric.of(run.summary_under(slo)) for run in runs] for runs in groups)
+    return largest_spread([metric.of(run.summary_under(slo)) for run in runs] for runs in repeated(arms))
+
+
+def repeated(arms: Sequence[Arm]) -> list[tuple[Run, ...]]:
+    """The measured runs of an arm on one trace, for every arm and trace."""
+    return [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
+
+
+def noise_limit(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
+    """The change up to which none is claimed: `engine_noise`, `widened` where there are few repeats."""
+    noise = engine_noise(arms, metric, slo)
+    return None if noise is None else widened(noise, num_repeats(repeated(arms)))
 
 
 def compare(
@@ -231,13 +251,13 @@ def compare(
     With several replicates: Student's interval on the mean log-ratio of paired replicates (on the mean difference for
     shares, and if a value is 0), wider if replicates have requests in common. p-values are Holm's over the arms of a
     metric; arms that are `alike` count once. With one replicate: circular blocks over its requests, for latencies only.
-    Measured repeats on one trace are one replicate, and a change within the `engine_noise` is never claimed.
+    Measured repeats on one trace are one replicate, and a change within the `noise_limit` is never claimed.
     """
     found = []
     others = [arm for arm in arms if arm.name != baseline.name]
     first = alike(others)
     for metric in metrics:
-        noise = engine_noise(arms, metric, slo)
+        noise = noise_limit(arms, metric, slo)
         rows = [replace(_compared(arm, baseline, metric, slo), noise=noise) for arm in others]
         found += judge(rows, margin, [first[row.arm] for row in rows])
     return found

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_replicates, same_prices
-from analysis.comparison.compare import Comparison, Metric, engine_noise, judge, paired_values
+from analysis.comparison.compare import Comparison, Metric, judge, noise_limit, paired_values
 from analysis.comparison.sharing import common_share, correlation
 from analysis.load import Run
 from analysis.measures.metrics import SLO
@@ -90,7 +90,7 @@ def main_effects(
     steps, first = [*_steps(arms, baseline)], alike(arms)
     found: list[Effect] = []
     for metric in metrics:
-        noise = engine_noise(arms, metric, slo)
+        noise = noise_limit(arms, metric, slo)
         found += _judge([_effect(step, metric, slo, noise, first) for step in steps], margin)
     return found
 

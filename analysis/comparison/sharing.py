@@ -27,6 +27,12 @@ def drawn_by(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in _DRAWN if len(set(map(repr, given.get(name, ())))) > (name == "window")]
 
 
+def has_new_arrivals(configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether seeds draw when the requests of a record come."""
+    are_drawn = any(config.get("trace.name") in ("lengths", "agentic") for config in configs)
+    return are_drawn or any(step.get("name") == "arrivals" for step in _steps(configs))
+
+
 def _steps(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The transformations of all their traces."""
     return [step for config in configs for step in config.get("trace.transforms") or () if isinstance(step, dict)]
@@ -124,8 +130,7 @@ def _differ_in_arrivals_only(configs: Sequence[Mapping[str, Any]]) -> bool:
     window's end is not in common, but hardly tells other traces."""
     settings = {repr([config[key] for key in config if is_of_trace(key) and not is_seed(key)]) for config in configs}
     steps = {str(step.get("by" if step.get("name") == "set_rate" else "name")) for step in _steps(configs)}
-    are_new = any(config.get("trace.name") in ("lengths", "agentic") for config in configs)
-    are_new = are_new or not steps.isdisjoint(("jitter", "arrivals"))
+    are_new = has_new_arrivals(configs) or "jitter" in steps
     return are_new and len(settings) == 1 and steps.isdisjoint(("thin", "sample_sessions", "bootstrap"))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, grouped, num_repeats, repeats, replicates
-from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of
+from analysis.comparison.arms import Arm, grouped, num_repeats
+from analysis.comparison.compare import LATENCY, RATES, Comparison, engine_noise, metric_of, repeated
 from analysis.comparison.fidelity import StepErrors, alike_policies, worst_errors
 from analysis.comparison.pairs import Pair
 from analysis.load import Run
@@ -38,18 +38,17 @@ def engine_noise_said(loads: Mapping[str, Sequence[Arm]]) -> list[str]:
     measured = [arms for arms in loads.values() if len(arms) > 1 and not all(arm.runs[0].is_simulated for arm in arms)]
     if not measured:
         return []
-    groups = [repeats(arm, run) for arms in measured for arm in arms for run in replicates(arm).values()]
-    num = sum(len(runs) for runs in groups if len(runs) > 1)
+    groups = [repeated(arms) for arms in measured]
+    num = sum(len(runs) for group in groups for runs in group if len(runs) > 1)
     if not num:
         return [UNMEASURED]
     known = {metric.label: [engine_noise(arms, metric) for arms in measured] for metric in (*LATENCY, *RATES)}
     noise = {label: [one for one in found if one is not None] for label, found in known.items()}
     told = [f"{label} {fmt.percent(max(found))}" for label, found in noise.items() if found]
-    few = num_repeats(groups)
-    also = f" {fmt.count(few, 'repeat')} can show less than there is: noise may be larger." if few < ENOUGH else ""
+    also = _widened(min(filter(None, map(num_repeats, groups))))
     return [
         f"{num} runs are repeats on the real engine: their mean counts, as one run. They differ by up to "
-        f"{fmt.listing(told)} (largest over smallest, minus 1); of a change within that no claim is made.{also}"
+        f"{fmt.listing(told)} (largest over smallest, minus 1); of a change within that{also} no claim is made."
     ]
 
 

@@ -105,7 +105,7 @@ CLAIMS = ("better", "worse", "longer", "shorter", "higher", "lower")
 _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
     "inside the engine's noise": lambda texts, _: (
-        f"Inside the engine's own noise, whose repeats are as far apart or further: {fmt.listing(texts)}."
+        f"Inside the engine's own noise, as far as its repeats show it: {fmt.listing(texts)}."
     ),
     "identical": lambda texts, _: f"Identical: {fmt.listing(texts)}.",
     "equivalent": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
@@ -155,7 +155,11 @@ def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | No
     each load."""
     least = min(map(num_replicates, compared), default=0)
     if 1 < least < 5:
-        yield f"There are only {least} replicates: intervals over so few are wide and lean on normality."
+        yield (
+            f"There are only {least} replicates: intervals over so few are wide and lean on normality. What happens in "
+            f"one trace of ten, such as an overload, is in none of them with a chance of {fmt.percent(0.9**least)}; "
+            "neither an interval nor a statement of no difference holds it then."
+        )
     unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
     if unfinished:
         yield (

@@ -303,11 +303,19 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
     return [(is_beside, -math.inf, text) for is_beside, _, text in sorted(found)[:1]]
 
 
+_TOO_NARROW = (
+    "The interval (Wilson's) takes requests as independent, which they are not as they queue, and says nothing of "
+    "other traces: it is too narrow."
+)
+
+
 def _descriptions(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
     """At most `most` descriptions of the only arm, by load; the last one says that nothing is compared."""
     told = [_described(group, slo) for group in groups[: max(1, most)]]
     left = len(groups) - len(told)
     more = f" {fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables." if left else ""
+    if any("] of its requests kept the SLO" in text for text in told):
+        more = f" {_TOO_NARROW}{more}"
     traces = "its trace" if len(groups) == 1 else "its traces"
     return [*told[:-1], f"{told[-1]}{more} No other arm ran on {traces}, so nothing is compared."]
 

@@ -278,6 +278,7 @@ def test_a_single_run_is_described_not_compared(tmp_path):
     kept = report_from_folders([tmp_path / "run"], tmp_path / "slo.html", slo={"ttft_s": 0.03})
     said = Page(kept.read_text()).text
     assert re.search(r"\d+ % \[[\d.]+ %, [\d.]+ %\] of its requests kept the SLO: goodput [\d.]+ req/s", said)
+    assert "The interval (Wilson's) takes requests as independent, which they are not as they queue" in said
 
 
 def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):

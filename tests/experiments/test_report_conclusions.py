@@ -74,6 +74,7 @@ def test_a_recorded_trace_is_replicated_by_windows_and_by_drawing(recorded: Path
             )  # fmt: skip
     said = report(tmp_path)
     assert "over 3 replicates, paired on the same trace" in said
+    assert "in one trace of ten, such as an overload, is in none of them with a chance of 73 %" in said
     assert "repeat another one" not in said
 
 

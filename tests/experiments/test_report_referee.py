@@ -84,6 +84,11 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ({"name": "sample_sessions", "num": 40}, "fair", " replicates, by sample_sessions: each shares "),
         ({"name": "set_rate", "rate": 9, "by": "thin"}, "fair", " replicates: each shares "),
         ({"name": "bootstrap"}, "fair", " replicates, by bootstrap: all are drawn from the same requests"),
+        (
+            [{"name": "bootstrap"}, {"name": "arrivals", "rate": 9}],
+            "fair",
+            " replicates, by bootstrap: all are drawn from the same requests",
+        ),
     ],
 )
 def test_replicates_that_share_requests_are_worth_less(
@@ -99,6 +104,9 @@ def test_replicates_that_share_requests_are_worth_less(
     found, why = light(arms, "replicates")
     assert (found, why[1 : 1 + len(words)]) == (level, words)
     assert (", and intervals are widened for that" in why) is (correlation(common_share(arms[0].runs)) > 0)
+    assert (", but not for the arrivals, which are the same in all" in why) is (
+        [step["name"] for step in transforms] == ["bootstrap"]
+    )
 
 
 def test_new_arrivals_of_a_file_are_no_new_record_and_each_seed_of_ones_own_generator_is_one(tmp_path: Path) -> None:

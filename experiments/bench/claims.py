@@ -1,0 +1,122 @@
+"""How often the claims of reports hold, as a table: false claims, coverage of intervals, false "no difference".
+
+Traces of each load are simulated under five arms. Of these replicates as many as a report would have are drawn, again
+and again, and judged as a report judges one arm against the baseline. Two arms that serve in a random order of their
+own differ by chance only. What a change is in truth is its mean over all traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Metric
+from analysis.measures.statistics import Estimate, differences, mean_t, verdict
+from analysis.reading.rows import FloatArray
+from experiments import simulate
+from experiments.bench import machine_line
+from experiments.console import Parser
+
+SHARE, GOODPUT = SLO_METRICS
+GROUPS = {"latencies": LATENCY, "rates": (*RATES, GOODPUT), "attainment": (SHARE,)}
+METRICS = [metric for group in GROUPS.values() for metric in group]
+LENGTHS = {of: {"value": x, "sigma": 1.0, "max_tokens": 16 * x} for of, x in (("prompt", 256), ("output", 24))}
+LOADS: dict[str, dict[str, Any]] = {  # the engine serves some 33 requests/s
+    "light: Poisson, 12/s": {"rate": 12},
+    "near: Poisson, 26/s": {"rate": 26},
+    "bursty: Gamma gaps, CV 3, 24/s": {"rate": 24, "arrival": "gamma", "cv": 3.0},
+    "over: Poisson, 45/s": {"rate": 45},
+    "mixed: bursts as long as a trace": {"rate": 42, "arrival": "mmpp", "burst_factor": 5},
+}
+ARMS: dict[str, dict[str, Any]] = {
+    "base": {}, "sarathi": {"name": "sarathi"}, "fewer slots": {"max_num_seqs": 12},
+    "random": {"queue_order": "random"}, "again": {"queue_order": "random"},
+}  # fmt: skip
+NUMS, DRAWS = (2, 3, 5, 10), 1000  # replicates of a report; reports of each kind
+LIMIT, TRUTH = np.log1p((0.02, 0.03))  # log-ratios: what counts as no difference, and one for which that is false
+LEAST = 0.01  # the size from which on the intervals of a change are counted
+HEADER = "| load | metrics | false claims, most | coverage, median (least) | false no difference, most |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("python -m experiments.bench.claims", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="traces of each load (200)")
+    parser.add_argument("--requests", type=int, default=300, help="of a trace (300)")
+    options = parser.parse_args(arguments)
+    if options.seeds < 2 * max(NUMS):
+        parser.error(f"--seeds is {options.seeds}; draws of {max(NUMS)} replicates need at least {2 * max(NUMS)}")
+    print(f"{machine_line()}\n{options.seeds} traces of {options.requests} requests at each load, {DRAWS} draws each\n")
+    print(f"In %, for {', '.join(map(str, NUMS))} replicates.\n\n{HEADER}\n|---|---|---|---|---|")
+    for load in tqdm(LOADS, disable=None, leave=False):
+        for line in _measure(load, options):
+            tqdm.write(line)
+    return 0
+
+
+def _measure(load: str, options: argparse.Namespace) -> Iterator[str]:
+    values = {name: _values(load, name, options) for name in ARMS}
+    found = {num: _shares(values, num) for num in NUMS}
+    yield f"| {load} | any of {len(METRICS)} | {_cell(found[num][0].any(axis=0).mean() for num in NUMS)} | | |"
+    for name, group in GROUPS.items():
+        rows = [index for index, metric in enumerate(METRICS) if metric in group]
+        false, held, equal = ([found[num][kind][rows] for num in NUMS] for kind in range(3))
+        known = [each[~np.isnan(each)] for each in held]
+        spans = [f"{100 * np.median(each):.0f} ({100 * each.min():.0f})" if each.size else "–" for each in known]
+        alike = "" if name == "attainment" else _cell(each.max() for each in equal)
+        most = _cell(each.mean(axis=1).max() for each in false)
+        yield f"| | {name} | {most} | {', '.join(spans)} | {alike} |"
+
+
+def _cell(shares: Iterator[float]) -> str:
+    return ", ".join(f"{100 * share:.1f}" for share in shares)
+
+
+def _values(load: str, arm: str, options: argparse.Namespace) -> FloatArray:
+    """Returns the metrics of an arm under each trace: `[num_metrics, num_seeds]`."""
+    scheduler = {"name": "vllm_v1", "max_num_seqs": 16, **ARMS[arm]}
+    rows = []
+    for seed in range(options.seeds):
+        trace = {"name": "synthetic", "num_requests": options.requests, "seed": seed, **LOADS[load]} | LENGTHS
+        with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
+            run = simulate(
+                trace, folder=Path(scratch, "run"), model="llama3.1_8b", scheduler=scheduler,
+                seed=seed + options.seeds * (arm == "again"), slo={"ttft_s": 0.3, "tpot_s": 0.03},
+            )  # fmt: skip
+            rows.append([metric.of(run.summary) for metric in METRICS])
+    return np.array(rows, dtype=np.float64).T
+
+
+def _shares(values: dict[str, FloatArray], num: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Returns whether each draw of two equal arms has a false claim `[num_metrics, DRAWS]`; and, of both changes
+    `[num_metrics, 2]`, the shares of intervals that hold the truth, and of false "no difference" if that is TRUTH."""
+    rng = np.random.default_rng(num)
+    drawn = [rng.choice(len(values["base"].T), num, replace=False) for _ in range(DRAWS)]
+    false = np.zeros((len(METRICS), DRAWS), dtype=bool)
+    held, equal = (np.full((len(METRICS), 2), np.nan) for _ in range(2))
+    for index, metric in enumerate(METRICS):
+        of = {name: each[index] for name, each in values.items()}
+        by_chance = [_estimate(of["random"][one], of["again"][one], metric) for one in drawn]
+        false[index] = [verdict(each, p_value=each.p_value) in ("higher", "lower") for each in by_chance]
+        for change, arm in enumerate(("sarathi", "fewer slots")):
+            truth = _estimate(of["base"], of[arm], metric).value
+            found = [_estimate(of["base"][one], of[arm][one], metric) for one in drawn]
+            if abs(truth) >= LEAST:
+                held[index, change] = np.mean([each.low <= truth <= each.high for each in found])
+            shift = TRUTH - truth
+            equal[index, change] = np.mean([max(-each.low - shift, each.high + shift) <= LIMIT for each in found])
+    return false, held, equal
+
+
+def _estimate(base: FloatArray, other: FloatArray, metric: Metric) -> Estimate:
+    return mean_t(*differences(base, other, are_shares=metric.is_share), limit=metric.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,8 +24,7 @@ from experiments import simulate
 from experiments.bench import machine_line
 from experiments.console import Parser
 
-SHARE, GOODPUT = SLO_METRICS
-GROUPS = {"latencies": LATENCY, "rates": (*RATES, GOODPUT), "attainment": (SHARE,)}
+GROUPS = {"latencies": LATENCY, "rates": (*RATES, SLO_METRICS[1]), "attainment": SLO_METRICS[:1]}
 METRICS = [metric for group in GROUPS.values() for metric in group]
 LENGTHS = {of: {"value": x, "sigma": 1.0, "max_tokens": 16 * x} for of, x in (("prompt", 256), ("output", 24))}
 LOADS: dict[str, dict[str, Any]] = {  # the engine serves some 33 requests/s
@@ -48,11 +47,10 @@ HEADER = "| load | metrics | false claims, most | coverage, median (least) | fal
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("python -m experiments.bench.claims", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="traces of each load (200)")
-    parser.add_argument("--requests", type=int, default=300, help="of a trace (300)")
     options = parser.parse_args(arguments)
     if options.seeds < 2 * max(NUMS):
         parser.error(f"--seeds is {options.seeds}; draws of {max(NUMS)} replicates need at least {2 * max(NUMS)}")
-    print(f"{machine_line()}\n{options.seeds} traces of {options.requests} requests at each load, {DRAWS} draws each\n")
+    print(f"{machine_line()}\n{options.seeds} traces of 300 requests at each load, {DRAWS} draws each\n")
     print(f"In %, for {', '.join(map(str, NUMS))} replicates.\n\n{HEADER}\n|---|---|---|---|---|")
     for load in tqdm(LOADS, disable=None, leave=False):
         for line in _measure(load, options):
@@ -69,9 +67,8 @@ def _measure(load: str, options: argparse.Namespace) -> Iterator[str]:
         false, held, equal = ([found[num][kind][rows] for num in NUMS] for kind in range(3))
         known = [each[~np.isnan(each)] for each in held]
         spans = [f"{100 * np.median(each):.0f} ({100 * each.min():.0f})" if each.size else "–" for each in known]
-        alike = "" if name == "attainment" else _cell(each.max() for each in equal)
-        most = _cell(each.mean(axis=1).max() for each in false)
-        yield f"| | {name} | {most} | {', '.join(spans)} | {alike} |"
+        most, alike = _cell(each.mean(axis=1).max() for each in false), _cell(each.max() for each in equal)
+        yield f"| | {name} | {most} | {', '.join(spans)} | {'' if name == 'attainment' else alike} |"
 
 
 def _cell(shares: Iterator[float]) -> str:
@@ -83,7 +80,7 @@ def _values(load: str, arm: str, options: argparse.Namespace) -> FloatArray:
     scheduler = {"name": "vllm_v1", "max_num_seqs": 16, **ARMS[arm]}
     rows = []
     for seed in range(options.seeds):
-        trace = {"name": "synthetic", "num_requests": options.requests, "seed": seed, **LOADS[load]} | LENGTHS
+        trace = {"name": "synthetic", "num_requests": 300, "seed": seed, **LOADS[load]} | LENGTHS
         with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
             run = simulate(
                 trace, folder=Path(scratch, "run"), model="llama3.1_8b", scheduler=scheduler,
@@ -95,22 +92,23 @@ def _values(load: str, arm: str, options: argparse.Namespace) -> FloatArray:
 
 def _shares(values: dict[str, FloatArray], num: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Returns whether each draw of two equal arms has a false claim `[num_metrics, DRAWS]`; and, of both changes
-    `[num_metrics, 2]`, the shares of intervals that hold the truth, and of false "no difference" if that is TRUTH."""
+    `[num_metrics, 2]`, how many intervals hold the truth, and how many say "no difference" if its size is TRUTH."""
     rng = np.random.default_rng(num)
     drawn = [rng.choice(len(values["base"].T), num, replace=False) for _ in range(DRAWS)]
+    swaps, equals = rng.integers(0, 2, (DRAWS, num)), np.stack([values["random"], values["again"]])
     false = np.zeros((len(METRICS), DRAWS), dtype=bool)
     held, equal = (np.full((len(METRICS), 2), np.nan) for _ in range(2))
-    for index, metric in enumerate(METRICS):
-        of = {name: each[index] for name, each in values.items()}
-        by_chance = [_estimate(of["random"][one], of["again"][one], metric) for one in drawn]
-        false[index] = [verdict(each, p_value=each.p_value) in ("higher", "lower") for each in by_chance]
+    for row, metric in enumerate(METRICS):
+        of = {name: each[row] for name, each in values.items()}
+        found = [_estimate(*equals[[swap, 1 - swap], row, one], metric) for one, swap in zip(drawn, swaps, strict=True)]
+        false[row] = [verdict(each, p_value=each.p_value) in ("higher", "lower") for each in found]
         for change, arm in enumerate(("sarathi", "fewer slots")):
             truth = _estimate(of["base"], of[arm], metric).value
             found = [_estimate(of["base"][one], of[arm][one], metric) for one in drawn]
             if abs(truth) >= LEAST:
-                held[index, change] = np.mean([each.low <= truth <= each.high for each in found])
-            shift = TRUTH - truth
-            equal[index, change] = np.mean([max(-each.low - shift, each.high + shift) <= LIMIT for each in found])
+                held[row, change] = np.mean([each.low <= truth <= each.high for each in found])
+            shift = np.copysign(TRUTH, truth) - truth
+            equal[row, change] = np.mean([max(-each.low - shift, each.high + shift) <= LIMIT for each in found])
     return false, held, equal
 
 

@@ -1,8 +1,7 @@
 """How often the claims of reports hold, as a table: false claims, coverage of intervals, false "no difference".
 
-Traces of each load are simulated under five arms. Of these replicates as many as a report would have are drawn, again
-and again, and judged as a report judges one arm against the baseline. Two arms that serve in a random order of their
-own differ by chance only. What a change is in truth is its mean over all traces.
+Traces of each load are simulated under five arms. Of these replicates a few are drawn, again and again, and judged as
+a report judges an arm against the baseline. Two arms differ by chance only. A true change is the mean over all traces.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,10 @@ from experiments.console import Parser
 
 GROUPS = {"latencies": LATENCY, "rates": (*RATES, SLO_METRICS[1]), "attainment": SLO_METRICS[:1]}
 METRICS = [metric for group in GROUPS.values() for metric in group]
-LENGTHS = {of: {"value": x, "sigma": 1.0, "max_tokens": 16 * x} for of, x in (("prompt", 256), ("output", 24))}
+LENGTHS = {
+    what: {"value": median, "sigma": 1.0, "max_tokens": most}
+    for what, median, most in (("prompt", 256, 4096), ("output", 24, 512))
+}
 LOADS: dict[str, dict[str, Any]] = {  # the engine serves some 33 requests/s
     "light: Poisson, 12/s": {"rate": 12},
     "near: Poisson, 26/s": {"rate": 26},
@@ -35,12 +37,11 @@ LOADS: dict[str, dict[str, Any]] = {  # the engine serves some 33 requests/s
     "mixed: bursts as long as a trace": {"rate": 42, "arrival": "mmpp", "burst_factor": 5},
 }
 ARMS: dict[str, dict[str, Any]] = {
-    "base": {}, "sarathi": {"name": "sarathi"}, "fewer slots": {"max_num_seqs": 12},
-    "random": {"queue_order": "random"}, "again": {"queue_order": "random"},
+    "base": {}, "random": {"queue_order": "random"}, "again": {"queue_order": "random"},
+    "sarathi": {"name": "sarathi"}, "fewer slots": {"max_num_seqs": 12},
 }  # fmt: skip
 NUMS, DRAWS = (2, 3, 5, 10), 1000  # replicates of a report; reports of each kind
-LIMIT, TRUTH = np.log1p((0.02, 0.03))  # log-ratios: what counts as no difference, and one for which that is false
-LEAST = 0.01  # the size from which on the intervals of a change are counted
+LIMIT, TRUTH, LEAST = np.log1p((0.02, 0.03, 0.01))  # no difference; one that is; the least whose intervals count
 HEADER = "| load | metrics | false claims, most | coverage, median (least) | false no difference, most |"
 
 
@@ -77,14 +78,13 @@ def _cell(shares: Iterator[float]) -> str:
 
 def _values(load: str, arm: str, options: argparse.Namespace) -> FloatArray:
     """Returns the metrics of an arm under each trace: `[num_metrics, num_seeds]`."""
-    scheduler = {"name": "vllm_v1", "max_num_seqs": 16, **ARMS[arm]}
     rows = []
     for seed in range(options.seeds):
         trace = {"name": "synthetic", "num_requests": 300, "seed": seed, **LOADS[load]} | LENGTHS
         with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
             run = simulate(
-                trace, folder=Path(scratch, "run"), model="llama3.1_8b", scheduler=scheduler,
-                seed=seed + options.seeds * (arm == "again"), slo={"ttft_s": 0.3, "tpot_s": 0.03},
+                trace, folder=Path(scratch, "run"), model="llama3.1_8b", slo={"ttft_s": 0.3, "tpot_s": 0.03},
+                seed=seed + 10**5 * [*ARMS].index(arm), scheduler={"name": "vllm_v1", "max_num_seqs": 16, **ARMS[arm]},
             )  # fmt: skip
             rows.append([metric.of(run.summary) for metric in METRICS])
     return np.array(rows, dtype=np.float64).T
@@ -100,11 +100,11 @@ def _shares(values: dict[str, FloatArray], num: int) -> tuple[FloatArray, FloatA
     held, equal = (np.full((len(METRICS), 2), np.nan) for _ in range(2))
     for row, metric in enumerate(METRICS):
         of = {name: each[row] for name, each in values.items()}
-        found = [_estimate(*equals[[swap, 1 - swap], row, one], metric) for one, swap in zip(drawn, swaps, strict=True)]
+        found = [_estimate(equals[[swap, 1 - swap], row, one], metric) for one, swap in zip(drawn, swaps, strict=True)]
         false[row] = [verdict(each, p_value=each.p_value) in ("higher", "lower") for each in found]
         for change, arm in enumerate(("sarathi", "fewer slots")):
-            truth = _estimate(of["base"], of[arm], metric).value
-            found = [_estimate(of["base"][one], of[arm][one], metric) for one in drawn]
+            truth = _estimate((of["base"], of[arm]), metric).value
+            found = [_estimate((of["base"][one], of[arm][one]), metric) for one in drawn]
             if abs(truth) >= LEAST:
                 held[row, change] = np.mean([each.low <= truth <= each.high for each in found])
             shift = np.copysign(TRUTH, truth) - truth
@@ -112,8 +112,8 @@ def _shares(values: dict[str, FloatArray], num: int) -> tuple[FloatArray, FloatA
     return false, held, equal
 
 
-def _estimate(base: FloatArray, other: FloatArray, metric: Metric) -> Estimate:
-    return mean_t(*differences(base, other, are_shares=metric.is_share), limit=metric.limit)
+def _estimate(pair: Iterable[FloatArray], metric: Metric) -> Estimate:
+    return mean_t(*differences(*pair, are_shares=metric.is_share), limit=metric.limit)
 
 
 if __name__ == "__main__":

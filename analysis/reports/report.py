@@ -77,7 +77,7 @@ from analysis.reports.parts import (
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 
-_MAX_NAMED = 6  # arms
+_MAX_NAMED = 3  # arms
 _MAX_COMMANDS = 12  # with more, the list is folded
 
 

@@ -163,21 +163,26 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
     for text in filter(is_value, overrides):
         with in_one_line([text], keys):
             _set(node, parsed(text))
-    _refuse_unread(node, overrides)
+    _refuse_unread(node, overrides, keys)
     return node
 
 
-def _refuse_unread(node: DictConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a key of the model beside `model.path`, whose files give all others."""
+def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> None:
+    """Raises ConfigError for a key of the model beside `model.path`, whose files give all others: in an override, or in
+    a file of the user's own (except a model that `model.path` replaces as a whole)."""
     if OmegaConf.select(node, "model.path", throw_on_missing=False) is None:
         return
+    is_replaced = "model.path" not in keys.places and any(group == "model" for group, _, _ in keys.own_files())
+    written = {} if is_replaced else keys.places  # has `defaults`, too, which is no key
+    given = {key: place for key, (place, _) in written.items() if key in keys.all}
     for item in map(parsed, filter(is_value, overrides)):
-        for key, _ in _given(item.key_or_group, item.value()):
-            if key.startswith("model.") and key != "model.path":
-                raise ConfigError(
-                    f"{key} has no effect with model.path, whose files give it: leave it out, or change it in a copy "
-                    "of config.json (backend.dtype sets what an engine computes in)"
-                )
+        given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
+    for key, place in given.items():
+        if key.startswith("model.") and key != "model.path":
+            raise ConfigError(
+                f"{place}{key} has no effect with model.path, whose files give it: leave it out, or change it in a "
+                "copy of config.json (backend.dtype sets what an engine computes in)"
+            )
 
 
 def _set(node: DictConfig, item: Override) -> None:

@@ -83,3 +83,23 @@ def test_what_a_checkpoint_gives_cannot_be_set_beside_it(tmp_path: Path) -> None
     assert compose_config(["model=qwen3_8b", path]).model.hidden_size == 64
     with pytest.raises(ConfigError, match=r"model\.dtype has no effect"):
         compose_from(compose_config([path]).raw, ["model.dtype=fp8"])
+
+
+def test_nor_in_a_file_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    place = f"hydra.searchpath=[{tmp_path}/conf]"
+    files = {
+        "experiment/half": "# @package _global_\nmodel:\n  dtype: float16\n",
+        "model/both": f"defaults: [tiny, _self_]\npath: {tmp_path}\ndtype: float16\n",
+        "model/only": f"defaults: [tiny, _self_]\npath: {tmp_path}\n",
+        "model/mine": "defaults: [tiny, _self_]\ndtype: float16\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
+    for chosen, line in ((("experiment=half", f"model.path={tmp_path}"), 3), (("model=both",), 3)):
+        with pytest.raises(ConfigError, match=rf"\.yaml, line {line}: model\.dtype has no effect with model\.path"):
+            compose_config([place, *chosen])
+    assert compose_config([place, "experiment=half"]).model.dtype == "float16"
+    assert compose_config([place, "model=only"]).model.hidden_size == SHAPE["hidden_size"]
+    assert compose_config([place, "model=mine", f"model.path={tmp_path}"]).model.hidden_size == SHAPE["hidden_size"]

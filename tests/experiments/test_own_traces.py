@@ -157,7 +157,10 @@ def test_what_is_no_trace_is_named_in_one_line(
 
 def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
     """Rows out of order were simulated as they came: each after the last one, and the latencies were wrong."""
-    rows = [TraceRequest(f"d{i}", 10**9 * (3 - i), (TokenIds([1, 2]),), Span(i, 0, np.int64(2))) for i in range(3)]  # type: ignore[arg-type]
+    ids: Any = [1, 2]  # no array
+    length: Any = np.int64(2)
+    no_part: Any = 4
+    rows = [TraceRequest(f"d{i}", 10**9 * (3 - i), (TokenIds(ids),), Span(i, 0, length)) for i in range(3)]
     run = simulate(Trace("mine", tuple(rows)), model="tiny")
     assert run.requests["request_id"].tolist() == ["d2", "d1", "d0"]
     assert run.summary["e2e_s"]["p99"] < 0.5
@@ -167,7 +170,7 @@ def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
     streamed = simulate(StreamedTrace("mine", lambda: iter(rows)), model="tiny")
     assert streamed.manifest["trace"]["fingerprint"] == run.manifest["trace"]["fingerprint"]
     with pytest.raises(TestbedError, match="request 'd0': the output has 4; a part is a "):
-        simulate(StreamedTrace("mine", lambda: iter([rows[0]._replace(output=4)])), model="tiny")  # type: ignore[arg-type]
+        simulate(StreamedTrace("mine", lambda: iter([rows[0]._replace(output=no_part)])), model="tiny")
 
 
 def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
 from analysis.reports.findings import best_arms
 from analysis.reports.first_screen import answer
-from analysis.reports.keeping_up import Judged, began_within_s, is_closed_loop, who
+from analysis.reports.keeping_up import Judged, who
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from analysis.reports.trust import trust
@@ -377,58 +377,6 @@ def test_real_runs_of_two_machines_are_told_apart(tmp_path: Path) -> None:
     for backend, is_said in (("sim", False), ("real", True)):
         said = cautions({"": arms_of(tmp_path / backend)}, 0.02)
         assert any("device (cpu 2 in " in text for text in said) is is_said, said
-
-
-@pytest.mark.parametrize(("num_requests", "is_said"), [(40, True), (2000, False)])
-def test_rates_of_short_traces_are_said_to_be_of_their_ends_too(
-    tmp_path: Path, num_requests: int, is_said: bool
-) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0}, scheduler=name)
-    said = cautions({"": arms_of(tmp_path)}, 0.02)
-    assert any("no more came while the last ones were being served" in text for text in said) is is_said
-
-
-def test_of_a_closed_loop_rates_are_an_outcome_and_the_time_is_that_in_which_sessions_begin(tmp_path: Path) -> None:
-    turns = {**LIGHT, "min_turns": 4, "max_turns": 4, "think_time_s": 2.0}
-    for name, more in (("closed", {}), ("open", {"closed_loop": False}), ("users", {"arrival": "closed_loop"})):
-        ran(tmp_path / name, trace=turns | more)
-    closed, opened, users = (arms_of(tmp_path / name) for name in ("closed", "open", "users"))
-    assert [is_closed_loop(arm.runs[0]) for (arm,) in (closed, opened, users)] == [True, False, True]
-    row = {"prompt_tokens": 10, "output_tokens": 2}
-    rows = [row | {"arrival_time": 50.0 * turn, "session_id": "a", "turn": turn} for turn in range(3)]
-    ran(tmp_path / "recorded", trace=rows)
-    assert not is_closed_loop(load_run(tmp_path / "recorded")), "turns came late, and did not wait for each other"
-    closed[0].runs[0].summary["steadiness"] |= {"is_outrun": None, "in_system": [0.0, 0.0, 50.0]}
-    _, why = light(closed, "load")
-    assert ": the last sessions begin while ever more requests are in the system, though the queue does not grow" in why
-    assert why.endswith("; the offered rate is an outcome, as later turns wait for earlier ones")
-    assert ": all sessions began at once, so their number bounds the queue; " in light(users, "load")[1]
-    (said,) = [text for text in cautions({"": closed}, 0.02) if text.startswith("Rates are over all of a run")]
-    began_s, lasted_s = began_within_s(closed[0].runs[0]), closed[0].runs[0].summary["duration_s"]
-    assert 0 < began_s < 0.5 * lasted_s, "ten sessions, five a second"
-    assert f"the last one began after {fmt.seconds(began_s)} of {fmt.seconds(lasted_s)}, and from then on" in said
-
-
-def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:
-    for name, seed in itertools.product(("vllm_v1", "sarathi"), range(3)):
-        ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
-    arms = arms_of(tmp_path)
-    runs = [run for arm in arms for run in arm.runs]
-    for short, words in (
-        (runs, "traces are short: on average 10.0 req/s came"),
-        (
-            [run for run in runs if run.manifest["seed"] == 2],
-            "in 2 of 6 runs (every arm; seed 2) on average 10.0 req/s came and 5.00",
-        ),
-        (arms[0].runs, f"in 3 of 6 runs ({arms[0].name}) on average 10.0 req/s came"),
-        (arms[0].runs[:1], f"in 1 of 6 runs ({arms[0].name}; seed 0) 10.0 req/s came"),
-    ):
-        for run in runs:
-            served = 5.0 if run in short else 9.9
-            run.summary["throughput"] |= {"offered_per_s": 10.0 + 1e-9, "requests_per_s": served + 1e-9}
-        (said,) = [text for text in cautions({"": arms}, 0.02) if "traces are short" in text]
-        assert words in said.replace(fmt.SPACE, " ")
 
 
 def test_requests_that_were_ignored_are_told_of_as_many(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ class SimConfig:
             require_whole(f"backend.{name}", getattr(self, name), least, most)
         if self.replicas_per_link > self.num_replicas:
             raise ConfigError(
-                f"backend.replicas_per_link is {self.replicas_per_link}, and there are {self.num_replicas} replicas; "
-                "raise backend.num_replicas, or lower it"
+                f"backend.replicas_per_link is {self.replicas_per_link}, more than backend.num_replicas="
+                f"{self.num_replicas}; raise backend.num_replicas, or lower it"
             )
 
     @property

@@ -100,7 +100,7 @@ def step_text(effect: Effect) -> str:
 
 def told_at(load: str, sentence: str) -> str:
     """The sentence with the load at which it holds ("": the only one)."""
-    return f"At {load}: {sentence[0].lower()}{sentence[1:]}" if load else sentence
+    return f"At {load}: {sentence}" if load else sentence
 
 
 def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:

@@ -82,6 +82,12 @@ GOES_BY: Mapping[str, Mapping[str, str]] = {  # policies that go by one of testb
     "scheduler.queue_order": {"priority": "priority", "edf": "deadline", "vtc": "tenant"},
     "scheduler.victim": {"lowest_priority": "priority"},
 }
+ASKS_ORACLE: Mapping[str, tuple[str, ...]] = {  # policies that ask for predicted lengths; classes by _target_ may
+    "scheduler.queue_order": ("sjf", "ljf", "srpt", "hrrn"),
+    "scheduler.admission": ("future_peak",),
+    "scheduler.victim": ("longest_remaining",),
+}
+OF_PREFIXES = ("lpm", "dfs")  # queue orders by cached prefixes
 
 
 def make_policy(key: str, choice: Any) -> Any:

@@ -12,7 +12,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
-from experiments.wiring import build, costs
+from experiments.wiring import build, costs, unused
 from sim.cost.config import RooflineConfig
 from testbed import compiled
 from testbed.core.plan import BlockedBy
@@ -45,12 +45,12 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     notes = [
         *routing_notes(summary),
         *manifest["trace"]["notes"],
-        *build.unused_settings(config),
+        *unused.unused_settings(config),
         *(rate_notes(config.raw["trace"], summary) if config.is_simulated else []),  # replays may be sped up
     ]
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
-    notes += build.without_classes(config, manifest["trace"]["differ_in"])
+    notes += unused.without_classes(config, manifest["trace"]["differ_in"])
     is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(
@@ -96,7 +96,7 @@ def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:
     """Returns a note if every request was sent within the warm-up."""
     if summary["num_requests"] or not summary["num_in_warmup"]:
         return []
-    left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {summary['num_in_warmup']} requests"
+    left = f"report.warmup_s={config.report.warmup_s:g} leaves out all {count(summary['num_in_warmup'], 'request')}"
     return [f"{left}, so there are no numbers: lower it, or take a longer trace"]
 
 

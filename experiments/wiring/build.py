@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
-from experiments.configuration.policies import GOES_BY, make_policy, shipped_name
+from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import (
     CostEstimator,
@@ -16,8 +16,6 @@ from experiments.wiring.costs import (
     build_cost,
     check_counted,
     quantised_otherwise,
-    unread_settings,
-    without_effect,
 )
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
@@ -28,7 +26,6 @@ from real.vllm.config import VllmConfig
 from sim.backend import SimBackend, refuse_unforced
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
-from testbed.blocks.config import CacheConfig
 from testbed.blocks.demand import Demand
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
@@ -297,66 +294,6 @@ def asks_step_times(config: RunConfig) -> bool:
     """Whether a policy asks the cost model what a step costs; a user's own class may."""
     named = config.scheduler.preemption == "cheaper" or config.cache.eviction == "cost_aware"
     return named or bool(own_classes(config))
-
-
-def unused_settings(config: RunConfig) -> list[str]:
-    """Returns notes about changed settings that have no effect: arms that differ only in one of them are the same."""
-    backend, scheduler, drawn = config.backend, config.scheduler, config.sampling
-    composition = make_policy("scheduler.composition", scheduler.composition)
-    named = scheduler.composition if isinstance(scheduler.composition, str) else type(composition).__name__
-    with_composition = f"scheduler.composition={named}"
-    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
-    notes = without_effect("scheduler.kv_rules", scheduler.kv_rules, unread, with_composition)
-    if drawn.temperature == 0.0 or drawn.beam_width:
-        idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
-        notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
-    is_ours = isinstance(backend, SimConfig | RealConfig)
-    is_set = config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
-    if is_ours and config.device.kind == "cpu" and is_set:
-        notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
-    if not isinstance(backend, SimConfig):
-        if config.cost != RooflineConfig() and not asks_step_times(config):
-            notes.append(f"cost={config.cost_name} has no effect on measured times")
-    else:
-        notes += unread_settings(config)
-        of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias")
-        notes += without_effect("sampling", drawn, of_ends, "backend=sim, whose outputs are those of the trace")
-        if drawn.max_tokens is not None:
-            notes.append(
-                "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
-                "trace.max_output_tokens. Only policies that go by a request's own limit read it"
-            )
-        if config.record.profile is not None:
-            notes.append("record.profile has no effect in a simulation, which has no operators to trace")
-        if not backend.swap_overlap:
-            notes += without_effect("backend", backend, ("replicas_per_link",), "backend.swap_overlap=false")
-    if isinstance(backend, VllmConfig) and backend.decides == "vllm":
-        unwritten = ("token_times", "steps", "operators", "status_s")
-        why = "backend.decides=vllm, whose records are made from vLLM's log"
-        notes += without_effect("record", config.record, unwritten, why)
-    if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
-        notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
-    unused = getattr(composition, "unused_limits", ())
-    return notes + without_effect("scheduler", scheduler, unused, with_composition)
-
-
-_ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in it
-    "priority": "all requests have one priority",
-    "tenant": "all requests have one tenant, or none",
-    "deadline": "all requests have one deadline after arrival, or none",
-}
-
-
-def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]:
-    """Returns notes about policies that go by a field in which no two requests differ. differ_in: as in a manifest's
-    trace; None: not known."""
-    named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
-    return [
-        f"{key}={name} tells no requests apart here: {_ALIKE[field]}; trace.tenants, or "
-        "trace.transforms=[{name: label, classes: …}], gives them classes"
-        for key, name in named.items()
-        if differ_in is not None and (field := GOES_BY[key].get(name or "")) and field not in differ_in
-    ]
 
 
 # --- backends ---

@@ -25,6 +25,7 @@ from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams as AnySamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.errors import RequestError
+from testbed.foreign_text import shown
 from testbed.seeds import needs_seed, request_seed
 
 Sampling = AnySamplingParams | Sequence[AnySamplingParams] | None
@@ -104,12 +105,16 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("the model's folder has no tokenizer, and so no chat template; pass tokenizer=<folder>")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages is {shown(messages)}; give dicts with role and content, or lists of them")
         is_one = all(isinstance(item, Mapping) for item in messages)
         conversations: Any = [messages] if is_one and messages else messages
         prompts = []
         for index, conversation in enumerate(conversations):
             if not conversation:
                 raise RequestError(f"conversation {index} is empty; give it at least one message")
+            if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+                raise RequestError(f"conversation {index} is {shown(conversation)}; give a list of messages")
             text = self.tokenizer.chat(conversation, chat_template=chat_template, **template_options)
             check_text(text, f"conversation {index}")
             prompts.append(Prompt(text, self.tokenizer.encode(text, add_special_tokens=False)))

@@ -91,17 +91,17 @@ class BlockManager:
         watermark = self.watermark_blocks if self.rules.watermark_when_idle else 0
         if self.num_gpu_blocks - num_blocks >= watermark:
             return ""
+        ahead = f" and {self.lookahead_slots} lookahead slots" if self.lookahead_slots else ""
         return (
-            f"{seq.num_tokens} tokens need {num_blocks} KV blocks beside a watermark of {watermark}, and the pool has "
-            f"{self.num_gpu_blocks}"
+            f"{seq.num_tokens} tokens{ahead} need {num_blocks} KV blocks beside a watermark of {watermark}, and the "
+            f"pool has {self.num_gpu_blocks}"
         )
 
     def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
         """Whether the watermark stays free if the sequence gets blocks for its first `num_tokens` tokens."""
         if self.never_fits_reason(seq):
             return Verdict.NEVER
-        rules = self.rules
-        watermark = self.watermark_blocks
+        rules, watermark = self.rules, self.watermark_blocks
         if (is_idle and not rules.watermark_when_idle) or (seq.num_preemptions and not rules.watermark_for_resumed):
             watermark = 0
         needed = self.demand.num_blocks_for(seq.num_tokens if rules.allocate == "whole" else num_tokens)

@@ -8,6 +8,7 @@ import pytest
 from experiments.configuration.compose import compose_config
 from experiments.wiring import build, costs
 from experiments.wiring.build_engine import build_real_backend
+from experiments.wiring.unused import unused_settings
 from sim.cost.base import CostModel, Itemised
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -182,9 +183,7 @@ def test_on_a_cpu_the_simulator_has_the_blocks_of_the_engine_s_default_budget():
     """Weights and memory play no part: 256 MiB, as the engine takes; a run of it is simulated with what it had."""
     config = compose_config(["model=tiny", "device=cpu", "cache.gpu_memory_utilization=0.5"])
     assert build.simulated_pools(config).num_gpu_blocks == 256 * 2**20 // costs.block_bytes(config)
-    assert "cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks" in build.unused_settings(
-        config
-    )
+    assert "cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks" in unused_settings(config)
 
 
 def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:

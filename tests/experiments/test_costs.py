@@ -10,7 +10,7 @@ from analysis.plots.operators import format_operators, load_operators, operator_
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
-from experiments.wiring.build import unused_settings, without_classes
+from experiments.wiring.unused import unused_settings, without_classes
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -215,6 +215,27 @@ def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does(
     own = "{_target_: mine.Admission}"
     for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
         assert notes("cost=linear", asking) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("cache.eviction=lfu",), []),
+        (("cache.prefix_caching=false", "cache.eviction=lfu"), ["cache.eviction has no effect with cache.prefix_"]),
+        (
+            ("cache.prefix_caching=false", "cache.isolate_tenants=true", "scheduler.queue_order=dfs"),
+            ["cache.isolate_tenants has no", "scheduler.queue_order=dfs is first come, first served with cache."],
+        ),
+        (("scheduler.oracle=perfect",), ["scheduler.oracle has no effect with a queue order"]),
+        (("scheduler.oracle=perfect", "scheduler.queue_order=hrrn"), []),
+        (("scheduler.oracle=perfect", "scheduler.victim=longest_remaining"), []),
+        (("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.Watermark}"), []),
+        (("scheduler.oracle=perfect", "cache.eviction={_target_: mine.Eviction}"), []),
+    ],
+)
+def test_policies_that_nothing_reaches_are_noted(options, expected):
+    told = unused_settings(compose_config([*options]))
+    assert [note.startswith(start) for note, start in zip(told, expected, strict=True)] == [True] * len(expected), told
 
 
 @pytest.mark.parametrize(

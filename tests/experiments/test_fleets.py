@@ -148,7 +148,7 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
             "measure of router least_loaded is 'token'; did",
         ),
         ("num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 10,000"),
-        ("replicas_per_link=4", "backend.replicas_per_link is 4, and there are 3 replicas; raise backend.num_replicas"),
+        ("replicas_per_link=4", "backend.replicas_per_link is 4, more than backend.num_replicas=3; raise"),
         ("schedule_ns=-1", "backend.schedule_ns is -1; it must be from 0 to"),
         ("routers=random", "unknown key 'backend.routers'; did you mean 'backend.router'?"),
     ],

@@ -100,6 +100,12 @@ def test_a_watermark_that_does_not_hold_for_a_request_alone_is_no_reason_against
     add(scheduler, make_request("too long", 41, 1))
     _, finished = step(scheduler)
     assert finished[0].message == "41 tokens need 11 KV blocks beside a watermark of 0, and the pool has 10"
+    scheduler = make_scheduler("unified", num_blocks=10, block_size=4, lookahead_slots=3)
+    add(scheduler, make_request("too long with lookahead", 40, 1))
+    _, finished = step(scheduler)
+    assert finished[0].message == (
+        "40 tokens and 3 lookahead slots need 11 KV blocks beside a watermark of 0, and the pool has 10"
+    )
 
 
 @pytest.mark.parametrize("composition", ["prefill_first", "decode_first", "unified"])

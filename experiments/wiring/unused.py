@@ -1,0 +1,89 @@
+"""Notes about settings that have no effect in a run: arms that differ only in one of them are the same."""
+
+from __future__ import annotations
+
+from experiments.configuration.config import RunConfig
+from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, OF_PREFIXES, make_policy, shipped_name
+from experiments.wiring.build import asks_step_times
+from experiments.wiring.costs import unread_settings, without_effect
+from experiments.wiring.foreign import own_classes
+from real.config import RealConfig
+from real.vllm.config import VllmConfig
+from sim.config import SimConfig
+from sim.cost.config import RooflineConfig
+from testbed.blocks.config import CacheConfig
+
+
+def unused_settings(config: RunConfig) -> list[str]:
+    """Returns a note about each changed setting that has no effect."""
+    backend, scheduler, drawn = config.backend, config.scheduler, config.sampling
+    composition = make_policy("scheduler.composition", scheduler.composition)
+    named = scheduler.composition if isinstance(scheduler.composition, str) else type(composition).__name__
+    with_composition = f"scheduler.composition={named}"
+    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
+    notes = without_effect("scheduler.kv_rules", scheduler.kv_rules, unread, with_composition)
+    notes += _unasked(config)
+    if drawn.temperature == 0.0 or drawn.beam_width:
+        idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
+        notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
+    is_ours = isinstance(backend, SimConfig | RealConfig)
+    is_set = config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
+    if is_ours and config.device.kind == "cpu" and is_set:
+        notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
+    if not isinstance(backend, SimConfig):
+        if config.cost != RooflineConfig() and not asks_step_times(config):
+            notes.append(f"cost={config.cost_name} has no effect on measured times")
+    else:
+        notes += unread_settings(config)
+        of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias")
+        notes += without_effect("sampling", drawn, of_ends, "backend=sim, whose outputs are those of the trace")
+        if drawn.max_tokens is not None:
+            notes.append(
+                "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
+                "trace.max_output_tokens. Only policies that go by a request's own limit read it"
+            )
+        if config.record.profile is not None:
+            notes.append("record.profile has no effect in a simulation, which has no operators to trace")
+        if not backend.swap_overlap:
+            notes += without_effect("backend", backend, ("replicas_per_link",), "backend.swap_overlap=false")
+    if isinstance(backend, VllmConfig) and backend.decides == "vllm":
+        unwritten = ("token_times", "steps", "operators", "status_s")
+        why = "backend.decides=vllm, whose records are made from vLLM's log"
+        notes += without_effect("record", config.record, unwritten, why)
+    if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
+        notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
+    unused = getattr(composition, "unused_limits", ())
+    return notes + without_effect("scheduler", scheduler, unused, with_composition)
+
+
+def _unasked(config: RunConfig) -> list[str]:
+    """Returns notes about an oracle that no policy asks, and about what goes by prefixes where none are cached."""
+    chosen, notes = config.scheduler, []
+    if not config.cache.prefix_caching:
+        without = "cache.prefix_caching=false"
+        notes += without_effect("cache", config.cache, ("eviction", "isolate_tenants"), without)
+        if (order := shipped_name("scheduler.queue_order", chosen.queue_order)) in OF_PREFIXES:
+            notes.append(f"scheduler.queue_order={order} is first come, first served with {without}")
+    named = {key: getattr(chosen, key.partition(".")[2]) for key in ASKS_ORACLE}
+    may_ask = own_classes(config) or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
+    why = "a queue order, an admission and a victim that ask for no lengths"
+    return notes if may_ask else notes + without_effect("scheduler", chosen, ("oracle",), why)
+
+
+_ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in it
+    "priority": "all requests have one priority",
+    "tenant": "all requests have one tenant, or none",
+    "deadline": "all requests have one deadline after arrival, or none",
+}
+
+
+def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]:
+    """Returns notes about policies that go by a field in which no two requests differ. differ_in: as in a manifest's
+    trace; None: not known."""
+    named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
+    return [
+        f"{key}={name} tells no requests apart here: {_ALIKE[field]}; trace.tenants, or "
+        "trace.transforms=[{name: label, classes: …}], gives them classes"
+        for key, name in named.items()
+        if differ_in is not None and (field := GOES_BY[key].get(name or "")) and field not in differ_in
+    ]

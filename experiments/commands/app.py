@@ -35,7 +35,7 @@ from experiments.configuration.overrides import (
     with_searched,
     with_swept,
 )
-from experiments.configuration.saved import read_config, read_manifest
+from experiments.configuration.saved import read_config, read_manifest, unlike_the_engine
 from experiments.console import UsageError, from_here
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
@@ -319,6 +319,8 @@ def config_from(source: Path, overrides: list[str]) -> RunConfig:
     ]
     config = compose_from(saved, [*overrides, *added])
     check_priced(source, config, overrides)
+    if said := unlike_the_engine(saved, config):
+        print(f"note: {said}", file=sys.stderr)
     return config
 
 

@@ -25,6 +25,7 @@ from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import CONF, options
 from experiments.configuration.overrides import check, chooses, covering, is_value
+from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -252,8 +253,8 @@ def _is_class(value: Any) -> bool:
 def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
     """Returns a run's saved configuration with overrides applied, both checked against the groups' schemas.
 
-    An override that chooses a group's option (scheduler=…) replaces that group. Raises ConfigError with a one-line
-    message.
+    An override that chooses a group's option (scheduler=…) replaces that group. A model without files is simulated in
+    the dtype that the run's engine computed in. Raises ConfigError with a one-line message.
     """
     given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
         parsed(item).key_or_group for item in overrides if is_value(item)
@@ -273,7 +274,11 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
                     node[key] = OmegaConf.create(value)
             else:
                 _lay(node, key, value)
-    return RunConfig.from_container(_resolved(_laid(node, overrides, keys)))
+    config = RunConfig.from_container(_resolved(_laid(node, overrides, keys)))
+    is_as_was = config.model.path is None and not any(item.startswith("model") for item in overrides)
+    if is_as_was and unlike_the_engine(saved, config):
+        config = config.with_values({"model.dtype": engine_dtype(saved)})
+    return config
 
 
 def _option(group: str, saved: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.configuration.config import FILE_KEYS
+from experiments.configuration.config import FILE_KEYS, RunConfig
 from experiments.configuration.settings import GONE
 from testbed.errors import RunFolderError
 
@@ -53,6 +53,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
         raw[group] = _with_own(raw.get(group), folder.absolute() / name)
     return raw
+
+
+def engine_dtype(saved: dict[str, Any]) -> str | None:
+    """Returns the dtype that the saved run's engine was told to compute in; None if it was the model's."""
+    dtype = saved["backend"].get("dtype")
+    return {"auto": None, "half": "float16", "float": "float32"}.get(dtype, dtype)  # vLLM's words
+
+
+def unlike_the_engine(saved: dict[str, Any], config: RunConfig) -> str:
+    """Returns a note if the saved run's engine computed in another dtype than its simulation; else ""."""
+    dtype, own = engine_dtype(saved), config.model.dtype
+    if not config.is_simulated or dtype in (None, own) or own == "fp8":  # of weights, whatever the engine computes in
+        return ""
+    return (
+        f"the engine computed in {dtype} (backend.dtype), and is simulated in {own}: give model.path a copy of "
+        f"config.json that says {dtype}"
+    )
 
 
 def _with_own(group: Any, kept: Path) -> Any:

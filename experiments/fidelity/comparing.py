@@ -22,6 +22,7 @@ from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import alike_said, pace_said, probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
+from experiments.configuration.saved import unlike_the_engine
 from experiments.console import milliseconds, percent, table
 from experiments.fidelity.fitting import Fit, fit, halves, is_time, overrides_of
 from experiments.fidelity.loads import Load
@@ -99,6 +100,8 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     pair = tuple(_named(run, load.key) for run in (sim, *(one.measured for one in group)))
     steps = step_errors(sim, load.measured)
     manifest, notes = load.measured.manifest, (*_of_device(load, config), *_of_prices(group, config))
+    if load.saved is not None and (said := unlike_the_engine(load.saved, config)):
+        notes += (said,)
     if manifest.get("backend") != "sim":
         is_fitted = isinstance(config.cost, CalibratedConfig) and not notes
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)

@@ -15,6 +15,8 @@ from analysis.comparison.pairs import infer_pairs
 from analysis.load import load_run
 from experiments.cli import main
 from experiments.commands.app import _speed_of, config_from
+from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import saved_config
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
@@ -236,6 +238,20 @@ def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys:
         again = (f"from={tmp_path / 'real'}", "backend=sim", *options, f"hydra.run.dir={tmp_path / name}")
         assert say(capsys, "run", *again).status == 0
         assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected
+
+
+def test_a_real_run_is_simulated_in_the_dtype_that_it_computed_in(tmp_path: Path, capsys) -> None:
+    folder = make_checkpoint(tmp_path / "model", config_of((*TINY, *SHORT)).model, seed=3)
+    for name, model in (("named", TINY), ("files", (f"model.path={folder}", "device=cpu"))):
+        had = config_of((*model, *SHORT)).model.dtype
+        other = "bfloat16" if had == "float32" else "float32"
+        say(capsys, "run", *REAL, *model, *SHORT, f"backend.dtype={other}", f"hydra.run.dir={tmp_path / name}")
+        sim = tmp_path / f"{name}_sim"
+        said = say(capsys, "run", f"from={tmp_path / name}", "backend=sim", f"hydra.run.dir={sim}")
+        assert said.status == 0, said.err
+        note = f"the engine computed in {other} (backend.dtype), and is simulated in {had}: give model.path a copy of"
+        assert (note in said.err) == (name == "files")
+        assert RunConfig.from_container(saved_config(sim)).model.dtype == (other if name == "named" else had)
 
 
 def test_an_output_ends_at_any_token_that_the_checkpoint_names_as_an_end(tmp_path: Path) -> None:

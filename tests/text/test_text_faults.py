@@ -219,7 +219,11 @@ def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a"}], continue_final_message=True)
     with pytest.raises(RequestError, match="conversation 1 is empty; give it at least one message"):
         llm.chat([[{"role": "user", "content": "a"}], []])
-    for wrong, told in ((5, "messages is 5; give"), ("hi", "messages is 'hi'; give"), ([5], "conversation 0 is 5; give")):
+    for wrong, told in (
+        (5, "messages is 5; give"),
+        ("hi", "messages is 'hi'; give"),
+        ([5], "conversation 0 is 5; give"),
+    ):
         with pytest.raises(RequestError, match=told):
             llm.chat(wrong)
     template, llm.tokenizer.inner.chat_template = llm.tokenizer.inner.chat_template, None

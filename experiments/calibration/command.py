@@ -209,8 +209,11 @@ def _ending(measurement: Measurement) -> int:
 
 def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
     """The command that simulates the profiled engine with the fitted cost model."""
-    device = f"device={measurement.profile.manifest.device}"
-    made = dict.fromkeys([device, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"])
+    manifest = measurement.profile.manifest
+    is_of_files = any(item.startswith("model.path=") for item in overrides)  # which give the dtype
+    dtype = [] if is_of_files or manifest.dtype == manifest.model["dtype"] else [f"model.dtype={manifest.dtype}"]
+    fixed = [f"device={manifest.device}", *dtype, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"]
+    made = dict.fromkeys(fixed)
     keys = {item.partition("=")[0] for item in made}
     kept = [item for item in overrides if not item.startswith("backend") and item.partition("=")[0] not in keys]
     return ["testbed", "run", *kept, *made]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert manifest_of(tmp_path / "run")["cost"] in ("calibrated", "linear")
     again = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
+
+
+def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give_it():
+    manifest = SimpleNamespace(device="cpu", dtype="bfloat16", model={"dtype": "float32"})
+    measured = SimpleNamespace(profile=SimpleNamespace(manifest=manifest), num_gpu_blocks=64)
+    for model, dtype in (("model=tiny", ["model.dtype=bfloat16"]), ("model.path=a", [])):
+        words = command_line._simulation([model, "backend.dtype=bfloat16"], measured, [])
+        assert words == ["testbed", "run", model, "device=cpu", *dtype, "cache.num_gpu_blocks=64"]
 
 
 @pytest.mark.parametrize(

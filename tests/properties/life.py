@@ -126,8 +126,7 @@ class Life:
 
     def _check_repeated(self, plan: BatchPlan) -> None:
         """Positions of blocks that several decodes read, but for one of them each: all if only decodes hold blocks, and
-        if all who hold any are in the step, no more than that and a block of each prompt, which may be partly computed.
-        Merged blocks of prompts are shared before their tokens are computed."""
+        if all who hold any are in the step, no more than that and what prompts share of blocks that they compute."""
         shape, size = plan.shape, self.scheduler.blocks.block_size
         assert 0 <= shape.repeated_context_tokens <= shape.decode_context_tokens - shape.longest_decode_context
         decodes = [row for row in plan.scheduled if row.num_tokens == 1 and row.start >= row.num_prompt_tokens]
@@ -140,9 +139,10 @@ class Life:
             )
             self.counts["steps of decodes that share"] += repeated > 0
         elif len(holders) == len(plan.scheduled):
-            partly = size * (len(plan.scheduled) - len(decodes))
-            is_merged = self.scheduler.blocks.prefixes.merged is not None
-            assert shape.repeated_context_tokens <= repeated + partly or is_merged
+            num_holders = Counter(block for row in plan.scheduled for block in row.block_table)
+            prompts = [row for row in plan.scheduled if row not in decodes]
+            ahead = [block for row in prompts for block in row.block_table[row.start // size :]]
+            assert shape.repeated_context_tokens <= repeated + size * sum(num_holders[block] > 1 for block in ahead)
             self.counts["steps of decodes that share beside prompts"] += shape.repeated_context_tokens > 0
 
     def _num_cached_blocks(self) -> int:

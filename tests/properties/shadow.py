@@ -290,14 +290,17 @@ class Shadow:
         return self._trusts_hits or not (position < member.num_hit or position in member.merged)
 
     def _note_merges(self, plan: BatchPlan) -> None:
-        """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into."""
-        if self._trusts_hits or self.setup.composition not in ("unified", "decode_first", "prefill_decode_split"):
+        """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into: any
+        where prompts come in chunks, else one that a member has from such a hit."""
+        if self._trusts_hits:
             return
         copied, seqs = {target for _, target in plan.copies}, self._sequences()
         on_gpu = [(member, seqs[member.seq_id].block_table) for member in self.members.values()]
-        on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
-        note_replaced(on_gpu, copied, self.setup.block_size)
-        note_shared(on_cpu, self.setup.block_size)
+        in_chunks = self.setup.composition in ("unified", "decode_first", "prefill_decode_split")
+        note_replaced(on_gpu, copied, self.setup.block_size, by_hits_only=not in_chunks)
+        if in_chunks:
+            on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
+            note_shared(on_cpu, self.setup.block_size)
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

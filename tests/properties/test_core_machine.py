@@ -102,6 +102,13 @@ def test_long_lives_under_pressure_follow_the_shadow(composition: str):
         random_life(f"test/{composition}/{number}", 80, composition)
 
 
+@pytest.mark.parametrize("seed", ["14/1904/150", "14/5706/150"])
+def test_lives_that_the_long_fuzz_found(seed: str):
+    """By rules of vLLM 0.8.5: blocks merged into one that a hit claims uncomputed; a decode that hits what a prompt
+    computes beside it."""
+    random_life(seed, 150)
+
+
 @pytest.mark.parametrize("name", presets())
 def test_presets_follow_the_shadow(name: str):
     for number in range(10):

@@ -255,7 +255,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
     """Raises ConfigError, with the reason, for settings that contradict each other."""
     cache, scheduler = config.cache, config.scheduler
     watermark = scheduler.kv_rules.watermark_blocks(config.watermark, pools.num_gpu_blocks)
-    if watermark >= pools.num_gpu_blocks:
+    if watermark >= pools.num_gpu_blocks and scheduler.kv_rules.watermark_when_idle:
         raise ConfigError(
             f"a watermark of {config.watermark} leaves {watermark} of {pools.num_gpu_blocks} KV blocks free: no prompt "
             "could ever be admitted; lower cache.watermark or raise cache.num_gpu_blocks"

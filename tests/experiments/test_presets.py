@@ -17,6 +17,7 @@ from testbed.core.outcome import Finished, FinishReason, Outcome, StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
+from testbed.errors import ConfigError
 from tests.experiments.kit import TINY, config_of
 
 FOLDER = Path(str(experiments.conf.__file__)).parent / "scheduler"
@@ -165,3 +166,14 @@ def test_a_preset_decides_the_same_twice(name: str) -> None:
 def test_lru_is_that_of_the_system(preset: str, expected: type) -> None:
     scheduler = build_scheduler(config_of((*TINY, f"scheduler={preset}")), Pools(50, 0))
     assert type(scheduler.blocks._gpu.evictable) is expected
+
+
+def test_a_watermark_of_the_whole_pool_lets_requests_run_one_by_one() -> None:
+    """vLLM V1 lifts it while nothing runs; one that held then, too, would let nothing start."""
+    scheduler = scheduler_of(preset("vllm_v1", cache__watermark=0.99))
+    finished, num_preempted = serve(scheduler, 0, has_groups=False)
+    assert ({item.reason for item in finished} <= {FinishReason.LENGTH, FinishReason.STOP}, len(finished)) == (True, 40)
+    assert num_preempted == 0
+    always = preset("vllm_v1", cache__watermark=0.99, scheduler__kv_rules__watermark_when_idle=True)
+    with pytest.raises(ConfigError, match=r"a watermark of 0\.99 leaves 40 of 40 KV blocks free: no prompt could"):
+        scheduler_of(always)

@@ -192,7 +192,8 @@ def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(
 
 
 def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64")
+    idle_too = "scheduler.kv_rules.watermark_when_idle=true"
+    said = sweep(capsys, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64", idle_too)
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
     assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
     assert "a watermark of 0.99 leaves" in said.error()

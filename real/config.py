@@ -28,9 +28,10 @@ def check_probe(pace: str, probe_ns: int | None) -> None:
 class RealConfig:
     """How the engine runs. The model is a ModelSpec, the work comes as plans.
 
-    device: `auto` takes CUDA if there is a GPU. dtype: of weights and KV; None: the model's. attention: `auto` takes
-    the first provider that can run, in the order of ATTENTION_NAMES. load_format: `auto` reads safetensors if the
-    model's path is a folder, and generates random weights otherwise. cpu_kv_bytes: KV memory if the device is the CPU.
+    device: `auto` takes CUDA if there is a GPU, but in a run with device=cpu the CPU. dtype: of weights and KV; None:
+    the model's. attention: `auto` takes the first provider that can run, in the order of ATTENTION_NAMES. load_format:
+    `auto` reads safetensors if the model's path is a folder, and generates random weights otherwise. cpu_kv_bytes: KV
+    memory if the device is the CPU.
     num_threads: of torch on the CPU; None: torch's default. pace: `real_time` waits for arrivals; `cpu_time` does so in
     CPU time of this process; `as_fast_as_possible` moves the clock forward instead. `probe_scaled` does so too, and
     scales step times to a machine of constant speed: a probe is timed at intervals and compared with probe_ns (None:

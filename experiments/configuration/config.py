@@ -276,13 +276,14 @@ class RunConfig:
                 f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is "
                 "known; leave one of them out"
             )
+        device = device_of(raw["device"])
         return cls(
-            backend=freeze(BACKENDS[name], "backend", raw["backend"]),
+            backend=_placed(freeze(BACKENDS[name], "backend", raw["backend"]), device),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
             cache=cache,
             trace=freeze(trace_class, "trace", raw["trace"]),
             model=model,
-            device=device_of(raw["device"]),
+            device=device,
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             cost=_cost(raw["cost"]),
             sampling=freeze(SamplingParams, "sampling", raw["sampling"]),
@@ -331,6 +332,12 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
             if f"{group}.{key}" in GONE:
                 raise ConfigError(f"{group}.{key} {GONE[f'{group}.{key}']}; leave it out")
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
+
+
+def _placed(backend: Any, device: DeviceSpec) -> Any:
+    """Returns the backend's options; an engine that may choose its device runs on the CPU if the user named one."""
+    is_free = isinstance(backend, RealConfig) and backend.device == "auto"
+    return replace(backend, device="cpu") if is_free and device.kind == "cpu" else backend
 
 
 def _cost(values: dict[str, Any]) -> CostConfig:

@@ -31,6 +31,12 @@ def test_a_gpu_that_is_not_there_is_refused_where_it_was_asked_for(
     assert say(capsys, "run", *real).status == 0, "a device that nobody chose is no demand"
 
 
+def test_a_cpu_that_was_asked_for_is_taken_although_there_is_a_gpu() -> None:
+    real = ["backend=real", "model=tiny"]
+    assert compose_config([*real, "device=cpu"]).backend.device == "cpu"  # type: ignore[union-attr]
+    assert compose_config(real).backend.device == "auto"  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

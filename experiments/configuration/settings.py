@@ -76,7 +76,7 @@ class SyntheticTraceConfig(TraceConfig):
     """Keys of `trace=synthetic`, in addition to those of the generator."""
 
     lengths_from: str | None = None  # a trace file: prompt and output lengths of kind "empirical" are its rows' pairs
-    lengths_format: str = "auto"  # format of that file: any trace format; auto: our own schema, by extension
+    lengths_format: str = "auto"  # of that file: any trace format; auto: one that its fields tell, else our own schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register, structured_options
+from experiments.configuration.device_file import read_device_file
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
@@ -169,21 +170,29 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
 
 
 def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> None:
-    """Raises ConfigError for a key of the model beside `model.path`, whose files give all others: in an override, or in
-    a file of the user's own (except a model that `model.path` replaces as a whole)."""
-    if OmegaConf.select(node, "model.path", throw_on_missing=False) is None:
-        return
-    is_replaced = "model.path" not in keys.places and any(group == "model" for group, _, _ in keys.own_files())
-    written = {} if is_replaced else keys.places  # has `defaults`, too, which is no key
-    given = {key: place for key, (place, _) in written.items() if key in keys.all}
-    for item in map(parsed, filter(is_value, overrides)):
-        given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
-    for key, place in given.items():
-        if key.startswith("model.") and key != "model.path":
-            raise ConfigError(
-                f"{place}{key} has no effect with model.path, whose files give it: leave it out, or change it in a "
-                "copy of config.json (backend.dtype sets what an engine computes in)"
-            )
+    """Raises ConfigError for a key beside `model.path` or `device.path` that their files give: in an override, or in a
+    file of the user's own (except a model or a device that such a path replaces)."""
+    for group, where in _GIVEN_BY_FILES.items():
+        path = OmegaConf.select(node, f"{group}.path", throw_on_missing=False)
+        if not isinstance(path, str):
+            continue
+        is_replaced = f"{group}.path" not in keys.places and any(one == group for one, _, _ in keys.own_files())
+        written = {} if is_replaced else keys.places  # has `defaults`, too, which is no key
+        given = {key: place for key, (place, _) in written.items() if key in keys.all}
+        for item in map(parsed, filter(is_value, overrides)):
+            given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
+        read = read_device_file(path) if group == "device" else None  # a model's files give all of it
+        for key, place in given.items():
+            of_group, _, name = key.partition(".")
+            if of_group == group and name not in ("", "path") and (read is None or name in read):
+                raise ConfigError(f"{place}{key} has no effect with {group}.path, {where}")
+
+
+_GIVEN_BY_FILES = {
+    "model": "whose files give it: leave it out, or change it in a copy of config.json (backend.dtype sets what an "
+    "engine computes in)",
+    "device": "whose file gives it: leave it out, or change it there",
+}
 
 
 def _set(node: DictConfig, item: Override) -> None:

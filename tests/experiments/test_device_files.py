@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
-from experiments.configuration.compose import compose_config
+from experiments.configuration.compose import compose_config, compose_from
 from experiments.configuration.device_file import read_device_file
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
@@ -27,6 +27,20 @@ def test_a_file_replaces_what_it_has(tmp_path):
         7,
     )
     assert device.memory_bytes_per_s == 2.039e12  # the chosen device's
+
+
+def test_what_a_file_gives_cannot_be_set_beside_it(tmp_path):
+    """It would have no effect, and two arms that differ in it would be the same."""
+    path = f"device.path={written(tmp_path, 'flops_per_s: 2.5e14')}"
+    for given in ("device.flops_per_s=1e14", "device={flops_per_s: 1e14}"):
+        with pytest.raises(
+            ConfigError, match=r"^device\.flops_per_s has no effect with device\.path, whose file gives it"
+        ):
+            compose_config([given, path])
+    assert compose_config([path, "device.step_overhead_ns=7"]).device.step_overhead_ns == 7
+    assert compose_config([path, "device.path=null", "device.flops_per_s=1e14"]).device.flops_per_s == 1e14
+    with pytest.raises(ConfigError, match=r"device\.flops_per_s has no effect"):
+        compose_from(compose_config([path]).raw, ["device.flops_per_s=1e14"])
 
 
 def test_the_librarys_own_files_are_device_files():

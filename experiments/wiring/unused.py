@@ -28,7 +28,11 @@ def unused_settings(config: RunConfig) -> list[str]:
         notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
     is_ours = isinstance(backend, SimConfig | RealConfig)
     is_set = config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
-    if is_ours and config.device.kind == "cpu" and is_set:
+    if config.cache.num_cpu_blocks is not None:
+        notes += without_effect("cache", config.cache, ("swap_space_gib",), "cache.num_cpu_blocks")
+    if is_ours and config.cache.num_gpu_blocks is not None:
+        notes += without_effect("cache", config.cache, ("gpu_memory_utilization",), "cache.num_gpu_blocks")
+    elif is_ours and config.device.kind == "cpu" and is_set:
         notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
     if not isinstance(backend, SimConfig):
         if config.cost != RooflineConfig() and not asks_step_times(config):

@@ -12,6 +12,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
 from testbed.blocks.config import CacheConfig
+from testbed.policies.compositions.decode_first import DecodeFirst
 
 
 def unused_settings(config: RunConfig) -> list[str]:
@@ -57,6 +58,9 @@ def unused_settings(config: RunConfig) -> list[str]:
     if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
         notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
     unused = getattr(composition, "unused_limits", ())
+    if isinstance(composition, DecodeFirst) and scheduler.max_num_partial_prefills == 1:
+        of_several = ("long_prefill_token_threshold", "max_long_partial_prefills")
+        notes += without_effect("scheduler", scheduler, of_several, "scheduler.max_num_partial_prefills=1")
     return notes + without_effect("scheduler", scheduler, unused, with_composition)
 
 

@@ -293,6 +293,9 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["sampling.stop_token_ids has no effect with backend=sim, whose outputs are those of the trace",
           "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
           "trace.max_output_tokens. Only policies that go by a request's own limit read it"]),
+        (["scheduler=sarathi", "scheduler.long_prefill_token_threshold=64"],
+         ["scheduler.long_prefill_token_threshold has no effect with scheduler.max_num_partial_prefills=1"]),
+        (["scheduler=sarathi", "scheduler.max_long_partial_prefills=2", "scheduler.max_num_partial_prefills=2"], []),
         (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),

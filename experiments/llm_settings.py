@@ -101,7 +101,8 @@ def settings_to_overrides(settings: dict[str, Any]) -> list[str]:
         _put(tree, "backend.cuda_graphs", False, "enforce_eager")
     for name, value in settings.items():
         if name not in SETTINGS and name.partition(".")[0] not in GROUPS:
-            raise ConfigError(unknown(f"LLM has no argument {name!r}", name, [*ARGUMENTS, *SETTINGS, *GROUPS]))
+            names = dict.fromkeys((*ARGUMENTS, *SETTINGS, "enforce_eager", *READ))  # some are groups, too
+            raise ConfigError(unknown(f"LLM has no argument {name!r}", name, [*names]))
         if name == "dtype" and not isinstance(value, str | None):
             value = str(value).removeprefix("torch.")  # a torch.dtype
         if isinstance(value, str) and value in WORDS.get(name, {}):

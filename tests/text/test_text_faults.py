@@ -241,6 +241,7 @@ def test_a_conversation_without_a_template_or_that_it_refuses(llm: LLM) -> None:
     ("settings", "says"),
     [
         ({"blok_size": 4}, "LLM has no argument 'blok_size'; did you mean 'block_size'"),
+        ({"what": 4}, "tensor_parallel_size, seed, enforce_eager, backend, cache, cost"),  # no group that is refused
         ({"block_size": 0}, "block_size"),
         ({"status_s": float("nan")}, "status_s is nan; it must be above 0"),
         ({"scheduler": "vlm_v1"}, "did you mean 'vllm_v1'"),

@@ -134,8 +134,7 @@ def unread_settings(config: RunConfig) -> list[str]:
         return []  # of a user's own class nothing is known
     if not isinstance(cost, RooflineConfig):
         unread = [] if is_plain(config.sampling) else ["sampling"]
-        if isinstance(cost, CalibratedConfig):
-            unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
+        unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
         return [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     notes, is_cpu = [], config.device.kind == "cpu"
     if config.model.architecture in LIKE_LLAMA:

@@ -297,6 +297,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["scheduler.long_prefill_token_threshold has no effect with scheduler.max_num_partial_prefills=1"]),
         (["scheduler=sarathi", "scheduler.max_long_partial_prefills=2", "scheduler.max_num_partial_prefills=2"], []),
         (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
+        (["cost=linear", "device.flops_per_s=1e15", "device.memory_bytes=90000000000"],
+         ["device.flops_per_s does not change the step times of cost=linear"]),
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
         (["model.dtype=fp8", "cost=constant"], []),

@@ -385,7 +385,10 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
         names = set(pq.read_schema(file).names)
     missing = [name for name in columns if name not in names]
     if missing:
-        raise RunFolderError(f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it")
+        raise RunFolderError(
+            f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it: make the run again "
+            f"with this one (testbed run from={file.parent})"
+        )
 
 
 def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:

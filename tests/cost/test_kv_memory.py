@@ -190,11 +190,11 @@ def test_memory_from_which_no_pool_is_made_is_noted() -> None:
     """Arms that differ in it are the same."""
     memory = ["cache.gpu_memory_utilization=0.5", "cache.swap_space_gib=8"]
     counts = ["cache.num_gpu_blocks=50", "cache.num_cpu_blocks=50"]
-    assert build.unused_settings(compose_config([*memory, *counts])) == [
+    assert unused_settings(compose_config([*memory, *counts])) == [
         "cache.swap_space_gib has no effect with cache.num_cpu_blocks",
         "cache.gpu_memory_utilization has no effect with cache.num_gpu_blocks",
     ]
-    assert build.unused_settings(compose_config(memory)) == build.unused_settings(compose_config(counts)) == []
+    assert unused_settings(compose_config(memory)) == build.unused_settings(compose_config(counts)) == []
 
 
 def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:

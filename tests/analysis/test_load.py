@@ -80,7 +80,7 @@ def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, na
 
 def test_missing_columns_are_named(folder):
     pq.write_table(pa.table({"request_id": ["a"]}), folder / "requests.parquet")
-    refused(lambda: load_run(folder), "columns missing: session_id, turn; another .*testbed run from=")
+    refused(lambda: load_run(folder), "columns missing: session_id, turn, .*testbed run from=")
 
 
 def test_a_partial_run_loads_and_says_so(tmp_path):

@@ -194,7 +194,7 @@ def test_memory_from_which_no_pool_is_made_is_noted() -> None:
         "cache.swap_space_gib has no effect with cache.num_cpu_blocks",
         "cache.gpu_memory_utilization has no effect with cache.num_gpu_blocks",
     ]
-    assert unused_settings(compose_config(memory)) == build.unused_settings(compose_config(counts)) == []
+    assert unused_settings(compose_config(memory)) == unused_settings(compose_config(counts)) == []
 
 
 def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:

@@ -386,8 +386,8 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
     missing = [name for name in columns if name not in names]
     if missing:
         raise RunFolderError(
-            f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it: repeat the run with "
-            f"this one (testbed run from={file.parent})"
+            f"{file}: columns missing: {', '.join(missing)}; another version of the testbed wrote it: repeat the run "
+            f"with this one (testbed run from={file.parent})"
         )
 
 

@@ -40,7 +40,7 @@ def unused_settings(config: RunConfig) -> list[str]:
             notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
         notes += unread_settings(config)
-        of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias")
+        of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "seed")
         notes += without_effect("sampling", drawn, of_ends, "backend=sim, whose outputs are those of the trace")
         if drawn.max_tokens is not None:
             notes.append(

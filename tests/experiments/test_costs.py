@@ -289,6 +289,7 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
          ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["sampling.seed=3"], ["sampling.seed has no effect with backend=sim, whose outputs are those of the trace"]),
         (["sampling.stop_token_ids=[3]", "sampling.max_tokens=4"],
          ["sampling.stop_token_ids has no effect with backend=sim, whose outputs are those of the trace",
           "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "

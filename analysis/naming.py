@@ -72,6 +72,16 @@ def level_names(levels: Mapping[str, Any]) -> str:
     return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
 
 
+def apart(name: str, base: str) -> tuple[str, str, str]:
+    """Two arms' names without the levels that both have, and these: "sjf", "fcfs", "watermark 0"."""
+    mine, theirs = name.split(", "), base.split(", ")
+    both = [one for one, other in zip(mine, theirs, strict=False) if one == other]
+    if name == base or not both or len(mine) != len(theirs):
+        return name, base, ""
+    pairs = [(one, other) for one, other in zip(mine, theirs, strict=True) if one != other]
+    return ", ".join(one for one, _ in pairs), ", ".join(other for _, other in pairs), ", ".join(both)
+
+
 def _level_name(key: str, value: Any, naming: Sequence[str]) -> str:
     leaf = key.split(".")[-1]
     if key == DECIDES:

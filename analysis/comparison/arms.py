@@ -61,10 +61,17 @@ def is_policy(key: str) -> bool:
 def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     """Arms by the swept policy keys, in the order of the runs.
 
-    An arm is named by the fewest keys that distinguish all arms, component names first.
+    An arm is named by the fewest keys that distinguish all arms, component names first, and by those that a command
+    gave and whose level follows from none of these: else a change would be told as another's that came with it.
     """
     swept = sorted((key for key in swept_keys(runs) if is_policy(key)), key=naming_rank)
     naming = naming_keys([run.flat_config for run in runs], swept)
+    given = {key for run in runs for key in run.manifest.get("given") or ()}
+    of_runs = {key: [repr(run.flat_config.get(key)) for run in runs] for key in swept}
+    naming += [
+        key for key in swept
+        if key in given and not any(_follows(of_runs[key], of_runs[one]) for one in naming)
+    ]  # fmt: skip
     arms = []
     for members in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in swept])).values():
         levels = {key: members[0].flat_config.get(key) for key in swept}
@@ -104,7 +111,7 @@ def level_groups(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
     return [tuple(keys) for keys in factors.values()]
 
 
-def _follows(levels: Sequence[int], other: Sequence[int]) -> bool:
+def _follows(levels: Sequence[object], other: Sequence[object]) -> bool:
     """Whether arms with one level of the other key have one level of this key, too."""
     return len(set(zip(levels, other, strict=True))) == len(set(other))
 

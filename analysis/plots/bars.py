@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any, cast
 
 import numpy as np
@@ -12,24 +13,29 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import change_text
+from analysis.naming import apart
 from analysis.plots import style
 from analysis.plots.style import AxesArray
 
 
-def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> AxesArray:
+def ablation_bars(rows: Sequence[Comparison], *, baseline: str = "", is_narrow: bool = False) -> AxesArray:
     """The relative change from the baseline in percent (for shares the difference in points), with intervals: one panel
     for each metric, one bar for each arm. A change to or from 0, which has no percentage, is written as text. An axis
     extends at least _LEAST to both sides. If an arm is far off, the axis is logarithmic in the ratio, and labelled so:
-    half as much and twice as much are equally long. is_narrow: arm names above the bars. Returns Axes `[num_metrics]`.
-    """
+    half as much and twice as much are equally long. baseline: its name; arms are called by what sets them apart from
+    it. is_narrow: arm names above the bars. Returns Axes `[num_metrics]`."""
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
+    short = [apart(arm, baseline)[0] for arm in arms]
+    names = short if len(set(short)) == len(arms) else arms
+    folded = [wrap(name, _LINE) for name in names]
     with style.styled():
         num = max(len(labels), 1)
-        height_in = 1.5 + 0.24 * max(len(arms), 2)
+        height_in = 1.5 + max(0.24, 0.15 * max(map(len, folded), default=1)) * max(len(arms), 2)
         if is_narrow:
             height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
         figure, (panels,) = style.grid(1, num, height_in, is_narrow=is_narrow, sharey=True)
-        width_in = style.PHONE_IN if is_narrow else (style.WIDTH_IN - _CHAR_IN * max(map(len, arms), default=0)) / num
+        longest = max((len(line) for lines in folded for line in lines), default=0)
+        width_in = style.PHONE_IN if is_narrow else (style.WIDTH_IN - _CHAR_IN * longest) / num
         num_chars = max(14.0, (width_in - 0.3) / _CHAR_IN)
         for axes, label in zip(panels, labels, strict=False):
             of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
@@ -38,8 +44,8 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
             unit = "points" if any(row.metric.is_share for row in of_metric.values()) else "%"
             axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
             if is_narrow:
-                _name_bars(axes, arms)
-        panels[0].set_yticks(range(len(arms)), arms if not is_narrow else [""] * len(arms))
+                _name_bars(axes, names)
+        panels[0].set_yticks(range(len(arms)), ["" if is_narrow else "\n".join(lines) for lines in folded])
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -1.0 if is_narrow else -0.6)
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]
@@ -50,6 +56,7 @@ def ablation_bars(rows: Sequence[Comparison], *, is_narrow: bool = False) -> Axe
 _FAR = 250.0  # percent
 _CHAR_IN = 0.066  # width of a tick's digit
 _NAME = 56  # characters that fit on a phone
+_LINE = 34  # characters of a line of a name beside the bars
 _LEAST = 2.0  # percent or points, on each side of 0: else noise would look like an effect
 _RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0, 50.0)  # percent, in addition to 0
 _BARS: dict[str, dict[str, Any]] = {
@@ -79,9 +86,9 @@ def _drawn(row: Comparison) -> tuple[float, float, float] | None:
     return 100.0 * estimate.value, 100.0 * estimate.low, 100.0 * estimate.high
 
 
-def _name_bars(axes: Axes, arms: Sequence[str]) -> None:
-    for place, arm in enumerate(arms):
-        name = arm if len(arm) <= _NAME else f"{arm[: _NAME // 2]}…{arm[-_NAME // 2 :]}"
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    for place, told in enumerate(names):
+        name = told if len(told) <= _NAME else f"{told[: _NAME // 2]}…{told[-_NAME // 2 :]}"
         axes.annotate(
             name, (0.0, place - 0.3), (2, 0), axes.get_yaxis_transform(), "offset points", va="bottom", fontsize=7.0,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},

@@ -194,7 +194,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     said = []
     for key in found[:_MAX_KEYS]:
         per_arm = {arm.name: _span([level_text(key, run.flat_config.get(key)) for run in arm.runs]) for arm in arms}
-        said.append(f"{factor_name(key)} ({_listed(per_arm, arms)})")
+        said.append(f"{factor_name(key)} ({_listed(per_arm, arms, key)})")
     said += [f"{len(found) - _MAX_KEYS} more"] if len(found) > _MAX_KEYS else []
     is_simulated = any(run.is_simulated for run in runs)
     for name, words in {**_RESOLVED, **({} if is_simulated else {"device": "device"})}.items():
@@ -235,21 +235,22 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _listed(per_arm: Mapping[str, str], arms: Sequence[Arm]) -> str:
-    """The values as text, each with the arms that have it."""
+def _listed(per_arm: Mapping[str, str], arms: Sequence[Arm], key: str = "") -> str:
+    """The values (of this key) as text, each with the arms that have it."""
     having = grouped(arms, lambda arm: per_arm[arm.name])
-    return _shown([f"{value} in {_who_are(mine, arms)}" for value, mine in having.items()])
+    return _shown([f"{value} in {_who_are(mine, arms, key)}" for value, mine in having.items()])
 
 
 def _shown(parts: Sequence[str]) -> str:
     return "; ".join(parts[:_MAX_KEYS]) + ("; …" if len(parts) > _MAX_KEYS else "")
 
 
-def _who_are(mine: Sequence[Arm], arms: Sequence[Arm]) -> str:
-    """The arms as text: by a level that exactly these have, if there is one, else by name."""
+def _who_are(mine: Sequence[Arm], arms: Sequence[Arm], told: str) -> str:
+    """The arms as text: by a level that exactly these have, if there is one (not of the key that is told), else by
+    name."""
     names = [arm.name for arm in mine]
     for key, level in mine[0].levels.items() if len(mine) > 1 else ():
-        if [arm.name for arm in arms if arm.levels.get(key) == level] == names:
+        if key != told and [arm.name for arm in arms if arm.levels.get(key) == level] == names:
             return f"all with {level_names({key: level})}"
     return fmt.names(names, _MAX_KEYS)
 

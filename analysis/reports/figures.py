@@ -8,30 +8,49 @@ from functools import partial
 from analysis import format as fmt
 from analysis import plots
 from analysis.comparison.arms import Arm, decided_alike, grouped, repeats, replicates, unsaid_keys
-from analysis.comparison.compare import Comparison
+from analysis.comparison.effects import Compared
 from analysis.load import Run, num_replicas
 from analysis.measures.summary import summary_value
+from analysis.naming import apart
 from analysis.reports import tables
+from analysis.reports.asked import asks_beside_slo, is_asked
 from analysis.reports.keeping_up import judged
 from analysis.reports.parts import Plot, ReportInput, Sections
 
 _HEADLINE = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean")
-_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")  # the first known one is shown in addition
+_SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")
+_MAX_PANELS = 4
 _MAX_CURVES = 8
 _MAX_TIMELINES = 3  # side by side
 
 
-def change_bars(sections: Sections, rows: Sequence[Comparison], load: str, index: int) -> Plot:
-    """The bars of the headline metrics at a load. index: its place among the loads, part of the figure's name."""
-    known = {row.metric.path for row in rows}
-    shown = (*_HEADLINE, *[path for path in _SERVED if path in known][:1])
-    bars = [row for row in rows if row.metric.path in shown]
+def change_bars(sections: Sections, group: Compared, question: str) -> Plot:
+    """The bars of the telling metrics at a load, one for each arm."""
+    base, shown = group.arms[0].name, telling(group, question)
+    bars = [row for row in group.rows if row.metric.path in shown]
     caption = (
         "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
         "is corrected for the number of comparisons: a bar may be inside the noise although its whiskers miss 0."
     )
-    title = f"Change against the baseline{f' at {load}' if load else ''}"
-    return sections.plot(partial(plots.ablation_bars, bars), f"ablation_{index}", title, caption)
+    if any(apart(row.arm, base)[2] for row in bars):
+        caption += f" Arms are named by what sets them apart from the baseline, {base}."
+    title = f"Change against the baseline{f' at {group.load}' if group.load else ''}"
+    draw = partial(plots.ablation_bars, bars, baseline=base)
+    return sections.plot(draw, f"ablation_{len(sections.ablation)}", title, caption)
+
+
+def telling(group: Compared, question: str) -> list[str]:
+    """The paths of the metrics that show the answer: those that are claimed, of arms and of factors, first those that
+    the question names, then the largest; without claims those that it names, else the headline. With an SLO goodput
+    has a place unless the question names others only."""
+    known = {row.metric.path: row.metric for row in group.rows}
+    claims = [row for row in (*group.rows, *(one.comparison for one in group.effects)) if row.is_claim]
+    claims.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
+    served = [path for path in _SERVED if path in known][:1]
+    paths = [*served] if _SERVED[0] in known and not asks_beside_slo(question) else []
+    paths += [row.metric.path for row in claims]
+    paths += [path for path, metric in known.items() if is_asked(metric, question)]
+    return list(dict.fromkeys([*paths, *_HEADLINE, *served]))[:_MAX_PANELS]
 
 
 def main_figure(sections: Sections) -> Plot | None:

@@ -39,7 +39,7 @@ from analysis.comparison.triggered import num_preempted, preempting, same_arms, 
 from analysis.comparison.wording import cells_text, change_text, no_more_than, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
-from analysis.naming import factor_name, level_text
+from analysis.naming import apart, factor_name, level_text
 from analysis.reports.asked import asks_beside_slo, is_asked
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_slo import kept
@@ -379,12 +379,8 @@ def _subjects(group: Compared) -> list[_Subject]:
 def _against(name: str, base: str) -> str:
     """The names of two arms, with common levels only once:
     "decode_first against prefill_first (both watermark 0, prefix caching on)"."""
-    pairs = list(zip(name.split(", "), base.split(", "), strict=False))
-    both = [one for one, other in pairs if one == other]
-    if not both or name.count(", ") != base.count(", "):
-        return f"{name} against {base}"
-    mine, theirs = zip(*((one, other) for one, other in pairs if one != other), strict=True)
-    return f"{', '.join(mine)} against {', '.join(theirs)} (both {', '.join(both)})"
+    mine, theirs, both = apart(name, base)
+    return f"{mine} against {theirs}{f' (both {both})' if both else ''}"
 
 
 def _told(rows: Sequence[Comparison], question: str, margin: float) -> str:

@@ -234,7 +234,8 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
-        group["plots"] = [change_bars(sections, rows, load, len(sections.ablation))]
+        if any(row.verdict != "identical" for row in rows):
+            group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
         sections.findings += [told_at(load, text) for text in _said(rows, effects, arms, report.margin, num)]
     sections.ablation.append(group)
 

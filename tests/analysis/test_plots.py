@@ -95,7 +95,7 @@ def test_on_a_phone_each_panel_has_all_names_and_the_same_bars(tmp_path):
     assert phone.shape == page.shape == (2,)
     assert phone[0].figure.get_figwidth() == page[0].figure.get_figwidth() / 2
     assert phone[0].bbox.y0 > phone[1].bbox.y1
-    assert [label.get_text() for label in page[0].get_yticklabels()] == arms
+    assert [label.get_text().replace("\n", "") for label in page[0].get_yticklabels()] == arms
     for wide, narrow in zip(page, phone, strict=True):
         assert [bar.get_width() for bar in narrow.patches] == [bar.get_width() for bar in wide.patches]
         assert [text.get_text() for text in narrow.texts] == [arms[0], "x" * 28 + "…" + "y" * 28]
@@ -125,6 +125,30 @@ def test_on_a_phone_the_panels_stand_below_each_other_and_show_the_same(runs, ki
             line.get_xydata().tolist() for line in wide.lines
         ]
         assert narrow.get_ylim() == pytest.approx(wide.get_ylim())
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_arms_of_many_factors_leave_room_for_their_bars_and_are_told_apart(is_narrow):
+    base = ["max num batched tokens 2048", "preemption auto", "queue order fcfs", "watermark 0", "prefix caching on"]
+    others = [
+        "max num batched tokens 8192",
+        "preemption swap",
+        "queue order sjf",
+        "watermark 0.05",
+        "prefix caching off",
+    ]
+    arms = [", ".join([*base[:i], other, *base[i + 1 :]]) for i, other in enumerate(others)]
+    estimate = mean_t(np.log([5.0, 5.2]), "log_ratio")
+    rows = [Comparison(arm, metric, 1.0, estimate, "higher", base=2.0) for metric in LATENCY[:4] for arm in arms]
+    panels = plots.ablation_bars(rows, baseline=", ".join(base), is_narrow=is_narrow)
+    panels[0].figure.canvas.draw()
+    if is_narrow:
+        assert [text.get_text() for text in panels[0].texts] == others
+        return
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == others
+    for before, after in pairwise(panels):
+        assert before.title.get_window_extent().x1 < after.title.get_window_extent().x0
+        assert before.xaxis.label.get_window_extent().x1 < after.xaxis.label.get_window_extent().x0
 
 
 def bars_of(*ratios: float):

@@ -18,6 +18,7 @@ from analysis.comparison.arms import (
 )
 from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
+from analysis.comparison.pairs import Pair
 from analysis.comparison.triggered import idle_settings, never_triggered
 from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
@@ -33,10 +34,13 @@ _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks
 _MAX_KEYS = 6  # items that are listed
 
 
-def cautions(loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = ()) -> list[str]:
-    """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`."""
+def cautions(
+    loads: Mapping[str, Sequence[Arm]], margin: float, replicated: Sequence[str] = (), pairs: Sequence[Pair] = ()
+) -> list[str]:
+    """All warnings. loads: the arms compared at each load, the baseline first. replicated: as for `by_load`. pairs:
+    what tells of the simulator's error."""
     arms = joined(arm for group in loads.values() for arm in group)
-    said = [*_doubted(arms), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
+    said = [*_doubted(arms, pairs), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*left_out_start(arms), *_few_requests(arms)]
     if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
@@ -135,10 +139,12 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])
 
 
-def _doubted(arms: Sequence[Arm]) -> Iterator[str]:
+def _doubted(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:
     """The notes that runs made on their times (step times outside of a profile or filled in, a machine that did not
     keep up), on the rate at which requests came, and on their routing."""
-    runs = [(arm.name, run) for arm in arms for run in arm.runs]
+    named = {run.path: (pair.label, run) for pair in pairs for run in pair.runs}
+    named |= {run.path: (arm.name, run) for arm in arms for run in arm.runs}
+    runs = list(named.values())
     found = {
         "Prices": [(name, note) for name, run in runs for note in price_notes(run.manifest)],
         "Measured": [(name, note) for name, run in runs for note in replay_notes(run.manifest)],

@@ -309,7 +309,7 @@ def _context(
             *report.cautions,
             *lost(report.arms, report.incomplete, sections.out.parent),
             *sections.notes,
-            *cautions(groups, report.margin, report.replicated),
+            *cautions(groups, report.margin, report.replicated, report.pairs),
         ],
         "answer": [*values, *answer(sections.compared, slo, question, report.margin, most), *beside],
         "main_figure": main_figure(sections),

@@ -357,3 +357,15 @@ def test_runs_that_an_interrupted_sweep_left_are_one_sentence(tmp_path):
         "interrupted before it began)."
     )
     assert len([*lost(arms, missing[:4], tmp_path)]) == 2, "an arm each"
+
+
+def test_a_busy_machine_of_the_real_run_of_a_pair_is_told_first(tmp_path):
+    """Else what the machine did would be told as the simulator's error."""
+    for kind in ("sim", "real"):
+        write_run(tmp_path / kind, kind, num_requests=8)
+    file = tmp_path / "real" / "manifest.json"
+    busy = {"notes": ["BUSY MACHINE: for 52 % of the time this run waited for a core"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"replay": busy, "host": {"core_wait_share": 0.52}}))
+    page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md")
+    first = page.read_text().partition("**Before you read on**")[2].partition("## ")[0]
+    assert "BUSY MACHINE: for 52" in first

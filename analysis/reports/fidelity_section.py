@@ -40,7 +40,7 @@ def fidelity_section(report: ReportInput, sections: Sections, noise: Mapping[str
         "warnings": fidelity_findings.smaller_than_error(rows, errors),
         "tables": [
             *([tables.side_by_side(report.pairs, engines)] if len(engines) > 1 else []),
-            tables.error_tables(errors),
+            *tables.error_tables(errors),
             tables.request_error_table({label: fidelity.request_errors(frame) for label, frame in matched.items()}),
             *(tables.ranking_table(ranking, load) for load, ranking in fidelity_findings.ranked(rankings).items()),
         ],

@@ -33,6 +33,7 @@ from analysis.comparison.arms import (
 from analysis.comparison.compare import (
     DEADLINES,
     FAIRNESS,
+    FILLED,
     FLEET,
     INSIDE,
     LATENCY,
@@ -214,10 +215,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     num = num_replicates(arms)
     classes = compared_classes(arms, report.margin, slo)
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else (), classes))
-    inside = (*INSIDE, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
-    told = {"what happened inside": inside} | (
-        {"tenants": FAIRNESS} if all(r.summary["fairness"] for r in runs) else {}
-    )
+    filled = (*FILLED, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
+    told = {"what happened inside": INSIDE, "how full the engine was": filled}
+    told |= {"tenants": FAIRNESS} if all(r.summary["fairness"] for r in runs) else {}
     made = [
         tables.effects_table(
             f"Main effects on {what}{where}: one factor changed, averaged over the levels of the others",

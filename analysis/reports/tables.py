@@ -209,9 +209,16 @@ def _fact(value: Any) -> str:
     return ", ".join(fmt.plain(item) for item in value) if isinstance(value, list) else fmt.plain(value)
 
 
-def error_tables(errors: Mapping[str, pd.DataFrame]) -> Table:
-    """Metrics x pairs: real -> simulated, with the signed error below."""
+_MAX_PAIRS = 9  # in one table, which has the width of a page
+
+
+def error_tables(errors: Mapping[str, pd.DataFrame]) -> list[Table]:
+    """Metrics x pairs: real -> simulated, with the signed error below. Of many pairs several tables."""
     labels = list(errors)
+    return [_error_table(errors, labels[i : i + _MAX_PAIRS]) for i in range(0, len(labels), _MAX_PAIRS)]
+
+
+def _error_table(errors: Mapping[str, pd.DataFrame], labels: Sequence[str]) -> Table:
     rows = []
     for index, path in enumerate(next(iter(errors.values()))["metric"]):
         metric = metric_of(path)

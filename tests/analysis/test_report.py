@@ -229,10 +229,21 @@ def test_a_real_engine_that_tells_no_policies_apart_is_said_so(tmp_path):
     runs = {name: load_run(write_run(tmp_path / name, num_requests=8)) for name in ("a", "b")}
     ranking = fidelity.ranking_agreement({name: (run, run) for name, run in runs.items()})
     assert {row[3].text for row in tables.ranking_table(ranking, "").rows} == {"none told apart"}
-    errors = tables.error_tables({name: fidelity.error_table(run, run) for name, run in runs.items()})
+    (errors,) = tables.error_tables({name: fidelity.error_table(run, run) for name, run in runs.items()})
     assert errors.headers == ("metric", "a", "b")
     assert errors.rows[0][1].notes == (fmt.change(0.0),)
     assert " → " in errors.rows[0][1].text
+
+
+def test_no_table_is_wider_than_a_page_of_1280_pixels(page, tmp_path):
+    """With ten columns of numbers the last are cut."""
+    run = load_run(write_run(tmp_path / "run", num_requests=8))
+    many = tables.error_tables({f"pair {i}": fidelity.error_table(run, run) for i in range(20)})
+    assert [len(table.headers) for table in many] == [10, 10, 3]
+    assert [name for table in many for name in table.headers[1:]] == [f"pair {i}" for i in range(20)]
+    heads = re.findall(r"<thead><tr>(.*?)</tr>", page.read_text())
+    assert len(heads) > 8
+    assert max(head.count("<th>") for head in heads) <= 10
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, cast
 
 import matplotlib as mpl
@@ -180,11 +181,17 @@ def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> N
 
 def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
     """The height of `legend_below`, in inches; with 0.77 of a page's width, that of `legend_under`."""
-    return 0.17 * math.ceil(len(labels) / _columns(labels, width_in)) + 0.1 if labels else 0.0
+    num_lines = sum(label.count("\n") + 1 for label in labels)
+    return 0.17 * math.ceil(num_lines / _columns(labels, width_in)) + 0.1 if labels else 0.0
+
+
+def folded(labels: Sequence[str]) -> list[str]:
+    """The labels of a legend, in lines that fit below one axes."""
+    return ["\n".join(wrap(label, 76)) for label in labels]
 
 
 def _columns(labels: Sequence[str], width_in: float) -> int:
-    widest_in = 0.058 * max(len(label) for label in labels) + 0.55
+    widest_in = 0.058 * max(len(line) for label in labels for line in label.splitlines()) + 0.55
     return max(1, min(len(labels), int(width_in / widest_in)))
 
 

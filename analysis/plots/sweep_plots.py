@@ -1,7 +1,8 @@
 """Plots over the runs of a sweep: the trade-off between two metrics, and one metric over two swept keys.
 
 Each takes a `Sweep`, or its `frame` or a part of that: the swept keys are the columns before `summary_version`, the
-summary's numbers those after it. Runs that differ only in their seeds are one point, at their mean.
+summary's numbers those after it. Runs that differ only in their seeds are one point, at their mean; those of a `Sweep`
+also if they differ in what its `report.replicates` names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Bbox
 
 from analysis import format as fmt
-from analysis.comparison.arms import grouped
+from analysis.comparison.arms import grouped, stated_replicates
 from analysis.comparison.compare import Metric, metric_of
 from analysis.load import Run, Sweep
 from analysis.naming import is_seed, level_names, levels_of, naming_keys
@@ -54,13 +55,14 @@ def _points(
     """The points, and the fewest keys that distinguish them. Raises ConfigError for a path that the frame lacks."""
     require(source, Run, Sweep, pd.DataFrame)
     frame = source if isinstance(source, pd.DataFrame) else source.frame
+    stated = stated_replicates(source.runs) if isinstance(source, Sweep) else []
     names = [str(name) for name in frame.columns]
     for path in paths:
         if path not in names:
             near = ", ".join(get_close_matches(path, names, n=3, cutoff=0.0))
             raise ConfigError(f"the runs' table has no column {path!r}; nearest: {near}")
     swept = names[: names.index("summary_version")] if "summary_version" in names else []
-    keys = [key for key in swept if key != "run" and not is_seed(key) and key not in replicates]
+    keys = [key for key in swept if key != "run" and not is_seed(key) and key not in (*replicates, *stated)]
     rows = [{key: None if pd.isna(row[key]) else row[key] for key in keys} for row in frame.to_dict("records")]
     places = grouped(range(len(rows)), lambda place: repr(rows[place]))
     columns = {path: pd.to_numeric(frame[path]).to_numpy(dtype=np.float64) for path in paths}
@@ -93,7 +95,9 @@ def pareto(
     shown = [point for point in points if not math.isnan(point.mean(x) + point.mean(y))]
     values = np.array([[point.mean(x), point.mean(y)] for point in shown]).reshape(-1, 2)
     front = sorted(_front(-values * [signs[x], signs[y]]), key=lambda place: values[place, 0])
-    names = [level_names({key: shown[place].levels[key] for key in keys}) or "all runs" for place in front]
+    names = style.folded(
+        [level_names({key: shown[place].levels[key] for key in keys}) or "all runs" for place in front]
+    )
     with style.styled():
         axes = style.only_axes(ax, 3.0 + style.legend_height(names, 0.77 * style.WIDTH_IN))
         if not shown:

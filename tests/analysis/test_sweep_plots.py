@@ -85,6 +85,26 @@ def test_runs_that_differ_in_seeds_are_one_point_with_whiskers(sweep):
     assert {tuple(end) for end in ends.to_numpy()} <= set(spans)
 
 
+def test_what_the_sweep_calls_replicates_is_one_point_too(tmp_path):
+    for start in (0, 1):
+        trace = {"name": "synthetic", "rate": 25, "num_requests": 60, "start_s": start}
+        report = {"replicates": ["trace.start_s"]}
+        simulate(trace, cache={"num_gpu_blocks": 300}, report=report, folder=tmp_path / str(start))
+    loaded = analysis.load(tmp_path)
+    assert legend_of(pareto(loaded)) == ["all runs"]
+
+
+def test_long_names_leave_the_points_their_room():
+    names = [f"a policy with a very long name and many settings, number {n} of them " * 4 for n in range(3)]
+    points = [(1.0, 0.001), (2.0, 0.002), (3.0, 0.003)]
+    axes = pareto(frame_of(points, **{"cache.watermark": names}))
+    axes.figure.canvas.draw()
+    assert axes.get_window_extent().width > 0.7 * axes.figure.bbox.width
+    legend = axes.get_legend().get_window_extent()
+    assert axes.figure.bbox.x0 <= legend.x0
+    assert legend.x1 <= axes.figure.bbox.x1
+
+
 def test_a_configuration_that_misses_a_quantile_is_left_out_and_counted():
     axes = pareto(frame_of([(1.0, 0.001), (9.0, np.nan)]))
     assert axes.get_title(loc="left") == "1 of 2 configurations do not reach both: not shown"

@@ -27,7 +27,7 @@ def progress(desc: str, unit: str, total: int | None = None) -> tqdm[Any]:
     """Returns a bar of `total` units (None: not known), to be updated and closed."""
     if sys.stderr.isatty():
         return tqdm(desc=desc, unit=unit, total=total, leave=False, delay=0.5)
-    left = "{n_fmt}" if total is None else "{n_fmt}/{total_fmt}, {remaining} left"
+    left = f"{{n_fmt}} {unit}s" if total is None else "{n_fmt}/{total_fmt}, {remaining} left"
     return tqdm(
         desc=desc, unit=unit, total=total, leave=False, file=_Lines(), position=0, delay=LINE_S,
         mininterval=LINE_S, miniters=1,  # 1: tqdm's own thread does not draw in between

@@ -56,7 +56,7 @@ def find_capacity(
     identity = _claim(target, arms, seeds)
     finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
     searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
-    with progress(f"capacity, {len(arms)} searches", " points") as bar:
+    with progress(f"capacity, {len(arms)} searches", "point") as bar:
         _run(searches, jobs, bar)
     write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)

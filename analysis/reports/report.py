@@ -159,7 +159,7 @@ def report_from_folders(
         cautions=[left_out(chosen, other, Path(out).parent) for other in others],
         title=title or ("Ablation report" if len(arms) > 1 else "Run report"),
         question=question or stated(chosen, "question") or "",
-        baseline=baseline or stated(chosen, "baseline"),
+        baseline=baseline or (stated(chosen, "baseline") if len(arms) > 1 else None),  # alone it is compared with none
         slo=slo or stated_slo(chosen),
         margin=margin or stated(chosen, "margin") or DEFAULT_MARGIN,
         replicated=stated(chosen, "replicates") or (),

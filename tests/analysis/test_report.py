@@ -380,3 +380,13 @@ def test_a_busy_machine_of_the_real_run_of_a_pair_is_told_first(tmp_path):
     page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md")
     first = page.read_text().partition("**Before you read on**")[2].partition("## ")[0]
     assert "BUSY MACHINE: for 52" in first
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_one_point_of_a_sweep_is_reported_without_the_baseline_of_the_sweep(tmp_path):
+    folder = write_run(tmp_path / "run", num_requests=8)
+    change_config(folder, report={"baseline": "another arm"})
+    page = report_from_folders([folder], tmp_path / "report.html").with_suffix(".md")
+    assert "nothing is compared" in page.read_text()
+    with pytest.raises(RunFolderError, match="baseline 'yet another': no arm is called so"):
+        report_from_folders([folder], tmp_path / "named.html", baseline="yet another")

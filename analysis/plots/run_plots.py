@@ -16,7 +16,7 @@ from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import run_end_ns
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, engines_of, total
-from analysis.plots.sources import MAX_RUNS, require, runs_of
+from analysis.plots.sources import MAX_RUNS, requests_of, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
 from testbed.records.schema import COMPLETED
@@ -109,8 +109,7 @@ def gantt(
     times of preemptions are known only for a run with record.decisions=true; for others the number of preemptions is
     next to a request's name. Recomputation is drawn as the phase that the preemption interrupted.
     """
-    require(source, Run, pd.DataFrame)
-    requests = source.requests if isinstance(source, Run) else source
+    requests = requests_of(source, Run)
     steps = source.steps if isinstance(source, Run) else pd.DataFrame({"end_ns": np.empty(0, dtype=np.int64)})
     end_s = run_end_ns(requests, steps) / 1e9
     lives = _lives(requests, end_s)
@@ -226,8 +225,7 @@ def preemption_scatter(
     lengths; num_prompt_tokens, for example, shows which requests the victim policy selects. `gantt` and
     `plots.timeline` show when preemptions happened. Only finished requests are drawn.
     """
-    require(source, Run, Sweep, pd.DataFrame)
-    requests = source if isinstance(source, pd.DataFrame) else source.requests
+    requests = requests_of(source, Run, Sweep)
     times = numbers(requests, "num_preemptions")
     stay_s = (numbers(requests, "finish_ns") - numbers(requests, "first_scheduled_ns")) / 1e9
     done = requests["finish_reason"].isin(COMPLETED).to_numpy() & ~np.isnan(stay_s)

@@ -27,6 +27,15 @@ def require(source: object, *wanted: type) -> None:
         raise ConfigError(f"a plot is given a {type(source).__name__}; this one takes {' or '.join(choices)}")
 
 
+def requests_of(source: Run | Sweep | pd.DataFrame, *wanted: type) -> pd.DataFrame:
+    """The requests of a source, or the frame itself. Raises ConfigError for another type, or another frame."""
+    require(source, *wanted, pd.DataFrame)
+    requests = source if isinstance(source, pd.DataFrame) else source.requests
+    if "arrival_ns" not in requests.columns:
+        raise ConfigError("a plot of requests is given a frame without them; give it a run's or a sweep's .requests")
+    return requests
+
+
 def runs_of(runs: Runs, most: int | None = None) -> dict[str, Run]:
     """Label -> run. Raises ConfigError if these are not runs, or more than `most`."""
     require(runs, Run, Sweep, Sequence, Mapping)

@@ -14,7 +14,7 @@ def test_without_a_terminal_a_line_comes_every_so_often(monkeypatch: pytest.Monk
     with progress("capacity", "point") as bar:
         bar.update(2)
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in said] == ["fit: 1/3", "fit: 2/3", "fit: 3/3", "capacity: 2"]
+    assert [line.split(",")[0] for line in said] == ["fit: 1/3", "fit: 2/3", "fit: 3/3", "capacity: 2 points"]
     assert " left, " in said[0]
     assert "trial/s" in said[0]
 

@@ -99,6 +99,9 @@ def test_what_a_plot_does_not_take_is_refused_by_its_type(runs):
         with pytest.raises(ConfigError, match=f"^a plot is given a {kind}; this one takes {takes}"):
             plot(source)
     preemption_scatter(sweep)
+    for plot in (gantt, preemption_scatter):
+        with pytest.raises(ConfigError, match=r"without them; give it a run's or a sweep's \.requests"):
+            plot(sweep.frame)
 
 
 # --- batch composition ---

@@ -57,7 +57,7 @@ def load_scaled(row, token, vocab_size, largest, temperature):
     return (logit - largest) / temperature
 
 
-@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=OF_DRAWS)
+@triton.jit(do_not_specialize_on_alignment=OF_DRAWS)
 def largest_kernel(
     largest, logits, rows, vocab_size, stride_row, PART: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def least_kept(row, vocab_size, largest, temperature, low, limit, BY_MASS: tl.co
     return high
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_parts"], do_not_specialize_on_alignment=OF_DRAWS)
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=OF_DRAWS)
 def least_kernel(
     least, largest, logits, rows, temperatures, log_min_p, top_k, top_p, vocab_size, num_parts, stride_row,
     BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr,
@@ -145,7 +145,7 @@ def least_kernel(
     tl.store(least + draw, kept)
 
 
-@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=OF_DRAWS)
+@triton.jit(do_not_specialize_on_alignment=OF_DRAWS)
 def race_kernel(
     scores, winners, largest, least, logits, rows, temperatures, keys, vocab_size, stride_row,
     PART: tl.constexpr, BLOCK: tl.constexpr, PARTS_PAD: tl.constexpr, IS_FILTERED: tl.constexpr,

@@ -8,14 +8,15 @@ element, so results are the same in every run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from real.kernels.formats import E4M3_BITS, PLAIN, capability, readable, widen
+from real.kernels.attend import STAGES
+from real.kernels.formats import E4M3_BITS, PLAIN, capability, readable, settled, widen
 
 if TYPE_CHECKING:
     from real.layers.fp8 import Matrix
@@ -34,20 +35,26 @@ def load_part(rows, at, exists, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_weight(
-    rows, at, exists, scale_rows, column_groups, dtype: tl.constexpr,
-    NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+    rows, start, exists, scale_rows, column_groups, dtype: tl.constexpr,
+    NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Loads a part of a weight like load_part, in the format of the GEMM; FP8 is multiplied by its scales.
+    """Loads columns from `start` on of a weight like load_part, in the format of the GEMM; FP8 is multiplied by its
+    scales.
 
-    scale_rows: pointers to the scales of each row; column_groups: index of each column's scale among them.
+    scale_rows: pointers to the scales of each row; column_groups: index of each column's scale among them. IS_EVEN: the
+    columns that are loaded together have one scale a row.
     """
+    at = start + tl.arange(0, BLOCK_K)
     part = load_part(rows, at, exists, NUM_IN, BLOCK_K)
     if FORMAT != PLAIN:
-        groups = tl.load(column_groups + at, mask=at < NUM_IN, other=0)
-        scales = tl.load(scale_rows + groups[None, :], mask=exists[:, None], other=0.0)
-        if FORMAT == E4M3_BITS:
+        if IS_EVEN:
+            scales = tl.load(scale_rows + tl.load(column_groups + start), mask=exists[:, None], other=0.0)
+        else:
+            groups = tl.load(column_groups + at, mask=at < NUM_IN, other=0)
+            scales = tl.load(scale_rows + groups[None, :], mask=exists[:, None], other=0.0)
+        if FORMAT % 4 == E4M3_BITS:  # with SETTLED or without
             scales *= 256.0  # see formats.py
-        part = (widen(part, tl.float32, FORMAT) * scales).to(dtype)
+        part = settled((widen(part, tl.float32, FORMAT) * scales).to(dtype), FORMAT)
     return part
 
 
@@ -57,6 +64,7 @@ def gate_up_kernel(
     stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): silu(x @ gate.T) * (x @ up.T) of a tile's pairs, stored in sorted order.
 
@@ -73,6 +81,7 @@ def gate_up_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_feature = features < NUM_OUT
     rows = (weight + expert * stride_expert + features.to(tl.int64) * stride_row)[:, None]
+    up_rows = rows + NUM_OUT * stride_row
     of_gates = rows  # pointers to scales, which only FP8 has
     of_ups = rows
     if FORMAT != PLAIN:
@@ -85,10 +94,10 @@ def gate_up_kernel(
         at = start + tl.arange(0, BLOCK_K)
         part = load_part(x + tokens[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)  # [BLOCK_M, BLOCK_K]
         of_gate = load_weight(
-            rows, at, is_feature, of_gates, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT
+            rows, start, is_feature, of_gates, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT, IS_EVEN
         )  # [BLOCK_N, BLOCK_K]
         of_up = load_weight(
-            rows + NUM_OUT * stride_row, at, is_feature, of_ups, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT
+            up_rows, start, is_feature, of_ups, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT, IS_EVEN
         )
         gate = tl.dot(part, tl.trans(of_gate), gate, input_precision="ieee")
         up = tl.dot(part, tl.trans(of_up), up, input_precision="ieee")
@@ -105,6 +114,7 @@ def down_kernel(
     stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): share * (x @ down.T) of a tile's pairs. x is in sorted order, the output is not.
 
@@ -128,7 +138,9 @@ def down_kernel(
     for start in range(0, NUM_IN, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         part = load_part(x + places.to(tl.int64)[:, None] * stride_x, at, is_pair, NUM_IN, BLOCK_K)
-        of_down = load_weight(rows, at, is_feature, of_rows, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT)
+        of_down = load_weight(
+            rows, start, is_feature, of_rows, column_groups, part.dtype, NUM_IN, BLOCK_K, FORMAT, IS_EVEN
+        )
         total = tl.dot(part, tl.trans(of_down), total, input_precision="ieee")
     share = tl.load(shares + pair, mask=is_pair, other=0.0).to(tl.float32)
     tl.store(
@@ -172,27 +184,30 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     order, tiles, block_m = routes(experts, num_experts)
     between = x.new_empty((num_tokens * per_token, inner))
-    weight, strides, kind = _stored(gate_up)
+    weight, strides, how = _stored(gate_up)
     gate_up_kernel[(len(tiles), triton.cdiv(inner, BLOCK_N))](
         between, x, *weight, order, tiles, x.stride(0), *strides, between.stride(0),
-        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, FORMAT=kind, num_warps=4,
+        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token, BLOCK_M=block_m, **how,
     )  # fmt: skip
     results = x.new_empty((num_tokens * per_token, hidden))
-    weight, strides, kind = _stored(down)
+    weight, strides, how = _stored(down)
     down_kernel[(len(tiles), triton.cdiv(hidden, BLOCK_N))](
         results, between, *weight, shares.contiguous(), order, tiles, between.stride(0), *strides, results.stride(0),
-        NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, FORMAT=kind, num_warps=4,
+        NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **how,
     )  # fmt: skip
     return results.view(num_tokens, per_token, hidden).sum(1)
 
 
-def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
-    """Returns weight, scales and groups as the kernels take them; strides of experts and rows of both; the format."""
+def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+    """Returns weight, scales and groups as the kernels take them; strides of experts and rows of both; what else a
+    launch depends on."""
     weight, scales = matrix
     assert weight.stride(2) == 1, "the elements of a row lie side by side"
     strides = weight.stride(0), weight.stride(1)
+    how: dict[str, Any] = {"BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "FORMAT": 0, "IS_EVEN": True, "num_warps": 4}
     if scales is None:
-        return (weight, None, None, None), (*strides, 0, 0), 0
+        return (weight, None, None, None), (*strides, 0, 0), how
     weight, kind, _ = readable(weight, capability(weight.device))
-    return (weight, *scales), (*strides, scales.values.stride(0), scales.values.stride(1)), kind
+    # a weight waits for its scale, and that for the index of its group
+    how |= {"FORMAT": kind, "IS_EVEN": scales.run % BLOCK_K == 0, "num_stages": STAGES}
+    return (weight, *scales[:3]), (*strides, scales.values.stride(0), scales.values.stride(1)), how

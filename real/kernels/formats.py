@@ -20,8 +20,10 @@ PLAIN = tl.constexpr(0)  # the cache holds the model's own format
 NATIVE = tl.constexpr(1)  # FP8 that the compiler converts
 E4M3_BITS = tl.constexpr(2)
 E5M2_BITS = tl.constexpr(3)
+SETTLED = tl.constexpr(4)  # is added to a format on the GPUs that `settled` serves
 
 BITS = {torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+SETTLING = (8, 9, 12)  # major compute capabilities; on others Triton fails to pipeline a loop with `settled`
 
 
 class Stored(NamedTuple):
@@ -40,9 +42,10 @@ def readable(stored: Tensor, capability: tuple[int, int] | None) -> tuple[Tensor
     bits = BITS.get(stored.dtype)
     if bits is None:
         return stored, 0, 1.0
+    settled = 4 if capability is not None and capability[0] in SETTLING else 0
     if capability is not None and (capability >= (8, 9) or stored.dtype == torch.float8_e5m2):
-        return stored, 1, 1.0
-    return stored.view(torch.uint8), bits, 256.0 if stored.dtype == torch.float8_e4m3fn else 1.0
+        return stored, 1 + settled, 1.0
+    return stored.view(torch.uint8), bits + settled, 256.0 if stored.dtype == torch.float8_e4m3fn else 1.0
 
 
 def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: float, v_scale: float) -> Stored:
@@ -70,12 +73,25 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 @triton.jit
 def widen(x, dtype: tl.constexpr, kv_format: tl.constexpr):
     """Converts values read from the cache to dtype."""
-    if kv_format == E4M3_BITS:
+    FORMAT: tl.constexpr = kv_format % 4  # without SETTLED
+    if FORMAT == E4M3_BITS:
         bits = x.to(tl.uint16)
         x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    elif kv_format == E5M2_BITS:
+    elif FORMAT == E5M2_BITS:
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    return x.to(dtype)
+    elif FORMAT == NATIVE and dtype == tl.bfloat16:
+        x = x.to(tl.float32)  # from which a GPU rounds in pairs; from float16, which it reads FP8 as, one by one
+    return settled(x.to(dtype), kv_format)
+
+
+@triton.jit
+def settled(x, kv_format: tl.constexpr):
+    """Returns x, converted in the layout in which it was loaded. Triton moves conversions that it knows to be pure
+    behind the change to the layout of the tensor cores, where single bytes are read from shared memory, and converted
+    by each warp that multiplies them."""
+    if kv_format >= SETTLED and x.dtype != tl.float32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch.nn import functional
 from real.device import Placement
 from real.kernels import why_not
 from real.layers.activation import silu_and_mul
-from real.layers.fp8 import Matrix, fp8_matrix, linear_method
+from real.layers.fp8 import Fp8Layout, Matrix, fp8_matrix, linear_method
 from real.layers.linear import Kept, Linear, even_part, whole_part
 from real.layers.slots import Slot
 from testbed.errors import DeviceError
@@ -35,10 +35,12 @@ class ExpertProjection(nn.Module):
         super().__init__()
         self._kept, self._scheme, self._method = kept, scheme, linear_method(scheme)
         self._method.create_weights(self, kept, placement, (num,))
+        self._run = 1 if scheme is None else Fp8Layout(scheme, kept).run
 
     @property
     def matrix(self) -> Matrix:
-        return Matrix(self.weight) if self._scheme is None else fp8_matrix(self, self._scheme)
+        scheme = self._scheme
+        return Matrix(self.weight) if scheme is None else fp8_matrix(self, scheme, self._run)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         return {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Scales(NamedTuple):
     values: Tensor  # float32 [..., groups of rows, groups of columns]
     row_groups: Tensor  # int32 [out_features]: the group of each row
     column_groups: Tensor  # int32 [in_features]: the group of each column
+    run: int = 1  # columns run * i … run * i + run - 1 are of one group, for each i; 0: all columns are
 
 
 class Matrix(NamedTuple):
@@ -45,7 +47,7 @@ class Matrix(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns a single weight ready for a GEMM: an FP8 weight dequantised to `dtype`, another as it is."""
-        return self.weight if self.scales is None else dequantize(self.weight, *self.scales, dtype)
+        return self.weight if self.scales is None else dequantize(self.weight, *self.scales[:3], dtype)
 
 
 class Fp8Layout:
@@ -55,6 +57,7 @@ class Fp8Layout:
         self._scheme, (self._rows, self._columns) = scheme, kept
         self._num = {name: num_groups(part, scheme.rows) for name, part in kept.rows.items()}
         self.shape = sum(self._num.values()), num_groups(kept.columns, scheme.columns)
+        self.run = 0 if scheme.columns is None else gcd(kept.columns.start, scheme.columns)  # that of Scales
 
     def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the group of each row and of each column, int32."""
@@ -79,10 +82,10 @@ class Fp8Layout:
         return shared(view, 0, rows.start // scheme.rows, -(-rows.size // scheme.rows))
 
 
-def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme) -> Matrix:
-    """Returns the weight and scales that `Fp8.create_weights` registered in the layer."""
+def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme, run: int = 1) -> Matrix:
+    """Returns the weight and scales that `Fp8.create_weights` registered in the layer. run: that of Scales."""
     weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
-    return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups")))
+    return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups"), run))
 
 
 class Fp8:

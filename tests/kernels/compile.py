@@ -183,7 +183,7 @@ def experts(num_tokens: int, label: str) -> tuple[str, Work]:
             if "e4m3" not in label:
                 return Matrix(torch.empty(8, rows, columns, dtype=dtype))
             groups: list[Tensor] = [(torch.arange(size) // 128).int() for size in (rows, columns)]
-            scales = Scales(torch.ones(8, rows // 128, columns // 128), *groups)
+            scales = Scales(torch.ones(8, rows // 128, columns // 128), *groups, 128)
             return Matrix(torch.empty(8, rows, columns, dtype=STORED), scales)
 
         x, shares = torch.zeros(num_tokens, 2048, dtype=dtype), torch.zeros(num_tokens, 8, dtype=dtype)

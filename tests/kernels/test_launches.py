@@ -12,7 +12,7 @@ import torch
 
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
-from tests.kernels.compile import on_no_gpu, step
+from tests.kernels.compile import draw, experts, on_no_gpu, step
 from tests.kernels.paged_batches import make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -25,6 +25,7 @@ class Launches:
         self.kernels: dict[str, set[int]] = {}
         self.pending: dict[str, list[int]] = {}  # loads that are left under way when a kernel waits in a loop
         self.grids: list[tuple[str, tuple[int, ...]]] = []
+        self.code: dict[str, str] = {}  # Triton's own, with layouts, of all kernels of a name
 
     @property
     def num_kernels(self) -> int:
@@ -56,6 +57,7 @@ def launches(request, monkeypatch, tmp_path):
                 waits = re.findall(r"async_wait .*?num = (\d+)", loop)
                 found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
             found.grids.append((self.__name__, grid))
+            found.code[self.__name__] = found.code.get(self.__name__, "") + kernel.asm["ttgir"]
 
         return run
 
@@ -138,3 +140,46 @@ def test_while_a_tile_is_computed_the_next_is_loaded(launches, head_dim, options
     assert min(loops) >= 2
     if head_dim <= 128:
         assert min(launches.pending["decode_kernel"]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("launches", "kv_dtype"),
+    [(90, "fp8_e4m3"), (90, "fp8_e5m2"), (80, "fp8_e4m3"), (89, "fp8_e4m3"), (120, "fp8_e4m3")],
+    indirect=["launches"],
+    ids=str,
+)
+def test_fp8_is_converted_before_the_layout_of_the_tensor_cores(launches, kv_dtype):
+    """In that layout it would be read byte by byte; and only float32 is rounded to bfloat16 in pairs."""
+    step(make_spec(1, 4, 128, 16, torch.bfloat16, kv_dtype=kv_dtype), [(0, 40), (300, 1)])
+    experts(64, "bf16 e4m3")[1]()
+    for name in ("decode_kernel", "prefill_kernel", "gate_up_kernel", "down_kernel"):
+        code = launches.code[name]
+        assert re.search(r"x(f8E4M3FN|f8E5M2|i8), #", code), name
+        assert not re.search(r"x(f8E4M3FN|f8E5M2|i8), #ttg\.dot_op", code), name
+        assert not re.search(r"tt\.fp_to_fp .*x(f8E4M3FN|f8E5M2), .* -> .*xbf16", code), name
+
+
+@pytest.mark.parametrize("launches", [100], indirect=True, ids=str)
+def test_where_triton_cannot_pipeline_what_is_settled_nothing_is(launches):
+    """It would end the compilation."""
+    step(make_spec(1, 4, 64, 16, torch.bfloat16, kv_dtype="fp8_e4m3"), [(0, 40), (300, 1)])
+    experts(64, "bf16 e4m3")[1]()
+    assert {"decode_kernel", "prefill_kernel", "gate_up_kernel", "down_kernel"} <= set(launches.code)
+    assert not any("inline_asm" in code for code in launches.code.values())
+
+
+@pytest.mark.parametrize("launches", [90, 80], indirect=True, ids=str)
+def test_fp8_experts_load_ahead_and_one_scale_for_each_row(launches):
+    experts(1, "bf16 e4m3")[1]()
+    assert min(launches.pending["gate_up_kernel"]) >= 3  # at least one part of x and of both weights
+    assert min(launches.pending["down_kernel"]) >= 2
+    for name in ("gate_up_kernel", "down_kernel"):
+        assert "tensor<64x1x!tt.ptr<f32>" in launches.code[name]
+        assert "tensor<64x64x!tt.ptr<f32>" not in launches.code[name]
+
+
+def test_logits_are_loaded_several_at_a_time(launches):
+    """Vocabularies are multiples of 16, and where a mask ends must be known to be one."""
+    draw()
+    for name in ("largest_kernel", "least_kernel", "race_kernel"):
+        assert "%vocab_size: i32 {tt.divisibility = 16 : i32}" in launches.code[name]

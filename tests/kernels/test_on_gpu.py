@@ -14,7 +14,7 @@ from real.attention.interface import AttentionMetadata, AttentionSpec
 from real.attention.registry import PROVIDERS, choose_attention
 from real.layers.experts import choose_experts, run_experts_one_by_one
 from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
-from real.layers.linear import Kept, whole_part
+from real.layers.linear import Kept, Part, whole_part
 from testbed.specs.quantization import PER_BLOCK, PER_TENSOR
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
@@ -294,9 +294,13 @@ def test_what_is_stored_is_what_torch_stores(kv_dtype, dtype):
     assert torch.equal(as_bytes(ours), as_bytes(theirs))
 
 
-@pytest.mark.parametrize("scheme", [None, PER_BLOCK, PER_TENSOR], ids=["bf16", "fp8 blocks", "fp8"])
+@pytest.mark.parametrize(
+    ("scheme", "start"),  # the first column that a rank keeps
+    [(None, 0), (PER_BLOCK, 0), (PER_BLOCK, 32), (PER_TENSOR, 0)],
+    ids=["bf16", "fp8 blocks", "fp8 parts of blocks", "fp8"],
+)
 @pytest.mark.parametrize("num_tokens", [1, 16, 300])
-def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
+def test_experts_give_what_each_gives_by_itself(num_tokens, scheme, start):
     """At Qwen3-30B-A3B's hidden and inner sizes, 16 of its experts, replayed from a graph too."""
     from real.kernels.experts import run_experts
 
@@ -306,12 +310,12 @@ def test_experts_give_what_each_gives_by_itself(num_tokens, scheme):
         weight = torch.randn(16, num_out, num_in, generator=generator) * num_in**-0.5
         if scheme is None:
             return Matrix(weight.bfloat16())
-        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, whole_part(num_in)))
+        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, Part(start + num_in, start, num_in)))
         scales = (1 + torch.rand(16, *layout.shape, generator=generator)) / 64
-        return Matrix((weight * 32).to(STORED), Scales(scales, *layout.groups(torch.device("cpu"))))
+        return Matrix((weight * 32).to(STORED), Scales(scales, *layout.groups(torch.device("cpu")), layout.run))
 
     def on_gpu(one: Matrix) -> Matrix:
-        scales = one.scales and Scales(*(part.to(GPU) for part in one.scales))
+        scales = one.scales and Scales(*(part.to(GPU) for part in one.scales[:3]), one.scales.run)
         return Matrix(one.weight.to(GPU), scales)
 
     gate_up, down = draw(2 * 768, 2048), draw(2048, 768)

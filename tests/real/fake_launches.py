@@ -22,6 +22,7 @@ from tests.real.fake_streams import DeviceTensor, Launch, TroubleError, leaves_o
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 FP8 = {2: torch.float8_e4m3fn, 3: torch.float8_e5m2}
+SETTLED = 4  # is added to formats that a kernel reads
 Values = dict[str, Any]
 
 
@@ -121,8 +122,8 @@ def read_keys(values: Values, row: int, first: int, last: int) -> tuple[Tensor, 
     found = []
     for name in ("keys", "values"):
         read = values[name][blocks, positions % size]
-        if values["KV_FORMAT"] > 1:
-            read = read.view(FP8[values["KV_FORMAT"]]).float() / (256.0 if values["KV_FORMAT"] == 2 else 1.0)
+        if (kv_format := values["KV_FORMAT"] % SETTLED) > 1:
+            read = read.view(FP8[kv_format]).float() / (256.0 if kv_format == 2 else 1.0)
         found.append(read.float())
     return found[0], found[1]
 
@@ -314,7 +315,9 @@ def expert_weight(values: Values, expert: int) -> Tensor:
         return weight.float()
     check_strides(values, stride_scales=("scales", 0), stride_scale_row=("scales", 1))
     rows, columns = values["row_groups"].long(), values["column_groups"].long()
-    must(values["FORMAT"] == (1 if weight.dtype == FP8[2] else 2), "e4m3 as it is, or its bits")
+    must(values["FORMAT"] % SETTLED == (1 if weight.dtype == FP8[2] else 2), "e4m3 as it is, or its bits")
+    loads = columns.split(values["BLOCK_K"])
+    must(not values["IS_EVEN"] or all(len(load.unique()) == 1 for load in loads), "columns that have one scale")
     return weight.view(FP8[2]).float() * scales[expert][rows][:, columns]
 
 

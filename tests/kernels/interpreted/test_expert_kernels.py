@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from real.kernels.experts import MAX_TILE, MIN_TILE, routes, run_experts
 from real.layers.experts import choose_experts, run_experts_one_by_one
 from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
-from real.layers.linear import Kept, whole_part
+from real.layers.linear import Kept, Part, whole_part
 from testbed.specs.quantization import Fp8Scheme
 
 
@@ -53,19 +53,21 @@ def test_results_are_those_of_each_expert_by_itself(
 @given(
     num_tokens=st.sampled_from([1, 9]),
     groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
-    hidden=st.sampled_from([64, 72]),
+    hidden=st.sampled_from([64, 72, 136]),
     inner=st.sampled_from([24, 64]),
+    start=st.sampled_from([0, 32, 64]),
     seed=st.integers(0, 2**31),
 )
-def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, inner, seed):
+def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, inner, start, seed):
+    """Also where a rank's columns begin within a block of weights that share a scale."""
     generator = torch.Generator().manual_seed(seed)
     scheme = Fp8Scheme(*groups)
 
     def draw(num_out: int, num_in: int) -> Matrix:
-        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, whole_part(num_in)))
+        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, Part(start + num_in, start, num_in)))
         weight = (64 * num_in**-0.5 * torch.randn(4, num_out, num_in, generator=generator)).to(STORED)
         scales = torch.rand(4, *layout.shape, generator=generator) / 32
-        return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu"))))
+        return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu")), layout.run))
 
     gate_up, down = draw(2 * inner, hidden), draw(hidden, inner)
     x = torch.randn(num_tokens, hidden, generator=generator)

@@ -208,6 +208,7 @@ def _stored(matrix: Matrix) -> tuple[tuple[Tensor | None, ...], tuple[int, ...],
     if scales is None:
         return (weight, None, None, None), (*strides, 0, 0), how
     weight, kind, _ = readable(weight, capability(weight.device))
-    # a weight waits for its scale, and that for the index of its group
-    how |= {"FORMAT": kind, "IS_EVEN": scales.run % BLOCK_K == 0, "num_stages": STAGES}
+    how |= {"FORMAT": kind, "IS_EVEN": scales.run % BLOCK_K == 0}
+    if how["IS_EVEN"]:  # a scale waits for the index of its group; a scale for each weight would need too much memory
+        how["num_stages"] = STAGES
     return (weight, *scales[:3]), (*strides, scales.values.stride(0), scales.values.stride(1)), how

@@ -121,7 +121,7 @@ def shapes() -> Iterator[tuple[str, Work]]:
     yield "swap", lambda: move(2)
     yield "copy", lambda: move(56)
     yield "draw", draw
-    for num_tokens, label in product((1, 64), ("bf16", "bf16 e4m3", "fp32")):
+    for num_tokens, label in product((1, 64), ("bf16", "bf16 e4m3", "bf16 e4m3 parts", "fp32")):
         yield experts(num_tokens, label)
 
 
@@ -170,7 +170,8 @@ def draw() -> None:
 
 
 def experts(num_tokens: int, label: str) -> tuple[str, Work]:
-    """Both products of eight of Qwen3-30B-A3B's experts, with the least and with the most pairs of a tile."""
+    """Both products of eight of Qwen3-30B-A3B's experts, with the least and with the most pairs of a tile. parts: a
+    rank's columns begin within a block of weights that share a scale."""
 
     def work() -> None:
         from real.kernels.experts import run_experts
@@ -183,7 +184,7 @@ def experts(num_tokens: int, label: str) -> tuple[str, Work]:
             if "e4m3" not in label:
                 return Matrix(torch.empty(8, rows, columns, dtype=dtype))
             groups: list[Tensor] = [(torch.arange(size) // 128).int() for size in (rows, columns)]
-            scales = Scales(torch.ones(8, rows // 128, columns // 128), *groups, 128)
+            scales = Scales(torch.ones(8, rows // 128, columns // 128), *groups, 32 if "parts" in label else 128)
             return Matrix(torch.empty(8, rows, columns, dtype=STORED), scales)
 
         x, shares = torch.zeros(num_tokens, 2048, dtype=dtype), torch.zeros(num_tokens, 8, dtype=dtype)

@@ -88,8 +88,8 @@ def widen(x, dtype: tl.constexpr, kv_format: tl.constexpr):
 def settled(x, kv_format: tl.constexpr):
     """Returns x, converted in the layout in which it was loaded. Triton moves conversions that it knows to be pure
     behind the change to the layout of the tensor cores, where single bytes are read from shared memory, and converted
-    by each warp that multiplies them."""
-    if kv_format >= SETTLED and x.dtype != tl.float32:
+    by each warp that multiplies them. Not for rows of 256 numbers, with which a prefill would spill registers."""
+    if kv_format >= SETTLED and x.dtype != tl.float32 and x.shape[1] <= 128:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 

@@ -353,8 +353,8 @@ def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
             trace = {"num_requests": 300, "rate": rate}
             ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler, cache=TIGHT)
     said = report(tmp_path)
-    assert "At rate = 400 requests/s: every arm is beyond capacity" in said
-    assert "At rate = 10 requests/s: every arm is beyond capacity" not in said
+    assert "At rate = 400 requests/s: Every arm is beyond capacity" in said
+    assert "At rate = 10 requests/s: Every arm is beyond capacity" not in said
     assert "beyond the capacity of every arm at rate = 400 requests/s" in said
 
 

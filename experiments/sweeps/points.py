@@ -241,11 +241,13 @@ class JobConfigs:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The task function of a launcher's job: runs points. limit: points that it may take; None: all that are left."""
+    """The task function of a launcher's job: runs points. limit: points that it may take; None: all that are left.
+    started_by: the sweep's process. A worker that it started ends with it, after the point that it is running."""
 
     board: str
     limit: int | None
     working_folder: str
+    started_by: int
 
     def __call__(self, node: Any) -> None:
         if os.path.isdir(self.working_folder):
@@ -255,6 +257,7 @@ class Share:
         board, num_taken = Board(Path(self.board)), 0
         points = board.points()
         own = HydraConfig.get().job.num * (self.limit or 0)  # each job begins at another point
+        is_worker = os.getppid() == self.started_by  # not on a cluster, nor where the sweep runs the points itself
         for index in (*range(own, len(points)), *range(own)):
             if num_taken == self.limit:
                 return
@@ -265,6 +268,8 @@ class Share:
             board.say(index, outcome)
             if outcome.status == "interrupted":
                 return
+            if is_worker and os.getppid() != self.started_by:
+                os._exit(1)  # killed; joblib's worker would wait for its next task for ever
 
 
 def _run(point: Point) -> Outcome:

@@ -270,7 +270,7 @@ def _launched(sweep: _Sweep, todo: list[Point]) -> list[Outcome]:
     returns: Iterable[JobReturn] = ()
     with board_in(sweep.root) as board, Followed(board, len(todo)) as followed:
         board.write(todo)
-        share = Share(str(board.folder), limit, os.getcwd())
+        share = Share(str(board.folder), limit, os.getcwd(), os.getpid())
         try:
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=HydraContext(cast(Any, JobConfigs(str(sweep.root))), sweep.context.callbacks),

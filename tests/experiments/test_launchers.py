@@ -6,10 +6,12 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +76,28 @@ def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "(2 of 4 points failed)" in said.error()
     assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and ") Z " not in stat.read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    kill = 'open(f"pid-{os.getpid()}", "w").close() or os.getppid() > 1 and os.kill(os.getppid(), signal.SIGKILL)'
+    (tmp_path / "deadly.py").write_text(DEADLY.replace("os.kill(os.getpid(), signal.SIGKILL)", kill))
+    (tmp_path / "armed").touch()
+    ended = of_process(tmp_path, "seed=range(0,6)", "scheduler.queue_order={_target_: deadly.order}", *JOBLIB)
+    assert ended.returncode == -signal.SIGKILL
+    workers = [int(file.name.partition("-")[2]) for file in tmp_path.glob("pid-*")]
+    assert workers
+    until = time.monotonic() + 30.0
+    while any(map(is_running, workers)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+    assert len(load_sweep(tmp_path / "s").runs) < 6, "they do not go on without it"
 
 
 def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from real.layers.slots import HasSlots, Slot, whole
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed
 from testbed.specs.model import ModelSpec
 
+T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FORMATS = ("F32", "F16", "BF16", "F64")
@@ -74,7 +77,7 @@ def fill_random(model: nn.Module, seed: int) -> None:
     slots = checkpoint_slots(model)
     device = next(iter(slots.values())).view.device
     generator = torch.Generator(device).manual_seed(seed % 2**64)  # torch takes 64 bits
-    for name, slot in slots.items():
+    for name, slot in _shown(slots.items(), len(slots)):
         is_fp8, is_scale = slot.view.dtype.itemsize == 1, ".weight_scale" in name
         dtype = torch.float32 if is_fp8 else slot.view.dtype
         in_place = slot.is_whole and not is_fp8
@@ -103,7 +106,7 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
     for file in _weight_files(folder):
         with _open(file) as weights:
             stored_names: list[str] = weights.keys()
-            for stored_name in stored_names:
+            for stored_name in _shown(stored_names, len(stored_names)):
                 name = _own_name(stored_name, slots)
                 if name is None:
                     continue
@@ -125,6 +128,12 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
             _check_tied(name, aliases[name], slot, file)
     if missing:
         raise _incomplete(folder, {name: slots[name] for name in missing})
+
+
+def _shown(items: Iterable[T], num: int) -> Iterable[T]:
+    """The weights, with a progress bar if standard error is a terminal; other ranks' processes show none."""
+    is_main = parent_process() is None
+    return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=None if is_main else True)
 
 
 def _fill(slot: Slot, weights: Any, name: str, file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from real import loader
 from real.checkpoint import make_checkpoint
 from real.loader import INDEX_FILE, SINGLE_FILE
 from testbed.errors import ConfigError, ModelError
@@ -282,3 +284,11 @@ def test_a_checkpoint_of_the_model_without_its_head_lacks_a_level_of_names(tmp_p
 def test_integers_are_no_weights(spec):
     edit(spec, lambda weights: weights.update({K_PROJ: torch.ones(32, 64, dtype=torch.int8)}))
     assert "is stored as I8; expected one of F32" in load_error(spec)
+
+
+def test_weights_have_a_bar_on_a_terminal_of_the_main_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(loader._shown("ab", 2)) == ["a", "b"]
+    assert not loader._shown("ab", 2).disable  # type: ignore[attr-defined]
+    monkeypatch.setattr(loader, "parent_process", object)
+    assert loader._shown("ab", 2).disable  # type: ignore[attr-defined]

@@ -112,7 +112,10 @@ def stated(runs: Sequence[Run], name: str) -> Any:
         if value not in (None, "", []):
             found.setdefault(repr(value), value)
     if len(found) > 1:
-        raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; choose one with --{name}")
+        cure = f"choose one with --{name}"
+        if name == "replicates":
+            cure = "run their sweeps' commands again with one of them, which simulates nothing anew"
+        raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; {cure}")
     return next(iter(found.values()), None)
 
 

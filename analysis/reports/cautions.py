@@ -13,12 +13,14 @@ from analysis.comparison.arms import (
     grouped,
     is_policy,
     joined,
+    load_keys,
     replicates,
     unsaid_keys,
 )
 from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.pairs import Pair
+from analysis.comparison.sharing import drawn_by
 from analysis.comparison.triggered import idle_settings, never_triggered
 from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
@@ -31,6 +33,7 @@ from analysis.reports.load_cautions import draining, left_out_start, outrun, war
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # in manifests; depend on memory
+_TRANSFORMS = "trace.transforms"
 _MAX_KEYS = 6  # items that are listed
 
 
@@ -42,7 +45,13 @@ def cautions(
     arms = joined(arm for group in loads.values() for arm in group)
     said = [*_doubted(arms, pairs), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*left_out_start(arms), *_few_requests(arms)]
-    if unsaid := unsaid_keys([run for group in loads.values() for arm in group for run in arm.runs], replicated):
+    runs = [run for group in loads.values() for arm in group for run in arm.runs]
+    if load_keys(runs, replicated) == [_TRANSFORMS] and "window" in drawn_by([run.flat_config for run in runs]):
+        said.append(
+            "The loads are windows of one trace. If they are replicates of one load, run the sweep's command again "
+            f"with 'report.replicates=[{_TRANSFORMS}]': it runs nothing anew, and the next report is over all of them."
+        )
+    if unsaid := unsaid_keys(runs, replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
     idle = [(load, text) for load, group in loads.items() for text in idle_settings(group)]

@@ -46,6 +46,25 @@ def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_windows_are_loads_until_the_sweep_states_that_they_are_replicates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    windows = "trace.transforms=[{name: window, end_s: 0.02}],[{name: window, start_s: 0.02, end_s: 0.04}]"
+    few = ("trace.num_requests=16", windows, "scheduler=vllm_v1,sarathi", f"hydra.sweep.dir={tmp_path / 's'}")
+    stated, hint = "report.replicates=[trace.transforms]", "The loads are windows of one trace. If they are replicates"
+    for number, more in enumerate([[], [stated]]):
+        said = say(capsys, "run", "-m", *TINY, *SHORT, *few, *more)
+        assert ("restated     4 of them" in said.out) == bool(more), said
+        out = tmp_path / f"{number}.html"
+        assert say(capsys, "report", str(tmp_path / "s"), "--out", str(out)).status == 0
+        assert (hint in out.with_suffix(".md").read_text()) == (not more)
+    again = ("run", "-m", *TINY, *SHORT, *few[:-1], "report.replicates=[trace.seed]", "seed=5")
+    assert say(capsys, *again, f"hydra.sweep.dir={tmp_path / 't'}").status == 0
+    said = say(capsys, "report", str(tmp_path / "s"), str(tmp_path / "t"), "--out", str(tmp_path / "b.html"))
+    assert "run their sweeps' commands again with one of them, which" in said.error()
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_runs_that_state_different_things_are_not_mixed_in_silence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
         while True:
             for event in inbox.due(now_ns):
                 _take(event, inbox, scheduler, recorder, now_ns)
+                thrash = Thrash()  # it may free those that are stuck
             plan = scheduler.plan(now_ns) if scheduler.has_work else None
             newest = None if plan is None or plan.is_empty else _view_after(plan, now_ns, scheduler)
             if newest is not None:
@@ -42,20 +43,18 @@ def serve(inbox: Inbox, scheduler: Scheduler, recorder: Recorder) -> Loop:
                 is_ahead = newest is not None and len(in_flight) < scheduler.limits.max_num_plans
                 resume = yield Execute(None if newest is None else newest.plan, is_ahead)
                 now_ns = resume.now_ns
-                circle: str | None = None
                 if resume.result is not None:
-                    planned, in_flight = in_flight[0], in_flight[1:]
-                    has_ended = _commit(planned, resume.result, inbox, scheduler, recorder, now_ns)
-                    circle = thrash.committed(planned.plan, scheduler, has_ended=has_ended)
+                    _commit(in_flight[0], resume.result, inbox, scheduler, recorder, thrash, now_ns)
+                    in_flight = in_flight[1:]
                 if inbox.is_open:  # events of others at this instant come before the next plan
-                    resume = yield WaitUntil(now_ns, circle is not None)
+                    resume = yield WaitUntil(now_ns, thrash.message is not None)
                     while resume.result is not None:  # a step in flight ended while the loop waited
-                        _commit(in_flight[0], resume.result, inbox, scheduler, recorder, resume.now_ns)
+                        _commit(in_flight[0], resume.result, inbox, scheduler, recorder, thrash, resume.now_ns)
                         in_flight = in_flight[1:]
-                        resume = yield WaitUntil(resume.now_ns)
+                        resume = yield WaitUntil(resume.now_ns, thrash.message is not None)
                     now_ns = resume.now_ns
-                if circle is not None and not inbox.is_open and inbox.next_ns() is None:
-                    raise LivelockError(circle)
+                if thrash.message is not None and not inbox.is_open and inbox.next_ns() is None:
+                    raise LivelockError(thrash.message)
                 continue
             next_ns = inbox.next_ns()
             if next_ns is None and not inbox.is_open:
@@ -75,16 +74,17 @@ def _view_after(plan: BatchPlan, now_ns: int, scheduler: Scheduler) -> StepView:
 
 
 def _commit(
-    step: StepView, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int
-) -> bool:
-    """Commits the oldest plan in flight; returns whether a request ended with it."""
+    step: StepView, result: StepResult, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, thrash: Thrash,
+    now_ns: int,
+) -> None:  # fmt: skip
+    """Commits the oldest plan in flight."""
     finished = scheduler.commit(result, now_ns)
     step.result, step.digest_bytes, step.emitters = result, scheduler.digest_bytes, scheduler.emitters
     recorder.committed(step)
     if finished:
         recorder.ended(finished, now_ns)
         inbox.finished(finished, now_ns)
-    return bool(finished)
+    thrash.committed(step.plan, scheduler, has_ended=bool(finished))
 
 
 def _take(event: Event, inbox: Inbox, scheduler: Scheduler, recorder: Recorder, now_ns: int) -> None:

@@ -19,23 +19,24 @@ from testbed.foreign_text import some
 
 
 class Thrash:
-    """Counts recurring states from a step that preempts and emits nothing until a step emits or a request ends."""
+    """Counts recurring states from a step that preempts and emits nothing until a step emits or a request ends.
+
+    message: the error, after a state has recurred too often and until there is progress; else None.
+    """
 
     MAX_RETURNS: ClassVar = 200
 
     def __init__(self) -> None:
         self._returns: dict[int, int] = {}  # by hash of a state: how many steps preempted in it
         self._victims: dict[str, None] = {}
-        self._message: str | None = None
+        self.message: str | None = None
 
-    def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> str | None:
-        """Returns the error message after a state has recurred too often, until there is progress; else None."""
+    def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> None:
         if scheduler.emitters or has_ended:
             if self._victims:
-                self._returns, self._victims, self._message = {}, {}, None
-        elif plan.preempted and self._message is None:
+                self._returns, self._victims, self.message = {}, {}, None
+        elif plan.preempted and self.message is None:
             self._preempted(plan, scheduler)
-        return self._message
 
     def _preempted(self, plan: BatchPlan, scheduler: Scheduler) -> None:
         self._victims |= dict.fromkeys([victim.request_id for victim in plan.preempted])
@@ -46,7 +47,7 @@ class Thrash:
         key = xxhash.xxh64_intdigest(state.tobytes())
         self._returns[key] = self._returns.get(key, 0) + 1
         if self._returns[key] > self.MAX_RETURNS:
-            self._message = (
+            self.message = (
                 f"requests take KV blocks from each other and get nowhere: {some(list(self._victims))}; "
                 f"{self.MAX_RETURNS} times in the same state without a token. Give them more blocks "
                 "(cache.num_gpu_blocks) or larger chunks, run fewer at a time (scheduler.max_num_seqs), or choose "

@@ -39,6 +39,15 @@ def test_while_something_is_still_to_come_they_go_on_and_it_may_free_them() -> N
     assert inbox.ended[1][1] < late_ns + 200
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_event_starts_the_count_again_as_it_may_free_them(name: str) -> None:
+    late_ns = 10 * 10 * 10 * Thrash.MAX_RETURNS
+    for at_ns in range(late_ns, late_ns + 400, 20):
+        inbox = ListInbox(arrive("a", 0, prompt=150), arrive("b", 0, prompt=150), abort(name, at_ns))
+        drive(inbox, make_world(num_blocks=41))
+        assert len(inbox.ended) == 2, f"aborted at {at_ns}: the other one goes on, in chunks that emit nothing at first"
+
+
 @pytest.mark.parametrize("gets_on", ["emits", "ends"])
 def test_the_count_starts_again_with_every_token_and_every_end(gets_on: str) -> None:
     stuck = make_world()
@@ -60,8 +69,11 @@ def test_the_count_starts_again_with_every_token_and_every_end(gets_on: str) -> 
     thrash = Thrash()
     for _ in range(3):
         for _ in range(Thrash.MAX_RETURNS):
-            assert thrash.committed(preempting, stuck, has_ended=False) is None
-        assert thrash.committed(preempting, later, has_ended=gets_on == "ends") is None
+            thrash.committed(preempting, stuck, has_ended=False)
+            assert thrash.message is None
+        thrash.committed(preempting, later, has_ended=gets_on == "ends")
     for _ in range(Thrash.MAX_RETURNS):
         thrash.committed(preempting, stuck, has_ended=False)
-    assert thrash.committed(preempting, stuck, has_ended=False) is not None
+    assert thrash.message is None
+    thrash.committed(preempting, stuck, has_ended=False)
+    assert thrash.message is not None

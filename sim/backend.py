@@ -128,10 +128,10 @@ class SimBackend:
         assert all(row.sampling.beam_width for row in rows), "the simulator draws for beams alone"
         outcomes: list[Outcome] = []
         for _, members in groupby(rows, key=lambda row: row.group_id):
-            outcomes += self._part(list(members))
+            outcomes += self._fork(list(members))
         return tuple(outcomes) or None
 
-    def _part(self, rows: list[ScheduledSequence]) -> list[Outcome]:
+    def _fork(self, rows: list[ScheduledSequence]) -> list[Outcome]:
         """Returns the outcomes of the beams of one group: their children, or that they are dropped."""
         position = rows[0].start + rows[0].num_tokens
         assert all(row.start + row.num_tokens == position for row in rows), "the beams of a group are of one length"

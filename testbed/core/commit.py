@@ -16,7 +16,7 @@ from testbed.core.sequence import Sequence, SequenceGroup
 from testbed.core.state import FINISHED, RUNNING
 
 Ending = tuple[Sequence, FinishReason]
-Parting = tuple[Sequence, Outcome]
+Forking = tuple[Sequence, Outcome]
 
 
 class Commit:
@@ -47,7 +47,7 @@ class Commit:
         batch.is_over = True
         self.emitters, self.num_new_tokens = [], 0
         ending: tuple[Ending, ...] = ()
-        parting: tuple[Parting, ...] = ()
+        forking: tuple[Forking, ...] = ()
         num_taken = 0
         index: i64
         counts, samples_ahead = batch.counts, batch.samples
@@ -69,18 +69,18 @@ class Commit:
                 outcome = outcomes[num_taken]
                 num_taken += 1
                 assert outcome.seq_id == seq.seq_id, "outcomes come in the order scheduled"
-            if seq.state is FINISHED or (not is_there and seq.may_part):
+            if seq.state is FINISHED or (not is_there and seq.may_fork):
                 continue  # preempted before its fork: it samples this token again
             if seq.is_prefilling:
                 self._running.prefilled(seq)
             if seq.group is not None:
-                parting += self._parting(seq, seq.group, outcome)
+                forking += self._forking(seq, seq.group, outcome)
             reason = self._emit(seq, outcome)
             if reason is not None:
                 ending += ((seq, reason),)
         assert num_taken == len(outcomes), "more outcomes than sampled rows"
-        for parent, outcome in parting:
-            ending += self._part(parent, outcome)
+        for parent, outcome in forking:
+            ending += self._fork(parent, outcome)
         self.num_new_tokens += len(self.emitters)
         return ending
 
@@ -100,14 +100,14 @@ class Commit:
 
     # --- groups ---
 
-    def _parting(self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None) -> tuple[Parting, ...]:
+    def _forking(self, seq: Sequence, group: SequenceGroup, outcome: Outcome | None) -> tuple[Forking, ...]:
         """Returns the sequence with its outcome if members of its group fork from it in this step, else nothing."""
         if outcome is None:  # forced: each member emits the same tokens
             outcome = Outcome(seq.seq_id, (0,), forks=(0,) * (seq.num_samples - 1))
-        group.has_parted = True
+        group.has_forked = True
         return ((seq, outcome),) if outcome.forks else ()
 
-    def _part(self, parent: Sequence, outcome: Outcome) -> tuple[Ending, ...]:
+    def _fork(self, parent: Sequence, outcome: Outcome) -> tuple[Ending, ...]:
         """Adds the forks of a sequence to its group; returns those that end with their first token."""
         group = parent.group
         assert group is not None

@@ -39,7 +39,7 @@ class Preempting:
         blocks, whose = self._blocks, None if grower is None else grower.request_id
         was_scheduled = self._withdraw(seq)
         for one in seq.together:
-            if one.may_part and one.num_placeholders:  # it forks only while it runs: this token is sampled again later
+            if one.may_fork and one.num_placeholders:  # it forks only while it runs: this token is sampled again later
                 one.give_up_flight()
         wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))
         wants_swap = wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0

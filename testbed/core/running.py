@@ -23,7 +23,7 @@ class Running:
         return sum([seq.num_seqs for seq in self.units.values()]) if self.num_groups else len(self.units)
 
     @property
-    def num_parted(self) -> int:
+    def num_existing(self) -> int:
         """Running sequences that exist now; a group that has not forked yet counts once."""
         return sum([seq.num_together for seq in self.units.values()]) if self.num_groups else len(self.units)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from numbers import Integral, Real
+from sys import float_info
 from typing import Any
 
 from testbed.checks import require
@@ -103,12 +104,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._normalise()
         self._check_groups()
-        self._check_range("temperature", 0.0, None, "0 (greedy) or above")
+        self._check_range("temperature", 0.0, inf, "0 (greedy) or above")
         self._check_range("top_p", 0.0, 1.0, "above 0 and at most 1", excludes_low=True)
         self._check_range("min_p", 0.0, 1.0, "from 0 to 1")
         self._check_range("presence_penalty", -2.0, 2.0, "from -2 to 2")
         self._check_range("frequency_penalty", -2.0, 2.0, "from -2 to 2")
-        self._check_range("repetition_penalty", 0.0, None, "above 0", excludes_low=True)
+        self._check_range("repetition_penalty", 0.0, inf, "above 0", excludes_low=True)
         self._check_range("length_penalty", -10.0, 10.0, "from -10 to 10")  # a million tokens ** 10 fit a float
         self._check_count("top_k", -1, "at least 1, or 0 or -1 for no limit")
         self._check_count("max_tokens", 1, "at least 1", optional=True)
@@ -127,10 +128,7 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise RequestError("sampling.stop has an empty string; a stop string must have at least one character")
         for token in self.stop_token_ids:
-            if not _is_whole(token) or not 0 <= token <= INT32_MAX:
-                raise RequestError(
-                    f"sampling.stop_token_ids has {shown(token)}; token ids are whole, from 0 to {INT32_MAX}"
-                )
+            _check_token("sampling.stop_token_ids", token)
         self._check_bias()
 
     def _normalise(self) -> None:
@@ -167,13 +165,12 @@ class SamplingParams:
                 "probabilities; set beam_width=0 or leave them out"
             )
 
-    def _check_range(
-        self, name: str, low: float, high: float | None, wanted: str, *, excludes_low: bool = False
-    ) -> None:
+    def _check_range(self, name: str, low: float, high: float, wanted: str, *, excludes_low: bool = False) -> None:
         value = getattr(self, name)
-        is_good = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-        is_good = is_good and (value > low if excludes_low else value >= low)
-        require(f"sampling.{name}", value, is_good and (high is None or value <= high), wanted, RequestError)
+        is_good = isinstance(value, Real) and not isinstance(value, bool)
+        is_good = is_good and (abs(value) <= float_info.max if isinstance(value, int) else isfinite(value))
+        is_good = is_good and (low < value if excludes_low else low <= value) and value <= high
+        require(f"sampling.{name}", value, is_good, wanted, RequestError)
 
     def _check_count(self, name: str, least: int, wanted: str, *, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -186,10 +183,7 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         for token, value in self.logit_bias:
-            if not _is_whole(token) or not 0 <= token <= INT32_MAX:
-                raise RequestError(
-                    f"sampling.logit_bias has the token {token!r}; token ids are whole, from 0 to 2147483647"
-                )
+            _check_token("sampling.logit_bias", token)
             is_bias = isinstance(value, Real) and not isinstance(value, bool) and -100 <= value <= 100
             require(f"sampling.logit_bias of token {token}", value, is_bias, "a number from -100 to 100", RequestError)
         if len(dict(self.logit_bias)) != len(self.logit_bias):
@@ -198,6 +192,11 @@ class SamplingParams:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_token(field: str, token: Any) -> None:
+    if not _is_whole(token) or not 0 <= token <= INT32_MAX:
+        raise RequestError(f"{field} has the token {shown(token)}; token ids are whole, from 0 to {INT32_MAX}")
 
 
 GREEDY = SamplingParams()

@@ -80,7 +80,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Running sequences; of a group, each one that exists."""
-        return self._running.num_parted
+        return self._running.num_existing
 
     @property
     def num_waiting(self) -> int:

@@ -29,7 +29,7 @@ class SequenceGroup:
         self.members: list[Sequence] = [first]  # live ones, in order of creation
         self.finished: list[Sequence] = []
         self.rejected = ""  # why a member was ignored: then the request is not complete, even if others are
-        self.has_parted = False  # whether the members have forked, which they do at the end of the prompt
+        self.has_forked = False  # whether the members have forked, which they do at the end of the prompt
         self.is_beam = first.sampling.beam_width > 1
 
     def leave(self, member: Sequence, reason: FinishReason, message: str) -> bool:
@@ -183,7 +183,7 @@ class Sequence(KVSequence):
         """Whether it cannot be scheduled before the token in flight is sampled: it may end or fork with that token, or
         sampling the next one needs all tokens before it."""
         return self.num_placeholders > 0 and (
-            self.num_tokens >= self.foreseen_end or self.may_part or (self.needs_history and not self.is_forced)
+            self.num_tokens >= self.foreseen_end or self.may_fork or (self.needs_history and not self.is_forced)
         )
 
     def emit(self, token: int) -> None:
@@ -243,7 +243,7 @@ class Sequence(KVSequence):
     @property
     def num_seqs(self) -> int:
         """Sequences that run together with this one, itself included; before a fork, as many as there will be after."""
-        if self.group is not None and (not self.group.has_parted or self.group.is_beam):
+        if self.group is not None and (not self.group.has_forked or self.group.is_beam):
             return self.group.num_seqs
         return self.num_together
 
@@ -253,14 +253,14 @@ class Sequence(KVSequence):
         return (self,) if self.siblings is None else self.siblings
 
     @property
-    def may_part(self) -> bool:
+    def may_fork(self) -> bool:
         """Whether other sequences may fork from it at its next token."""
-        return self.group is not None and (self.group.is_beam or not self.group.has_parted)
+        return self.group is not None and (self.group.is_beam or not self.group.has_forked)
 
     @property
     def num_samples(self) -> int:
         """Tokens to sample the next time: several if the group's members are about to fork."""
-        return self.group.num_seqs if self.group is not None and not self.group.has_parted else 1
+        return self.group.num_seqs if self.group is not None and not self.group.has_forked else 1
 
     def fork(self, seq_id: int, token: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Sequence:
         """Returns a new member of the group: the computed tokens of this one, then `token` with its logprobs."""

@@ -12,7 +12,7 @@ from sim.cost.base import CostModel
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.value import Value
-from testbed.errors import ConfigError, RequestError
+from testbed.errors import ConfigError
 from testbed.foreign_text import shown
 from testbed.streams import draw
 
@@ -168,14 +168,3 @@ def _is_whole(spans: Spans) -> bool:
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:
     return Outcome(seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens)
-
-
-def refuse_unforced(request_id: str, num_output_tokens: int | None, place: str = "") -> None:
-    """Raises RequestError for a request whose output is not forced: the simulator has no model to sample from. place:
-    of its row in a file, for the message."""
-    if num_output_tokens is None:
-        where = f"{place}: " if place else ""
-        raise RequestError(
-            f"{where}request {request_id!r} forces no output, and the simulator has no model to sample from; "
-            "give it output_tokens or output_token_ids"
-        )

@@ -7,7 +7,7 @@ link; then they wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import simpy
@@ -22,18 +22,14 @@ class HostLink:
         self._env = env
         self._out = simpy.Resource(env)
         self._in = simpy.Resource(env)
-        self.busy_out_ns = 0  # summed time of all transfers that were started, without their waiting
-        self.busy_in_ns = 0
 
     def move_out(self, duration_ns: int) -> simpy.Process:
         """Returns the process of a transfer that queues now. The process ends with the transfer."""
-        self.busy_out_ns += duration_ns
         return self._env.process(self._move(self._out, duration_ns, []))
 
     def move_in(self, duration_ns: int, after: Iterable[simpy.Event]) -> simpy.Process:
         """Returns the process of a transfer that queues after all events of `after`: the blocks that it reads are then
         written, and the blocks that it overwrites are saved."""
-        self.busy_in_ns += duration_ns
         return self._env.process(self._move(self._in, duration_ns, list(after)))
 
     def _move(self, queue: simpy.Resource, duration_ns: int, after: list[simpy.Event]) -> Process:
@@ -68,13 +64,13 @@ class SwapsUnderWay:
 
     def before_writing(self, gpu_blocks: Iterable[int]) -> list[simpy.Process]:
         """Returns the swap-outs that must end before these GPU blocks are overwritten."""
-        return list(_found(self._by_gpu_block, gpu_blocks))
+        return _found(self._by_gpu_block, gpu_blocks)
 
     def before_reading(self, cpu_blocks: Iterable[int]) -> list[simpy.Process]:
         """Returns the swap-outs that must end before these CPU blocks are read."""
-        return list(_found(self._by_cpu_block, cpu_blocks))
+        return _found(self._by_cpu_block, cpu_blocks)
 
 
-def _found(transfers: dict[int, simpy.Process], blocks: Iterable[int]) -> Iterator[simpy.Process]:
-    """Yields the transfers of these blocks, each once."""
-    return iter(dict.fromkeys(transfers[block] for block in blocks if block in transfers))
+def _found(transfers: dict[int, simpy.Process], blocks: Iterable[int]) -> list[simpy.Process]:
+    """Returns the transfers of these blocks, each once."""
+    return list(dict.fromkeys(transfers[block] for block in blocks if block in transfers))

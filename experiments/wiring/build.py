@@ -23,7 +23,7 @@ from experiments.wiring.traces import build_trace as build_trace
 from experiments.wiring.traces import vocab_size as vocab_size
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
-from sim.backend import SimBackend, refuse_unforced
+from sim.backend import SimBackend
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
 from testbed.blocks.demand import Demand
@@ -32,7 +32,7 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.scheduler import Scheduler
-from testbed.errors import ConfigError, DeviceError, TestbedError
+from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
@@ -300,16 +300,20 @@ def asks_step_times(config: RunConfig) -> bool:
 
 
 def check_simulated(row: TraceRequest) -> None:
-    """Raises ConfigError for a row that the simulator cannot serve."""
-    refuse_unforced(row.request_id, row.num_output_tokens, row.place)
+    """Raises RequestError for a request whose output is not forced: the simulator has no model to sample from."""
+    if row.output is None:
+        where = f"{row.place}: " if row.place else ""
+        raise RequestError(
+            f"{where}request {row.request_id!r} forces no output, and the simulator has no model to sample from; "
+            "give it output_tokens or output_token_ids"
+        )
 
 
 def build_sim_backend(config: RunConfig, trace: TraceSource) -> SimBackend:
     """Builds the simulated backend. Raises ConfigError if it cannot serve the trace; rows of a streamed trace are
     checked where they are read."""
     for row in trace if isinstance(trace, Trace) else ():
-        if row.output is None:
-            check_simulated(row)
+        check_simulated(row)
     assert isinstance(config.backend, SimConfig)
     return SimBackend(
         build_cost(config), seed=config.seed, vocab_size=vocab_size(config), eos_token_id=config.model.eos_token_id,

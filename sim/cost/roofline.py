@@ -256,12 +256,9 @@ class RooflineCost:
     def _elementwise_ns(self, num_tokens: int) -> float:
         """Returns the ns of one layer's small kernels: norms with residual, rotary embedding, KV store, activation."""
         act_bytes = num_tokens * self._model.activation_dtype_bytes
-        moved = sum(self._beyond_cache(act_bytes * elements) for elements in self._small_kernels)
+        cached = self._cached_bytes  # what the kernel before left there
+        moved = sum(max(0, act_bytes * elements - cached) for elements in self._small_kernels)
         return len(self._small_kernels) * self._kernel_floor_ns + moved * self._ns_per_byte
-
-    def _beyond_cache(self, num_bytes: int) -> int:
-        """Returns the bytes that a kernel moves beyond those that the kernel before it left in the cache."""
-        return max(0, num_bytes - self._cached_bytes)
 
     def _sample_parts(self, num_samples: int) -> dict[str, int]:
         """Returns the ns of the LM head, of gathering its logits, of a greedy sampler, and of sampling beyond that."""

@@ -109,9 +109,6 @@ class TablesCost(RooflineCost):
         )
         self.measured = measured
         self._factor = device.kernel_factor
-        self._roofline = RooflineCost(
-            model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout
-        )  # fills in operators that tables lack, and gives the growth beyond their ends
         self._collectives = MeasuredCollectives(self._collectives, measured)
         self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
 
@@ -147,10 +144,10 @@ class TablesCost(RooflineCost):
         return found
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
-        part, roofline = self.measured.gemm.get((num_in, num_out)), self._roofline
+        part = self.measured.gemm.get((num_in, num_out))
         if part is None:
-            return roofline._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
-        ns = part.at(num_rows, lambda rows: roofline.product_ns(rows, num_in, num_out, weight_bytes))
+            return super()._matmul_ns(times, num_rows, num_in, num_out, weight_bytes)
+        ns = part.at(num_rows, lambda rows: self.product_ns(rows, num_in, num_out, weight_bytes))
         return to_ns(self._factor * times * ns)
 
     def _decode_attention_ns(self, num_decodes: int, context: int) -> int:
@@ -202,10 +199,10 @@ class TablesCost(RooflineCost):
         return to_ns(max(mixed_ns, prefill_ns))  # prompts are never cheaper with decodes next to them
 
     def _elementwise_ns(self, num_tokens: int) -> float:
-        return self._small_ns(self.measured.elementwise, num_tokens, self._roofline._elementwise_ns)
+        return self._small_ns(self.measured.elementwise, num_tokens, super()._elementwise_ns)
 
     def _sampler_ns(self, num_samples: int) -> float:
-        return self._small_ns(self.measured.sampler, num_samples, self._roofline._sampler_ns)
+        return self._small_ns(self.measured.sampler, num_samples, super()._sampler_ns)
 
     def _small_ns(self, part: Part | None, size: int, roofline: Callable[[int], float]) -> float:
         return roofline(size) if part is None else self._factor * part.at(size, roofline)
@@ -230,7 +227,7 @@ def _chunks_by(grid: Grid, prefills: tuple[PrefillChunk, ...]) -> tuple[float, i
 def _origin(part: Part | None, point: tuple[float, ...]) -> str:
     if part is None:
         return ROOFLINE
-    return MEASURED if part.is_exact and (not point or part.grid.clamped(point) == point) else SCALED
+    return MEASURED if part.is_exact and part.grid.clamped(point) == point else SCALED
 
 
 class OriginWatch(Recorder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice
@@ -24,12 +25,16 @@ class Policies:
             policy.now_ns = now_ns
 
     def allows(self, seq: Sequence, running: dict[int, Sequence]) -> bool:
-        """Whether the admission policy lets `seq` start. Raises TypeError if its answer is not a bool."""
-        answer = self._admission.allows(seq, running.values())
-        if not isinstance(answer, bool):
-            raise TypeError(f"allows() returned {answer!r}, not True or False")
-        return answer
+        return allows(self._admission, seq, running.values())
 
     def mode(self, victim: Sequence, num_blocks: int) -> PreemptionMode:
         """Returns how to preempt the victim. A policy may answer with a mode's name; others raise ValueError."""
         return PreemptionMode(self._preemption.mode(victim, num_blocks))
+
+
+def allows(admission: Any, seq: Sequence, running: Collection[Sequence]) -> bool:
+    """Whether the admission policy lets `seq` start. Raises TypeError if its answer is not a bool."""
+    answer = admission.allows(seq, running)
+    if not isinstance(answer, bool):
+        raise TypeError(f"allows() returned {answer!r}, not True or False")
+    return answer

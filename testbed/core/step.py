@@ -145,9 +145,7 @@ class Step:
         if seq.state is not RUNNING:
             return False
         blocks = self.blocks
-        if blocks.sliding_window is not None:
-            for one in seq.together:
-                blocks.release_outside_window(one)
+        blocks.release_outside_window(seq)
         if blocks.has_slots(seq, num_tokens):
             return True
         while not blocks.can_grow(seq, num_tokens):

@@ -16,6 +16,7 @@ from testbed.blocks.kv_sequence import num_distinct
 from testbed.checks import choose, require, require_whole
 from testbed.core.interfaces import AdmissionPolicy
 from testbed.core.limits import Limits
+from testbed.core.policies import allows
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
@@ -142,12 +143,11 @@ class FuturePeak:
     def _growing(self, seq: Sequence, block_size: int) -> list[tuple[int, int]]:
         """Returns (remaining tokens, tokens now) of each sequence of a request; the shared prompt counts once."""
         context = _bound(self._context)
-        members = [seq] if seq.num_seqs == 1 else seq.together
         growing = [
             (final_num_tokens(member, context.limits, context.oracle) - member.num_tokens, member.num_tokens)
-            for member in members
+            for member in seq.together
         ]
-        growing += growing[:1] * (seq.num_seqs - len(members))  # those that have not forked yet
+        growing += growing[:1] * (seq.num_seqs - len(growing))  # those that have not forked yet
         shared = seq.num_prompt_tokens // block_size * block_size
         return growing[:1] + [(remaining, num_tokens - shared) for remaining, num_tokens in growing[1:]]
 
@@ -174,8 +174,8 @@ class MaxRunningRequests:
         self._max_requests = require_whole("scheduler.admission.max_requests", max_requests, 1)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        ids = {other.request.request_id for other in running}
-        ids.add(seq.request.request_id)
+        ids = {other.request_id for other in running}
+        ids.add(seq.request_id)
         return not running or len(ids) <= self._max_requests
 
 
@@ -206,13 +206,7 @@ class All:
             bind(rule, context)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        for rule in self._rules:
-            answer = rule.allows(seq, running)
-            if not isinstance(answer, bool):
-                raise TypeError(f"allows() returned {answer!r}, not True or False")
-            if not answer:
-                return False
-        return True
+        return all(allows(rule, seq, running) for rule in self._rules)
 
 
 # --- expected lengths ---

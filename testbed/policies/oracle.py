@@ -71,7 +71,7 @@ class Noisy:
 
     def predict(self, seq: Sequence) -> int:
         assert self._seed is not None, "bind comes before the first prediction"
-        bits = draw(self._seed, "oracle", seq.request.request_id)
+        bits = draw(self._seed, "oracle", seq.request_id)
         uniform = ((bits >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
         factor = math.exp(self._sigma * _STANDARD_NORMAL.inv_cdf(uniform))
         return max(1, round(self._truth.predict(seq) * factor))

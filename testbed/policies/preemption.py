@@ -63,9 +63,6 @@ class Cheaper:
     def _recompute_ns(self, seq: Sequence) -> int:
         """Returns the time to recompute all sequences of the victim's request; their prompt counts once."""
         assert self._estimator is not None
-        parts = [(0, seq.num_computed_tokens)]
-        if seq.num_seqs > 1:
-            prompt = seq.num_prompt_tokens
-            others = [member for member in seq.together if member is not seq]
-            parts += [(prompt, member.num_computed_tokens - prompt) for member in others]
+        prompt, others = seq.num_prompt_tokens, [member for member in seq.together if member is not seq]
+        parts = [(0, seq.num_computed_tokens), *((prompt, one.num_computed_tokens - prompt) for one in others)]
         return sum(self._estimator.recompute_ns(start, length) for start, length in parts if length > 0)

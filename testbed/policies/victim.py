@@ -69,7 +69,7 @@ class LeastProgress:
     """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return min(running.values(), key=lambda seq: (_num_emitted(seq), -seq.seq_id))
+        return min(running.values(), key=lambda seq: (sum(one.num_output_tokens for one in seq.together), -seq.seq_id))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -125,13 +125,5 @@ class LowestPriority:
         return max(running.values(), key=lambda seq: (seq.request.priority, seq.request.arrival_ns, seq.seq_id))
 
 
-def _num_emitted(seq: Sequence) -> int:
-    """Returns the number of tokens emitted by all live sequences of the request."""
-    if seq.num_seqs == 1:
-        return seq.num_output_tokens
-    return sum(member.num_output_tokens for member in seq.together)
-
-
 def _num_held(seq: Sequence) -> int:
-    """Returns the number of distinct KV blocks that the sequences of the request hold."""
-    return num_distinct([member.block_table for member in seq.together])
+    return num_distinct([one.block_table for one in seq.together])

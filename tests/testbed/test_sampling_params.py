@@ -40,7 +40,10 @@ BAD = [
     ({"stop": 7}, "sampling.stop is 7; it must be a string or strings"),
     ({"stop": ["a", 7]}, r"sampling.stop is \('a', 7\); it must be a string or strings"),
     ({"stop_token_ids": [-1]}, "sampling.stop_token_ids has the token -1; token ids are whole, from 0 to 2147483647"),
-    ({"stop_token_ids": [10**60]}, "sampling.stop_token_ids has the token 100000000000000000...0000000000000000000; token ids "),
+    (
+        {"stop_token_ids": [10**60]},
+        "sampling.stop_token_ids has the token 100000000000000000...0000000000000000000; token ids ",
+    ),
     ({"stop_token_ids": 4}, "sampling.stop_token_ids is 4; it must be a list of token ids"),
     ({"logit_bias": {3: 101}}, "sampling.logit_bias of token 3 is 101; it must be a number from -100 to 100"),
     ({"logit_bias": {3: True}}, "sampling.logit_bias of token 3 is true; it must be a number from -100 to 100"),

@@ -146,7 +146,7 @@ class DecodeFirst:
         num_short = len(step.prefilling) + step.num_waiting - step.num_long_waiting
         num_prefills = num_short + min(step.num_long_waiting, max(0, limits.max_long_partial_prefills - num_long))
         share = limits.max_num_batched_tokens // max(1, min(num_prefills, limits.max_num_partial_prefills))
-        return max(step.blocks.block_size if step.blocks.fills_blocks else 1, share)
+        return max(self._least(step), share)
 
     def _chunk(self, step: Step, missing: int, share: int) -> int:
         """Returns how many of a sequence's missing tokens this step computes."""

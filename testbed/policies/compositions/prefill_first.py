@@ -72,7 +72,7 @@ class PrefillFirst:
         longest = 0  # the longest prompt of this batch, for the padded budget
         while (seq := step.head()) is not None:
             hit = step.blocks.lookup(seq)
-            num_tokens = self._num_budgeted(step, seq, hit.num_tokens)
+            num_tokens = seq.num_tokens - (hit.num_tokens if step.blocks.rules.budget == "uncached" else 0)
             is_oversize = num_tokens > step.limits.max_num_batched_tokens
             if is_oversize and (not seq.num_preemptions or self._ignores_oversize_resumed):
                 step.ignore(
@@ -98,17 +98,13 @@ class PrefillFirst:
             step.admit(seq, hit, seq.num_tokens - hit.num_tokens)
         return None
 
-    def _num_budgeted(self, step: Step, seq: Sequence, num_cached: int) -> int:
-        return seq.num_tokens - (num_cached if step.blocks.rules.budget == "uncached" else 0)
-
     def _fits(self, step: Step, num_tokens: int, longest: int) -> bool:
         if step.blocks.rules.budget == "padded":  # every prompt of the batch counts as the longest
             padded = (len(step.batch.seqs) + 1) * max(longest, num_tokens)
             return padded <= step.limits.max_num_batched_tokens
         if step.blocks.rules.budget == "sum":
-            return (
-                num_tokens + sum(start + count for _, start, count in step.rows) <= step.limits.max_num_batched_tokens
-            )
+            num_before = sum(start + count for _, start, count in step.rows)
+            return num_before + num_tokens <= step.limits.max_num_batched_tokens
         return num_tokens <= step.token_budget
 
     def _swap_in(self, step: Step) -> None:
@@ -120,8 +116,7 @@ class PrefillFirst:
             if verdict is Verdict.LATER or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
             step.bring_in(seq)
-            num_tokens = seq.num_tokens - seq.num_computed_tokens
-            step.resume(seq, num_tokens)
+            step.resume(seq, seq.num_tokens - seq.num_computed_tokens)
 
 
 def _arrival(seq: Sequence) -> tuple[int, int]:

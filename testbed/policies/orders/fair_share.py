@@ -70,7 +70,7 @@ class VirtualTokenCounter:
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence that is admitted, or that ends (`left` follows), and charges its prompt."""
         self.pass_over(seq)
-        advanced = self._advanced[seq.request.request_id] = self._meter.missing(seq)
+        advanced = self._advanced[seq.request_id] = self._meter.missing(seq)
         self._charge(_tenant(seq), self._input_weight * advanced)
 
     def pass_over(self, seq: Sequence) -> None:
@@ -88,10 +88,10 @@ class VirtualTokenCounter:
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
         cost = self._output_weight * num_emitted
-        advanced = self._advanced.get(seq.request.request_id, 0)
+        advanced = self._advanced.get(seq.request_id, 0)
         if advanced:
             num_new = self._meter.count(seq, num_tokens, num_emitted)
-            missing = self._advanced[seq.request.request_id] = self._meter.missing(seq)
+            missing = self._advanced[seq.request_id] = self._meter.missing(seq)
             cost += self._input_weight * (num_new + missing - advanced)
         if cost:
             self._charge(_tenant(seq), cost)
@@ -132,7 +132,7 @@ class VirtualTokenCounter:
 
     def _refund(self, seq: Sequence) -> None:
         """Refunds what was charged for prompt tokens that will not be computed, or not now."""
-        advanced = self._advanced.pop(seq.request.request_id, 0)
+        advanced = self._advanced.pop(seq.request_id, 0)
         if advanced:
             self._charge(_tenant(seq), -self._input_weight * advanced)
 

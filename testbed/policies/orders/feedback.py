@@ -65,7 +65,7 @@ class MultiLevelFeedbackQueue:
 
     def level(self, seq: Sequence) -> int:
         """Returns the level of the request; 0 is the top. A new request joins its first level."""
-        request_id = seq.request.request_id
+        request_id = seq.request_id
         if request_id not in self._levels:
             need = self._input_weight * seq.num_prompt_tokens
             self._levels[request_id] = min(bisect_left(self._quanta, need), len(self._quanta) - 1)
@@ -75,7 +75,7 @@ class MultiLevelFeedbackQueue:
         level = self.level(seq)
         self._heap.put(seq.seq_id, (level, seq.seq_id), seq)
         if level and self._promote_after_ns is not None:
-            since_ns = self._served_ns.get(seq.request.request_id, seq.request.arrival_ns)
+            since_ns = self._served_ns.get(seq.request_id, seq.request.arrival_ns)
             self._starving.put(seq.seq_id, (since_ns, seq.seq_id), seq)
 
     def push_preempted(self, seq: Sequence) -> None:
@@ -91,7 +91,7 @@ class MultiLevelFeedbackQueue:
             self._starving.remove(seq.seq_id)
 
     def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
-        request_id, level = seq.request.request_id, self.level(seq)
+        request_id, level = seq.request_id, self.level(seq)
         num_new = self._meter.count(seq, num_tokens, num_emitted)
         service = self._input_weight * num_new + self._output_weight * num_emitted
         self._served_ns[request_id] = now_ns
@@ -104,7 +104,7 @@ class MultiLevelFeedbackQueue:
         if len(seq.members) > 1:  # others of its request go on
             return
         for known in (self._levels, self._used, self._served_ns):
-            known.pop(seq.request.request_id, None)
+            known.pop(seq.request_id, None)
         self._meter.forget(seq)
 
     def rank(self, seq: Sequence, now_ns: int) -> Rank:
@@ -131,12 +131,12 @@ class MultiLevelFeedbackQueue:
                 return
             seq = self._starving.first()
             assert seq is not None
-            self._used[seq.request.request_id] = -self._input_weight * self._meter.missing(seq)
+            self._used[seq.request_id] = -self._input_weight * self._meter.missing(seq)
             self._move(seq, 0)
 
     def _move(self, seq: Sequence, level: int) -> None:
         """Changes the level of a request, and the places of those of its sequences that wait."""
-        self._levels[seq.request.request_id] = level
+        self._levels[seq.request_id] = level
         for one in seq.members:
             if one.seq_id in self._heap:
                 self.remove(one)

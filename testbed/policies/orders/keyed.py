@@ -111,7 +111,7 @@ class _Place:
 
     def key(self, seq: Sequence) -> Rank:
         assert self._seed is not None, "bind comes before the first push"
-        return draw(self._seed, "queue_order", seq.request.request_id), seq.seq_id
+        return draw(self._seed, "queue_order", seq.request_id), seq.seq_id
 
 
 def priority(ageing_per_s: Unchecked = 0.0, preemptive: bool = False) -> KeyedQueue:

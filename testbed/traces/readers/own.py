@@ -50,9 +50,9 @@ def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
     return _streamed("parquet", path, lambda: islice(parquet_records(path), limit), lost)
 
 
-def read_jsonl(path: str | Path, limit: int | None = None) -> Trace:
+def read_jsonl(path: str | Path) -> Trace:
     """Returns the whole trace of stream_jsonl: the file that a run has written."""
-    return whole(stream_jsonl(path, limit))
+    return whole(stream_jsonl(path))
 
 
 def own_format(path: str | Path) -> str:

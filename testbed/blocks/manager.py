@@ -160,19 +160,17 @@ class BlockManager:
             seq.block_table.append(self._gpu.take())
 
     def release_outside_window(self, seq: KVSequence) -> None:
-        """Releases the blocks outside the sliding window, to which no later token of the sequence, or of a sibling,
-        attends."""
+        """Releases the blocks outside the sliding window, which no later token of the sequence attends to."""
         if self.sliding_window is None:
             return
-        for one in seq.together:
-            table = one.block_table
-            index = max(0, one.num_computed_tokens + 1 - self.sliding_window) // self.block_size - 1
-            while index >= 0 and table[index] != RELEASED:
-                self._gpu.release(table[index], index)
-                table[index] = RELEASED
-                index -= 1
-                if one.chain is not None:
-                    one.chain.is_broken = True  # a hit needs the whole prefix: nothing after the hole is cached
+        table = seq.block_table
+        index = max(0, seq.num_computed_tokens + 1 - self.sliding_window) // self.block_size - 1
+        while index >= 0 and table[index] != RELEASED:
+            self._gpu.release(table[index], index)
+            table[index] = RELEASED
+            index -= 1
+            if seq.chain is not None:
+                seq.chain.is_broken = True  # a hit needs the whole prefix: nothing after the hole is cached
 
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
         """Gives the child every block of its parent, shared; nothing is allocated."""

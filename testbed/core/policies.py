@@ -15,7 +15,7 @@ class Policies:
 
     def __init__(self, admission: AdmissionPolicy, preemption: PreemptionChoice, victims: VictimChoice) -> None:
         self.victims = victims
-        self._admission: Any = admission
+        self.admission: Any = admission
         self._preemption: Any = preemption
         self._timed: list[Any] = [one for one in (admission, preemption, victims) if hasattr(one, "now_ns")]
 
@@ -23,9 +23,6 @@ class Policies:
         """Passes the instant of the next step to the policies that have `now_ns`."""
         for policy in self._timed:
             policy.now_ns = now_ns
-
-    def allows(self, seq: Sequence, running: dict[int, Sequence]) -> bool:
-        return allows(self._admission, seq, running.values())
 
     def mode(self, victim: Sequence, num_blocks: int) -> PreemptionMode:
         """Returns how to preempt the victim. A policy may answer with a mode's name; others raise ValueError."""

@@ -14,7 +14,7 @@ from testbed.blocks.prefixes import PrefixHit
 from testbed.core.batch import Batch, Row
 from testbed.core.limits import Limits
 from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
-from testbed.core.policies import Policies
+from testbed.core.policies import Policies, allows
 from testbed.core.preempting import Preempting
 from testbed.core.running import Running
 from testbed.core.sequence import Sequence
@@ -145,7 +145,9 @@ class Step:
         if seq.state is not RUNNING:
             return False
         blocks = self.blocks
-        blocks.release_outside_window(seq)
+        if blocks.sliding_window is not None:
+            for one in seq.together:
+                blocks.release_outside_window(one)
         if blocks.has_slots(seq, num_tokens):
             return True
         while not blocks.can_grow(seq, num_tokens):
@@ -231,7 +233,7 @@ class Step:
             self.ignore(seq, self.blocks.never_fits_reason(seq))
         elif verdict is Verdict.LATER:
             self.blocked(BlockedBy.KV_BLOCKS)
-        elif not self._policies.allows(seq, running):
+        elif not allows(self._policies.admission, seq, running.values()):
             self.blocked(BlockedBy.ADMISSION)
             return Verdict.LATER
         return verdict

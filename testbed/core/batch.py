@@ -8,9 +8,6 @@ from mypy_extensions import i64
 from testbed.core.plan import BatchShape, PrefillChunk, Rows, ScheduledSequence
 from testbed.core.sequence import Sequence
 
-# (seq, start, num_tokens): the step computes num_tokens tokens of seq from position start on
-Row = tuple[Sequence, int, int]
-
 
 class Batch(Rows):
     """Row i computes the next `counts[i]` tokens of `seqs[i]`, after those already computed. Owned by a step.

@@ -11,7 +11,7 @@ from mypy_extensions import i64
 from testbed.blocks.demand import Verdict
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
-from testbed.core.batch import Batch, Row
+from testbed.core.batch import Batch
 from testbed.core.limits import Limits
 from testbed.core.plan import Admission, BlockedBy, Ignored, Pair, Preemption
 from testbed.core.policies import Policies, allows
@@ -45,8 +45,8 @@ class Step:
         self.deferred: tuple[Sequence, ...] = ()  # passed over, the last first: they return once the step is decided
 
     @property
-    def rows(self) -> list[Row]:
-        """(seq, start, num_tokens) of everything that the step computes so far."""
+    def rows(self) -> list[tuple[Sequence, int, int]]:
+        """(seq, start, num_tokens): all that the step computes so far, num_tokens of seq from position start on."""
         return [(seq, seq.num_computed_tokens, self.batch.counts[index]) for index, seq in enumerate(self.batch.seqs)]
 
     @property

@@ -19,17 +19,14 @@ from testbed.foreign_text import some
 
 
 class Thrash:
-    """Counts recurring states from a step that preempts and emits nothing until a step emits or a request ends.
-
-    message: the error, after a state has recurred too often and until there is progress; else None.
-    """
+    """Counts recurring states from a step that preempts and emits nothing until a step emits or a request ends."""
 
     MAX_RETURNS: ClassVar = 200
 
     def __init__(self) -> None:
         self._returns: dict[int, int] = {}  # by hash of a state: how many steps preempted in it
         self._victims: dict[str, None] = {}
-        self.message: str | None = None
+        self.message: str | None = None  # the error, once a state has recurred too often and until there is progress
 
     def committed(self, plan: BatchPlan, scheduler: Scheduler, *, has_ended: bool) -> None:
         if scheduler.emitters or has_ended:

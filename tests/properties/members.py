@@ -36,7 +36,7 @@ class Member:
     @property
     def num_seqs(self) -> int:
         """Sequences that are, or will be, scheduled together with it."""
-        return self.job.width if self.job.is_beam or not self.job.has_parted else len(self.unit)
+        return self.job.width if self.job.is_beam or not self.job.has_forked else len(self.unit)
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Job:
     outputs: list[list[int]] = field(default_factory=list)  # of ended members, in order; dropped ones have none
     reasons: list[FinishReason] = field(default_factory=list)  # of each of them
     num_made: int = 1
-    has_parted: bool = False
+    has_forked: bool = False
 
     @property
     def reason(self) -> FinishReason:

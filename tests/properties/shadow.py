@@ -117,7 +117,7 @@ class Shadow:
                 continue
             outcome = None if row.forced else next(outcomes)
             forks = (0,) * (row.num_samples - 1) if outcome is None else outcome.forks
-            member.job.has_parted = True
+            member.job.has_forked = True
             member.at_fork = member.tokens[:], member.prefixes[:]
             if forks:
                 parted.append((member, forks))
@@ -267,7 +267,7 @@ class Shadow:
         assert list(row.tokens) == member.tokens[row.start : end]
         assert row.samples == (end == len(member.tokens))
         assert row.forced == job.is_forced
-        assert row.num_samples == (1 if job.has_parted else job.width)
+        assert row.num_samples == (1 if job.has_forked else job.width)
         assert row.group_id == job.group_id
         assert row.sampling == job.request.sampling
         size = self.setup.block_size

@@ -40,7 +40,7 @@ class Group:
     members: list[Member]
     num_born: int = 1
     is_swapped: bool = False
-    has_parted: bool = False
+    has_forked: bool = False
     finished: list[list[int]] = field(default_factory=list)  # outputs
     scores: list[float] = field(default_factory=list)  # summed log-probability of each, where the backend says it
 
@@ -111,7 +111,7 @@ class HandCore:
                     forced=False,
                     block_table=member.table,
                     sampling=group.sampling,
-                    num_samples=group.sampling.num_seqs if samples and not group.has_parted else 1,
+                    num_samples=group.sampling.num_seqs if samples and not group.has_forked else 1,
                     group_id=group.group_id,
                     num_prompt_tokens=group.num_prompt_tokens,
                     history=member.tokens if group.sampling.needs_history else (),
@@ -136,7 +136,7 @@ class HandCore:
             if not line.samples:
                 continue
             outcome = next(found)
-            group.has_parted = True
+            group.has_forked = True
             given = [one.logprob for one in outcome.logprobs]
             for index, token in enumerate(outcome.forks, len(outcome.tokens)):
                 child = Member(self._new_id(group), [*member.tokens, token], list(member.table), member.num_computed)

@@ -170,7 +170,7 @@ def test_swapping_a_search_out_and_in_changes_nothing(spec, reference):
         for group in core.groups:
             if group.is_swapped and rng.random() < 0.5:
                 core.swap_in(group)
-            elif not group.is_swapped and group.has_parted and rng.random() < 0.3:
+            elif not group.is_swapped and group.has_forked and rng.random() < 0.3:
                 core.swap_out(group)
                 num_swaps += 1
         core.commit(backend.start(core.plan()).wait()[0])
@@ -331,7 +331,7 @@ def test_parallel_samples_equal_single_ones_with_the_same_keys(spec):
             core.add(prompt, SamplingParams(temperature=1.0, n=2), 9)
         group = core.add(PROMPTS[0], sampling, 15)
         while core.groups:
-            if swaps and group.has_parted and group in core.groups:
+            if swaps and group.has_forked and group in core.groups:
                 (core.swap_in if group.is_swapped else core.swap_out)(group)
             core.commit(backend.start(core.plan(chunk)).wait()[0])
         runs.append(group.finished)

@@ -48,7 +48,7 @@ def parted(*seqs: Sequence) -> list[Sequence]:
     """These are the members of one group, which its prompt has made."""
     first = seqs[0]
     assert first.group is not None
-    first.group.has_parted = True
+    first.group.has_forked = True
     for seq in seqs:
         seq.group, seq.unit_id = first.group, first.unit_id
         seq.join(seqs)

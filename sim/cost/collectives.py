@@ -61,14 +61,11 @@ class Collectives:
         return min(ring, tree, whole, halves)
 
     def all_gather_ns(self, num_bytes: int) -> float:
-        """num_bytes: of the gathered result. The tree has the volume of the ring, and fewer hops."""
+        """num_bytes: of the gathered result, at all ranks or at one: the busiest link carries as much. The tree has the
+        volume of the ring, and fewer hops."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) * num_bytes / self.size * self._ns_per_byte + self._depth * self._hop_ns
-
-    def gather_ns(self, num_bytes: int) -> float:
-        """num_bytes: of the result, gathered at one rank. The root's link carries as much as in an all-gather."""
-        return self.all_gather_ns(num_bytes)
 
     def broadcast_ns(self, num_bytes: int) -> float:
         """num_bytes: of the message that one rank sends to all."""

@@ -268,11 +268,9 @@ class RooflineCost:
         _, num_in, num_out = self.products()[-1]
         head = self._matmul_ns(1, num_samples, num_in, num_out, self._model.activation_dtype_bytes)
         sampler, drawing_ns = self._sampler_ns(num_samples), self._drawing.ns(num_samples)
-        if self.config.logits == "gather":
-            gathered = links.gather_ns(num_bytes)
+        gathered = links.all_gather_ns(num_bytes)
+        if self.config.logits == "gather":  # at one rank: its link carries as much as in an all-gather
             sampler += links.broadcast_ns(num_samples * _TOKEN_BYTES)
-        else:
-            gathered = links.all_gather_ns(num_bytes)
         return {"lm_head": head, "gather": to_ns(gathered), "sampler": to_ns(sampler), "drawing": to_ns(drawing_ns)}
 
     def gathered_bytes(self, num_samples: int) -> int:

@@ -76,7 +76,7 @@ class Measured(Value):
 
 
 class MeasuredCollectives(Collectives):
-    """All-reduce and all-gather from tables, gather too (it is an all-gather); broadcast by volume and hops."""
+    """All-reduce and all-gather from tables; broadcast by volume and hops."""
 
     def __init__(self, base: Collectives, measured: Measured) -> None:
         super().__init__(

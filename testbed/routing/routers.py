@@ -210,12 +210,12 @@ class PrefixAffinity:
     def route(self, request: Request, replicas: Replicas) -> int:
         loads = [replica.num_requests for replica in replicas]
         low, high = min(loads), max(loads)
-        if high - low > self._most_apart and high > self._most_times * low:
-            return least(replicas, MEASURES["requests"])
-        hits = [replica.num_cached_tokens(request) for replica in replicas]
-        longest = max(hits)
-        if longest > self._share * len(request.prompt_token_ids):
-            return least([replicas[i] for i, hit in enumerate(hits) if hit == longest], MEASURES["requests"])
+        is_out_of_balance = high - low > self._most_apart and high > self._most_times * low
+        if not is_out_of_balance:
+            hits = [replica.num_cached_tokens(request) for replica in replicas]
+            longest = max(hits)
+            if longest > self._share * len(request.prompt_token_ids):
+                replicas = [replicas[i] for i, hit in enumerate(hits) if hit == longest]
         return least(replicas, MEASURES["requests"])
 
 

@@ -191,11 +191,11 @@ def test_collectives_take_the_faster_of_ring_and_tree():
     links = Collectives(8, 5e8, 1000)  # 2 ns for a byte
     assert links.all_reduce_ns(4) == 2 * 8 + 2 * 3 * 1000  # a tree: few hops
     assert links.all_reduce_ns(10**9) == 2 * 7 * 2 * 10**9 / 8 + 14 * 1000  # a ring: little volume
-    assert links.all_gather_ns(10**9) == links.gather_ns(10**9) == 7 * 2 * 10**9 / 8 + 3000
+    assert links.all_gather_ns(10**9) == 7 * 2 * 10**9 / 8 + 3000
     assert links.broadcast_ns(4) == 3 * 8 + 3000  # down a tree
     assert links.broadcast_ns(10**9) == 2 * 7 * 2 * 10**9 / 8 + 10_000  # scattered, then gathered
     alone = Collectives(1, 1e9, 1000)
-    for collective in (alone.all_reduce_ns, alone.all_gather_ns, alone.gather_ns, alone.broadcast_ns):
+    for collective in (alone.all_reduce_ns, alone.all_gather_ns, alone.broadcast_ns):
         assert collective(8) == 0
 
 
@@ -367,10 +367,10 @@ def test_what_a_kernel_left_in_the_cache_is_not_moved_again():
 def test_a_collective_moves_at_least_what_it_must(size, num_bytes):
     links, free = Collectives(size, 1e9, 0), Collectives(size, 1e9, 7)
     share = (size - 1) * num_bytes / size  # what each rank lacks, at 1 ns a byte
-    assert links.all_gather_ns(num_bytes) == links.gather_ns(num_bytes) == share
+    assert links.all_gather_ns(num_bytes) == share
     assert links.all_reduce_ns(num_bytes) >= share  # sums of what the others have come in
     assert num_bytes <= links.broadcast_ns(num_bytes) * (1 + 1e-12)
-    for name in ("all_reduce_ns", "all_gather_ns", "gather_ns", "broadcast_ns"):
+    for name in ("all_reduce_ns", "all_gather_ns", "broadcast_ns"):
         assert getattr(free, name)(num_bytes) >= getattr(links, name)(num_bytes) + 7 * (size - 1).bit_length() - 1e-6
 
 

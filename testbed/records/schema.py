@@ -75,8 +75,8 @@ STEP_COLUMNS: dict[str, str] = {
     "num_cached_tokens": "int32",  # prefix tokens found for the sequences admitted in this step
     "num_preempted": "int32",  # requests preempted by recompute
     "num_swapped_out": "int32",  # requests preempted by swap
-    "num_swapped_in": "int32",  # requests that came back from the CPU
-    "num_ignored": "int32",  # requests rejected because they can never fit
+    "num_swapped_in": "int32",  # sequences that came back from the CPU; a group that goes together counts once
+    "num_ignored": "int32",  # sequences rejected because they can never fit; likewise
     "blocked_by": "string",  # why the head of the queue was not admitted; null: nothing kept it out
     "schedule_ns": "int64",  # the core's decision; the parts may overlap, and the rest of a step is idle time
     "prepare_ns": "int64",  # inputs of the batch, launches, other host time of each step

@@ -263,7 +263,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
     """Returns a run's saved configuration with overrides applied, both checked against the groups' schemas.
 
     An override that chooses a group's option (scheduler=…) replaces that group. A model without files is simulated in
-    the dtype that the run's engine computed in. Raises ConfigError with a one-line message.
+    the dtype that the run's engine computed in, unless one is chosen. Raises ConfigError with a one-line message.
     """
     given = {item.key_or_group for item in map(parsed, overrides) if item.key_or_group in GROUPS} - {
         parsed(item).key_or_group for item in overrides if is_value(item)
@@ -284,8 +284,8 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
             else:
                 _lay(node, key, value)
     config = RunConfig.from_container(_resolved(_laid(node, overrides, keys)))
-    is_as_was = config.model.path is None and not any(item.startswith("model") for item in overrides)
-    if is_as_was and unlike_the_engine(saved, config):
+    is_chosen = any(parsed(item).key_or_group in ("model", "model.dtype") for item in overrides)
+    if config.model.path is None and not is_chosen and unlike_the_engine(saved, config):
         config = config.with_values({"model.dtype": engine_dtype(saved)})
     return config
 

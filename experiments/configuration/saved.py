@@ -66,10 +66,9 @@ def unlike_the_engine(saved: dict[str, Any], config: RunConfig) -> str:
     dtype, own = engine_dtype(saved), config.model.dtype
     if not config.is_simulated or dtype in (None, own) or own == "fp8":  # of weights, whatever the engine computes in
         return ""
-    return (
-        f"the engine computed in {dtype} (backend.dtype), and is simulated in {own}: give model.path a copy of "
-        f"config.json that says {dtype}"
-    )
+    is_of_files = config.model.path is not None
+    way = f"model.path a copy of config.json that says {dtype}" if is_of_files else f"model.dtype={dtype}"
+    return f"the engine computed in {dtype} (backend.dtype), and is simulated in {own}: give {way}"
 
 
 def _with_own(group: Any, kept: Path) -> Any:

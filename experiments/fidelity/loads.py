@@ -133,8 +133,8 @@ def folder_load(
             f"{run.path}: several engines served it; give the folder of a run of one, or "
             "compare the fleet with its simulation (testbed run from=<folder> backend=sim) by testbed report"
         )
-    backend = run.config["backend"] if run.is_simulated else {"name": "sim"}
-    saved = {**read_config(run.path), "backend": backend}
+    saved = read_config(run.path)
+    simulated = saved if run.is_simulated else {**saved, "backend": {"name": "sim"}}
     recorded = pq.read_table(run.path / "requests.parquet")
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
                                    pc.greater(recorded["num_output_tokens"], 0)))  # fmt: skip
@@ -145,11 +145,12 @@ def folder_load(
     speed, policy = run.config["backend"].get("speed", 1.0), _policy(run)
     key = f"{run.manifest.get('backend')} {run.fingerprint}"
     alike = [one for one in earlier if one.key == key]
-    own = _as_it_was(run, saved, kept, is_whole=len(kept) == len(recorded))
+    own = _as_it_was(run, simulated, kept, is_whole=len(kept) == len(recorded))
     trace = next((one.trace for one in alike if one.policy == policy), own)
     vocab_size = run.config["trace"].get("vocab_size")
     kept_trace = {"name": "jsonl", "path": str(run.path / TRACE_FILE), "vocab_size": vocab_size, "forced": "lengths"}
-    settings = [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
+    settings = [] if run.is_simulated else ["backend=sim"]
+    settings += [f"cache.{name}={run.manifest[name]}" for name in ("num_gpu_blocks", "num_cpu_blocks")
             if run.manifest.get(name) is not None]  # fmt: skip
     there = None if run.is_simulated else device_of_run(str(run.manifest.get("device")))
     if there not in (None, run.config["device"]["name"]):
@@ -161,7 +162,7 @@ def folder_load(
     }
     config = run.config
     if of_report := [item for item in overrides if item.startswith(("report.", "report=", "hydra.searchpath="))]:
-        config = {**config, "report": compose_from({**saved, "trace": kept_trace}, of_report).raw["report"]}
+        config = {**config, "report": compose_from({**simulated, "trace": kept_trace}, of_report).raw["report"]}
     written = write_folder(folder / place / "measured", kept, steps, config, run.manifest | said, trace)
     return Load(
         name, place, f"backend={run.manifest.get('backend')}", trace, written, tuple(settings),

@@ -240,18 +240,27 @@ def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys:
         assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_real_run_is_simulated_in_the_dtype_that_it_computed_in(tmp_path: Path, capsys) -> None:
     folder = make_checkpoint(tmp_path / "model", config_of((*TINY, *SHORT)).model, seed=3)
-    for name, model in (("named", TINY), ("files", (f"model.path={folder}", "device=cpu"))):
-        had = config_of((*model, *SHORT)).model.dtype
-        other = "bfloat16" if had == "float32" else "float32"
-        say(capsys, "run", *REAL, *model, *SHORT, f"backend.dtype={other}", f"hydra.run.dir={tmp_path / name}")
-        sim = tmp_path / f"{name}_sim"
-        said = say(capsys, "run", f"from={tmp_path / name}", "backend=sim", f"hydra.run.dir={sim}")
-        assert said.status == 0, said.err
-        note = f"the engine computed in {other} (backend.dtype), and is simulated in {had}: give model.path a copy of"
-        assert (note in said.err) == (name == "files")
-        assert RunConfig.from_container(saved_config(sim)).model.dtype == (other if name == "named" else had)
+    had = config_of((*TINY, *SHORT)).model.dtype
+    other = "bfloat16" if had == "float32" else "float32"
+    unlike = f"note: the engine computed in {other} (backend.dtype), and is simulated in {had}: give "
+    for name, model, chosen, dtype, said in (
+        ("named", TINY, (), other, ""),
+        ("keyed", TINY, ("model.eos_token_id=7",), other, ""),
+        ("chosen", TINY, (f"model.dtype={had}",), had, f"{unlike}model.dtype={other}"),
+        ("files", (f"model.path={folder}", "device=cpu"), (), had, f"{unlike}model.path a copy of config.json that"),
+    ):
+        real, sim, out = (tmp_path / f"{name}_{kind}" for kind in ("real", "sim", "fidelity"))
+        say(capsys, "run", *REAL, *model, *SHORT, f"backend.dtype={other}", f"hydra.run.dir={real}")
+        ran = say(capsys, "run", f"from={real}", "backend=sim", *chosen, f"hydra.run.dir={sim}")
+        compared = say(capsys, "fidelity", str(real), *chosen, "--out", str(out))
+        assert (ran.status, compared.status) == (0, 0), ran.err + compared.err
+        for printed, made in ((ran.err, sim), (compared.out, next(out.glob("**/simulated")))):
+            assert said in printed
+            assert (unlike in printed) == bool(said)
+            assert RunConfig.from_container(saved_config(made)).model.dtype == dtype
 
 
 def test_an_output_ends_at_any_token_that_the_checkpoint_names_as_an_end(tmp_path: Path) -> None:

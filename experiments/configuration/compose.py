@@ -171,14 +171,12 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
 
 def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> None:
     """Raises ConfigError for a key beside `model.path` or `device.path` that their files give: in an override, or in a
-    file of the user's own (except a model or a device that such a path replaces)."""
+    file of the user's own (except a model or a device that a path from elsewhere replaces)."""
     for group, where in _GIVEN_BY_FILES.items():
         path = OmegaConf.select(node, f"{group}.path", throw_on_missing=False)
         if not isinstance(path, str):
             continue
-        is_replaced = f"{group}.path" not in keys.places and any(one == group for one, _, _ in keys.own_files())
-        written = {} if is_replaced else keys.places  # has `defaults`, too, which is no key
-        given = {key: place for key, (place, _) in written.items() if key in keys.all}
+        given = {key: place for key, (place, _) in _beside(f"{group}.path", keys).items() if key in keys.all}
         for item in map(parsed, filter(is_value, overrides)):
             given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
         read = read_device_file(path) if group == "device" else None  # a model's files give all of it
@@ -186,6 +184,16 @@ def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> No
             of_group, _, name = key.partition(".")
             if of_group == group and name not in ("", "path") and (read is None or name in read):
                 raise ConfigError(f"{place}{key} has no effect with {group}.path, {where}")
+
+
+def _beside(path: str, keys: Keys) -> dict[str, tuple[str, str]]:
+    """Returns `keys.places` without those in the files of the model or device, unless one of these gives the path."""
+    group, places = path.partition(".")[0], keys.places
+    own = [option for one, option, _ in keys.own_files() if one == group]
+    files = tuple(f"{file}, line " for option in own for file, _ in keys.library.files(group, option))
+    if path in places and places[path][0].startswith(files):
+        return places
+    return {key: place for key, place in places.items() if not place[0].startswith(files)}
 
 
 _GIVEN_BY_FILES = {

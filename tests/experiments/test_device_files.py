@@ -43,6 +43,22 @@ def test_what_a_file_gives_cannot_be_set_beside_it(tmp_path):
         compose_from(compose_config([path]).raw, ["device.flops_per_s=1e14"])
 
 
+@pytest.mark.parametrize("given", ["device.path=file.yaml", "experiment=measured"])
+def test_a_file_replaces_what_an_own_device_has_wherever_its_path_is_given(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    Path("file.yaml").write_text("step_overhead_ns: 7\n")
+    own = {"device/mine": "defaults: [h100, _self_]\nname: mine\nstep_overhead_ns: 5\n"}
+    own |= {"experiment/measured": "# @package _global_\ndevice: {path: file.yaml}\n"}
+    for name, text in own.items():
+        Path(name).parent.mkdir()
+        Path(f"{name}.yaml").write_text(text)
+    searched = f"hydra.searchpath=['file://{tmp_path}']"
+    assert compose_config([searched, "device=mine", given]).device.step_overhead_ns == 7
+    Path("device/mine.yaml").write_text(f"{own['device/mine']}path: file.yaml\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, line 3: device\.step_overhead_ns has no effect with"):
+        compose_config([searched, "device=mine"])
+
+
 def test_the_librarys_own_files_are_device_files():
     folder = Path(__file__).parents[2] / "experiments" / "conf" / "device"
     for file in folder.glob("*.yaml"):

@@ -191,7 +191,7 @@ def folded(labels: Sequence[str]) -> list[str]:
 
 
 def _columns(labels: Sequence[str], width_in: float) -> int:
-    widest_in = 0.058 * max(len(line) for label in labels for line in label.splitlines()) + 0.55
+    widest_in = 0.058 * max(len(line) for label in labels for line in label.split("\n")) + 0.55
     return max(1, min(len(labels), int(width_in / widest_in)))
 
 

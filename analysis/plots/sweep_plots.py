@@ -50,12 +50,13 @@ class _Point:
 
 
 def _points(
-    source: Run | Sweep | pd.DataFrame, paths: Sequence[str], replicates: Sequence[str]
+    source: Run | Sweep | pd.DataFrame, paths: Sequence[str], replicates: Sequence[str], kept: Sequence[str | None] = ()
 ) -> tuple[list[_Point], list[str]]:
-    """The points, and the fewest keys that distinguish them. Raises ConfigError for a path that the frame lacks."""
+    """The points, and the fewest keys that distinguish them. kept: keys that are no replicates, though the sweep states
+    so. Raises ConfigError for a path that the frame lacks."""
     require(source, Run, Sweep, pd.DataFrame)
     frame = source if isinstance(source, pd.DataFrame) else source.frame
-    stated = stated_replicates(source.runs) if isinstance(source, Sweep) else []
+    stated = [key for key in stated_replicates(source.runs) if key not in kept] if isinstance(source, Sweep) else []
     names = [str(name) for name in frame.columns]
     for path in paths:
         if path not in names:
@@ -210,7 +211,7 @@ def heatmap(
     not reach the metric are dotted. replicates: keys in addition to seeds over whose values the mean is taken. Raises
     ConfigError if a cell had runs that differ in any other key: pass a part of `sweep.frame` then.
     """
-    points, keys = _points(source, (metric,), replicates)
+    points, keys = _points(source, (metric,), replicates, (x, y))
     chosen = [key for key in (x, y) if key is not None] or keys
     if len(chosen) != 2 or not {*chosen} <= {*(points[0].levels if points else ())}:
         raise ConfigError(f"a heatmap is over two swept keys; name x and y among {', '.join(keys) or 'none'}")

@@ -85,13 +85,21 @@ def test_runs_that_differ_in_seeds_are_one_point_with_whiskers(sweep):
     assert {tuple(end) for end in ends.to_numpy()} <= set(spans)
 
 
-def test_what_the_sweep_calls_replicates_is_one_point_too(tmp_path):
-    for start in (0, 1):
-        trace = {"name": "synthetic", "rate": 25, "num_requests": 60, "start_s": start}
+def test_what_the_sweep_calls_replicates_is_one_point_too_unless_it_is_an_axis(tmp_path):
+    for start, rate in itertools.product((0, 1), (20, 25)):
+        trace = {"name": "synthetic", "rate": rate, "num_requests": 60, "start_s": start}
         report = {"replicates": ["trace.start_s"]}
-        simulate(trace, cache={"num_gpu_blocks": 300}, report=report, folder=tmp_path / str(start))
-    loaded = analysis.load(tmp_path)
-    assert legend_of(pareto(loaded)) == ["all runs"]
+        simulate(trace, cache={"num_gpu_blocks": 300}, report=report, folder=tmp_path / f"{rate}" / f"{start}")
+    assert legend_of(pareto(analysis.load(tmp_path / "25"))) == ["all runs"]
+    both = analysis.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"name x and y among trace\.rate$"):
+        heatmap(both)
+    axes = heatmap(both, x="trace.start_s", y="trace.rate")
+    assert (axes.get_xlabel(), len(axes.get_xticks()), len(axes.get_yticks())) == ("trace.start_s", 2, 2)
+
+
+def test_a_name_without_letters_has_a_place_in_a_legend():
+    assert style.legend_height([""]) == style.legend_height(["a"])
 
 
 def test_long_names_leave_the_points_their_room():

@@ -83,7 +83,7 @@ GOES_BY: Mapping[str, Mapping[str, str]] = {  # policies that go by one of testb
     "scheduler.victim": {"lowest_priority": "priority"},
 }
 ASKS_ORACLE: Mapping[str, tuple[str, ...]] = {  # policies that ask for predicted lengths; classes by _target_ may
-    "scheduler.queue_order": ("sjf", "ljf", "srpt", "hrrn"),
+    "scheduler.queue_order": ("srpt", "hrrn"),  # sjf and ljf by name go by prompts
     "scheduler.admission": ("future_peak",),
     "scheduler.victim": ("longest_remaining",),
 }

@@ -127,16 +127,15 @@ def _class(cost: CostModel) -> str:
 
 def unread_settings(config: RunConfig) -> list[str]:
     """Returns notes about changed settings of the cost model that have no effect, each with the reason."""
-    cost = config.cost
-    if isinstance(cost, LinearConfig) and cost.path is not None:
-        return without_effect("cost", cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
+    cost, notes, is_cpu = config.cost, [], config.device.kind == "cpu"
     if isinstance(cost, dict):
         return []  # of a user's own class nothing is known
+    if isinstance(cost, LinearConfig) and cost.path is not None:
+        notes += without_effect("cost", cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
         unread = [] if is_plain(config.sampling) else ["sampling"]
         unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
-        return [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
-    notes, is_cpu = [], config.device.kind == "cpu"
+        return notes + [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     if config.model.architecture in LIKE_LLAMA:
         notes.append(f"{config.model.architecture} is priced as a Llama of its sizes: its small operators differ")
     if isinstance(cost, TablesConfig):

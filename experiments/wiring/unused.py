@@ -58,7 +58,7 @@ def unused_settings(config: RunConfig) -> list[str]:
     if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
         notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
     unused = getattr(composition, "unused_limits", ())
-    if isinstance(composition, DecodeFirst) and scheduler.max_num_partial_prefills == 1:
+    if type(composition) is DecodeFirst and scheduler.max_num_partial_prefills == 1:
         of_several = ("long_prefill_token_threshold", "max_long_partial_prefills")
         notes += without_effect("scheduler", scheduler, of_several, "scheduler.max_num_partial_prefills=1")
     return notes + without_effect("scheduler", scheduler, unused, with_composition)

@@ -227,6 +227,7 @@ def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does(
             ["cache.isolate_tenants has no", "scheduler.queue_order=dfs is first come, first served with cache."],
         ),
         (("scheduler.oracle=perfect",), ["scheduler.oracle has no effect with a queue order"]),
+        (("scheduler.oracle=perfect", "scheduler.queue_order=sjf"), ["scheduler.oracle has no effect with a queue"]),
         (("scheduler.oracle=perfect", "scheduler.queue_order=hrrn"), []),
         (("scheduler.oracle=perfect", "scheduler.victim=longest_remaining"), []),
         (("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.Watermark}"), []),
@@ -268,11 +269,12 @@ def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
 
 def test_what_has_no_effect_is_said(tmp_path, capsys):
     save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json")
-    linear = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "cost.base_s=1"]
+    linear = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "cost.base_s=1", "device.num_sms=9"]
     fleet = ["backend.num_replicas=2", "backend.replicas_per_link=2"]
     roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
     for number, (options, expected) in enumerate((
-        (linear, ["cost.base_s has no effect with cost.path, whose coefficients are taken"]),
+        (linear, ["cost.base_s has no effect with cost.path, whose coefficients are taken",
+                  "device.num_sms does not change the step times of cost=linear"]),
         (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
         ([*fleet, "backend.swap_overlap=true"], []),
         (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",

@@ -9,8 +9,6 @@ import pytest
 from analysis.plots.operators import format_operators, load_operators, operator_bars, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
-from experiments.configuration.compose import compose_config
-from experiments.wiring.unused import unused_settings, without_classes
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import LinearConfig
@@ -21,7 +19,6 @@ from testbed.core.outcome import Spans
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
-from testbed.traces.classes import ClassFields
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.experiments.kit import REAL, SHORT, TINY, latest
 
@@ -204,113 +201,6 @@ def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
     assert run(tmp_path / "run", *options)[0] == 1
     assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
     assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
-
-
-def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does():
-    def notes(*options):
-        return unused_settings(compose_config(["backend=real", "model=tiny", *options]))
-
-    assert notes() == []
-    assert notes("cost=linear") == ["cost=linear has no effect on measured times"]
-    own = "{_target_: mine.Admission}"
-    for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
-        assert notes("cost=linear", asking) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("cache.eviction=lfu",), []),
-        (("cache.prefix_caching=false", "cache.eviction=lfu"), ["cache.eviction has no effect with cache.prefix_"]),
-        (
-            ("cache.prefix_caching=false", "cache.isolate_tenants=true", "scheduler.queue_order=dfs"),
-            ["cache.isolate_tenants has no", "scheduler.queue_order=dfs is first come, first served with cache."],
-        ),
-        (("scheduler.oracle=perfect",), ["scheduler.oracle has no effect with a queue order"]),
-        (("scheduler.oracle=perfect", "scheduler.queue_order=sjf"), ["scheduler.oracle has no effect with a queue"]),
-        (("scheduler.oracle=perfect", "scheduler.queue_order=hrrn"), []),
-        (("scheduler.oracle=perfect", "scheduler.victim=longest_remaining"), []),
-        (("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.Watermark}"), []),
-        (("scheduler.oracle=perfect", "cache.eviction={_target_: mine.Eviction}"), []),
-    ],
-)
-def test_policies_that_nothing_reaches_are_noted(options, expected):
-    told = unused_settings(compose_config([*options]))
-    assert [note.startswith(start) for note, start in zip(told, expected, strict=True)] == [True] * len(expected), told
-
-
-@pytest.mark.parametrize(
-    ("policy", "alike"),
-    [
-        ("queue_order=priority", "priority"),
-        ("queue_order={_target_: testbed.policies.orders.priority, ageing_per_s: 1}", "priority"),
-        ("queue_order=edf", "deadline"),
-        ("queue_order=vtc", "tenant"),
-        ("victim=lowest_priority", "priority"),
-    ],
-)
-def test_policies_that_go_by_a_class_say_so_where_all_requests_are_of_one(policy, alike):
-    config, (key, *_) = compose_config([f"scheduler.{policy}"]), policy.split("=")
-    told = without_classes(config, [name for name in ClassFields.NAMES if name != alike])
-    assert [note.partition("=")[0] for note in told] == [f"scheduler.{key}"]
-    assert f": all requests have one {alike}" in told[0]
-    assert without_classes(config, [alike]) == without_classes(config, None) == []
-
-
-@pytest.mark.parametrize("stream", ["true", "false"])
-def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
-    one = ["trace.num_requests=4", f"trace.stream={stream}", "scheduler.queue_order=priority"]
-    label = "trace.transforms=[{name: label, classes: [{}, {priority: 1}]}]"
-    said = "scheduler.queue_order=priority tells no requests apart here"
-    for name, options in (("one", one), ("two", [*one, label])):
-        assert run(tmp_path / name, *options)[0] == 0
-        assert (said in capsys.readouterr().out) is (name == "one")
-
-
-def test_what_has_no_effect_is_said(tmp_path, capsys):
-    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json")
-    linear = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "cost.base_s=1", "device.num_sms=9"]
-    fleet = ["backend.num_replicas=2", "backend.replicas_per_link=2"]
-    roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
-    for number, (options, expected) in enumerate((
-        (linear, ["cost.base_s has no effect with cost.path, whose coefficients are taken",
-                  "device.num_sms does not change the step times of cost=linear"]),
-        (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
-        ([*fleet, "backend.swap_overlap=true"], []),
-        (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",
-                    "cost.logits has no effect with device.tensor_parallel_size=1",
-                    "backend.router has no effect with backend.num_replicas=1"]),
-        (["cost.cuda_graphs=false", "cost.max_captured_tokens=64"],
-         ["cost.max_captured_tokens has no effect with cost.cuda_graphs=false"]),
-        (["device=cpu", "cost.cuda_graphs=false"],
-         ["cost.cuda_graphs has no effect with a CPU, which launches nothing",
-          "the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them"]),
-        (["cost.filtering=sort", "sampling.top_k=5"],
-         ["sampling.top_k has no effect with sampling.temperature=0, which is greedy",
-          "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
-        (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
-         ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
-          "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
-        (["sampling.seed=3"], ["sampling.seed has no effect with backend=sim, whose outputs are those of the trace"]),
-        (["sampling.stop_token_ids=[3]", "sampling.max_tokens=4"],
-         ["sampling.stop_token_ids has no effect with backend=sim, whose outputs are those of the trace",
-          "sampling.max_tokens ends no output of a simulation, as the trace gives their lengths: cut them with "
-          "trace.max_output_tokens. Only policies that go by a request's own limit read it"]),
-        (["scheduler=sarathi", "scheduler.long_prefill_token_threshold=64"],
-         ["scheduler.long_prefill_token_threshold has no effect with scheduler.max_num_partial_prefills=1"]),
-        (["scheduler=sarathi", "scheduler.max_long_partial_prefills=2", "scheduler.max_num_partial_prefills=2"], []),
-        (["cost=constant", "sampling.logprobs=3"], ["sampling does not change the step times of cost=constant"]),
-        (["cost=linear", "device.flops_per_s=1e15", "device.memory_bytes=90000000000"],
-         ["device.flops_per_s does not change the step times of cost=linear"]),
-        (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
-        (["cost.filtering=sort", "sampling=recommended"], []),
-        (["model.dtype=fp8", "cost=constant"], []),
-        (["model.dtype=fp8"], ["FP8 weights: the simulator prices kernels that read one byte a weight; backend=real "
-                               "saves memory with them, not time (docs/models.md)"]),
-    )):  # fmt: skip
-        assert run(tmp_path / str(number), "trace.num_requests=2", *options)[0] == 0
-        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-        assert [note.removeprefix("note").strip() for note in notes] == expected
 
 
 def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):

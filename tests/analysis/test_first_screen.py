@@ -29,6 +29,7 @@ from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.asked import absent, asks_beside_slo, is_asked, observed, without_interval
+from analysis.reports.figures import telling
 from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
@@ -419,3 +420,24 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
     assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"
+
+
+@pytest.mark.parametrize(
+    ("question", "shown"),
+    [
+        ("", ["mean TTFT", "P99 TPOT", "P99 ITL", "goodput"]),
+        ("Which keeps E2E low?", ["P99 TPOT", "mean E2E", "P99 E2E", "P99 ITL"]),
+        ("Which TPOT has the best goodput?", ["mean TPOT", "P99 TPOT", "P99 ITL", "goodput"]),
+    ],
+)
+def test_the_figure_shows_the_metrics_that_the_answer_is_about(question: str, shown: list[str]) -> None:
+    claimed = {"P99 TPOT": 0.3, "P99 ITL": 0.9}
+    rows = [
+        Comparison(
+            "b", metric, 1.0, Estimate(size := claimed.get(metric.label, 0.0), size, size, 3, "paired t", "log_ratio"),
+            "higher" if size else "inside the noise",
+        )
+        for metric in (*LATENCY, *RATES, *SLO_METRICS)
+    ]  # fmt: skip
+    paths = telling(Compared("", (), rows, ()), question)
+    assert [row.metric.label for row in rows if row.metric.path in paths] == shown

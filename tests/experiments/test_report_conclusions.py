@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from analysis.comparison.arms import infer_arms
-from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
-from analysis.comparison.effects import Compared
+from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.comparison.triggered import _never_used
 from analysis.load import load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate
-from analysis.reports.figures import telling
 from analysis.reports.findings import finding, limits
 from analysis.reports.report import report_from_folders
 from experiments import simulate
@@ -159,48 +157,6 @@ def test_arms_that_share_a_value_are_named_by_the_level_that_they_share(tmp_path
             ran(tmp_path / f"{scheduler}{caching}", scheduler=scheduler, cache=cache)
     said = report(tmp_path)
     assert "say: num gpu blocks (900 in all with sarathi; 700 in all with vllm_v1)." in said
-
-
-def test_a_setting_given_for_one_arm_alone_is_in_its_name(tmp_path: Path) -> None:
-    """Else the change of caching would be told as one of the preemption that came with it."""
-    ran(tmp_path / "a", scheduler={"name": "vllm_v1", "preemption": "recompute"}, cache=TIGHT)
-    ran(tmp_path / "b", scheduler={"name": "vllm_v1", "queue_order": "sjf"}, cache=TIGHT)
-    ran(tmp_path / "c", scheduler={"name": "vllm_v1"}, cache={**TIGHT, "prefix_caching": False})
-    names = {arm.name for arm in infer_arms(load_sweep(tmp_path).runs)}
-    assert names == {
-        "preemption recompute, queue order fcfs, prefix caching on",
-        "preemption auto, queue order sjf, prefix caching on",
-        "preemption auto, queue order fcfs, prefix caching off",
-    }
-    assert "differ in more than" not in report(tmp_path)
-
-
-def test_the_arms_of_an_unnamed_level_are_not_named_by_that_level(tmp_path: Path) -> None:
-    for order, oracle in (("fcfs", "none"), ("sjf", "perfect"), ("hrrn", "perfect")):
-        ran(tmp_path / order, scheduler={"name": "vllm_v1", "queue_order": order, "oracle": oracle}, cache=TIGHT)
-    said = report(tmp_path)
-    assert "oracle (none in queue order fcfs; perfect in queue order hrrn and queue order sjf)" in said
-
-
-@pytest.mark.parametrize(
-    ("question", "shown"),
-    [
-        ("", ["mean TTFT", "P99 TPOT", "P99 ITL", "goodput"]),
-        ("Which keeps E2E low?", ["P99 TPOT", "mean E2E", "P99 E2E", "P99 ITL"]),
-        ("Which TPOT has the best goodput?", ["mean TPOT", "P99 TPOT", "P99 ITL", "goodput"]),
-    ],
-)
-def test_the_figure_shows_the_metrics_that_the_answer_is_about(question: str, shown: list[str]) -> None:
-    claimed = {"P99 TPOT": 0.3, "P99 ITL": 0.9}
-    rows = [
-        Comparison(
-            "b", metric, 1.0, Estimate(size := claimed.get(metric.label, 0.0), size, size, 3, "paired t", "log_ratio"),
-            "higher" if size else "inside the noise",
-        )
-        for metric in (*LATENCY, *RATES, *SLO_METRICS)
-    ]  # fmt: skip
-    paths = telling(Compared("", (), rows, ()), question)
-    assert [row.metric.label for row in rows if row.metric.path in paths] == shown
 
 
 def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:

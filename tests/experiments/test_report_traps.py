@@ -313,3 +313,24 @@ def test_attainments_that_noise_explains_are_told_so(tmp_path: Path) -> None:
         rows = [Comparison(arms[1].name, share, 0.5, estimate, verdict)]
         (first, *_) = answer([Compared("", arms, rows, ())], SLO(ttft_s=0.2))
         assert first.endswith("(no difference beyond the noise).") is is_said
+
+
+def test_a_setting_given_for_one_arm_alone_is_in_its_name(tmp_path: Path) -> None:
+    """Else the change of caching would be told as one of the preemption that came with it."""
+    ran(tmp_path / "a", scheduler={"name": "vllm_v1", "preemption": "recompute"}, cache=TIGHT)
+    ran(tmp_path / "b", scheduler={"name": "vllm_v1", "queue_order": "sjf"}, cache=TIGHT)
+    ran(tmp_path / "c", scheduler={"name": "vllm_v1"}, cache={**TIGHT, "prefix_caching": False})
+    names = {arm.name for arm in infer_arms(load_sweep(tmp_path).runs)}
+    assert names == {
+        "preemption recompute, queue order fcfs, prefix caching on",
+        "preemption auto, queue order sjf, prefix caching on",
+        "preemption auto, queue order fcfs, prefix caching off",
+    }
+    assert "differ in more than" not in report(tmp_path)
+
+
+def test_the_arms_of_an_unnamed_level_are_not_named_by_that_level(tmp_path: Path) -> None:
+    for order, oracle in (("fcfs", "none"), ("sjf", "perfect"), ("hrrn", "perfect")):
+        ran(tmp_path / order, scheduler={"name": "vllm_v1", "queue_order": order, "oracle": oracle}, cache=TIGHT)
+    said = report(tmp_path)
+    assert "oracle (none in queue order fcfs; perfect in queue order hrrn and queue order sjf)" in said

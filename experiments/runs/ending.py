@@ -45,7 +45,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     notes = [
         *routing_notes(summary),
         *manifest["trace"]["notes"],
-        *unused.unused_settings(config),
+        *unused.unused_settings(config, manifest.get("swept") or ()),
         *(rate_notes(config.raw["trace"], summary) if config.is_simulated else []),  # replays may be sped up
     ]
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):

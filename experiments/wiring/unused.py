@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, OF_PREFIXES, make_policy, shipped_name
 from experiments.wiring.build import asks_step_times
@@ -15,15 +17,16 @@ from testbed.blocks.config import CacheConfig
 from testbed.policies.compositions.decode_first import DecodeFirst
 
 
-def unused_settings(config: RunConfig) -> list[str]:
-    """Returns a note about each changed setting that has no effect."""
+def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]:
+    """Returns a note about each changed setting that has no effect. swept: the keys by which the run's neighbours in a
+    sweep differ from it."""
     backend, scheduler, drawn = config.backend, config.scheduler, config.sampling
     composition = make_policy("scheduler.composition", scheduler.composition)
     named = scheduler.composition if isinstance(scheduler.composition, str) else type(composition).__name__
     with_composition = f"scheduler.composition={named}"
     unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
     notes = without_effect("scheduler.kv_rules", scheduler.kv_rules, unread, with_composition)
-    notes += _unasked(config)
+    notes += _unasked(config, swept)
     if drawn.temperature == 0.0 or drawn.beam_width:
         idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
         notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
@@ -64,8 +67,9 @@ def unused_settings(config: RunConfig) -> list[str]:
     return notes + without_effect("scheduler", scheduler, unused, with_composition)
 
 
-def _unasked(config: RunConfig) -> list[str]:
-    """Returns notes about an oracle that no policy asks, and about what goes by prefixes where none are cached."""
+def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
+    """Returns notes about an oracle that no policy asks, here or in the sweep, and about what goes by prefixes where
+    none are cached."""
     chosen, notes = config.scheduler, []
     if not config.cache.prefix_caching:
         without = "cache.prefix_caching=false"
@@ -73,7 +77,8 @@ def _unasked(config: RunConfig) -> list[str]:
         if (order := shipped_name("scheduler.queue_order", chosen.queue_order)) in OF_PREFIXES:
             notes.append(f"scheduler.queue_order={order} is first come, first served with {without}")
     named = {key: getattr(chosen, key.partition(".")[2]) for key in ASKS_ORACLE}
-    may_ask = own_classes(config) or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
+    may_ask = own_classes(config) or not named.keys().isdisjoint(swept)
+    may_ask = may_ask or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
     why = "a queue order, an admission and a victim that ask for no lengths"
     return notes if may_ask else notes + without_effect("scheduler", chosen, ("oracle",), why)
 

@@ -44,6 +44,12 @@ def test_policies_that_nothing_reaches_are_noted(options, expected):
     assert [note.startswith(start) for note, start in zip(told, expected, strict=True)] == [True] * len(expected), told
 
 
+def test_an_oracle_that_another_point_of_the_sweep_asks_is_not_noted():
+    config = compose_config(["scheduler.oracle=noisy"])
+    assert len(unused_settings(config, ["seed"])) == 1
+    assert unused_settings(config, ["scheduler.queue_order"]) == []
+
+
 @pytest.mark.parametrize(
     ("policy", "alike"),
     [

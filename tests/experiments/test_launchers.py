@@ -72,7 +72,8 @@ def test_joblib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,8", "cache.watermark=0.1,0.99", *JOBLIB)
+    full = ("cache.watermark=0.1,0.99", "scheduler.kv_rules.watermark_when_idle=true")
+    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,8", *full, *JOBLIB)
     assert "(2 of 4 points failed)" in said.error()
     assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2

@@ -210,7 +210,7 @@ def _ending(measurement: Measurement) -> int:
 def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str]) -> list[str]:
     """The command that simulates the profiled engine with the fitted cost model."""
     manifest = measurement.profile.manifest
-    is_of_files = any(item.startswith("model.path=") for item in overrides)  # which give the dtype
+    is_of_files = compose_config(["backend=real", *overrides]).model.path is not None  # then they give the dtype
     dtype = [] if is_of_files or manifest.dtype == manifest.model["dtype"] else [f"model.dtype={manifest.dtype}"]
     fixed = [f"device={manifest.device}", *dtype, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"]
     made = dict.fromkeys(fixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from experiments.cli import main
 from sim.cost.calibration_file import load_calibration
 from testbed.specs.profiles import read_profile
 from tests.experiments.kit import SHORT, TINY, manifest_of, say
+from tests.experiments.test_models_from_files import SHAPE
 
 ENGINE = (*TINY, "cache.block_size=16", "cache.num_cpu_blocks=16", "backend.num_threads=1", "backend.device=cpu")
 FAST = ("--quick", "--repeats", "1", "--requests", "0")
@@ -50,10 +52,11 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
 
 
-def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give_it():
+def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     manifest = SimpleNamespace(device="cpu", dtype="bfloat16", model={"dtype": "float32"})
     measured = SimpleNamespace(profile=SimpleNamespace(manifest=manifest), num_gpu_blocks=64)
-    for model, dtype in (("model=tiny", ["model.dtype=bfloat16"]), ("model.path=a", [])):
+    for model, dtype in (("model=tiny", ["model.dtype=bfloat16"]), (f"model.path={tmp_path}", [])):
         words = command_line._simulation([model, "backend.dtype=bfloat16"], measured, [])
         assert words == ["testbed", "run", model, "device=cpu", *dtype, "cache.num_gpu_blocks=64"]
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from testbed import compiled
 
 compiled.decide()  # before any module of this package that may be compiled
+_ROOT = Path(__file__).parents[1]
+if str(_ROOT) not in sys.path:
+    sys.path.append(str(_ROOT))  # before a user's own folder: the finder of an editable install would come after it
+for _name in ("analysis", "real", "sim"):
+    if (_spec := find_spec(_name)) is not None and _spec.origin and _ROOT not in Path(_spec.origin).parents:
+        raise ImportError(f"{_spec.origin} hides the testbed's package {_name!r}; give that file another name")
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate

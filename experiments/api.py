@@ -22,7 +22,7 @@ from experiments.runs.origin import Origin
 from experiments.runs.run import execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
 from experiments.wiring.own_traces import checked, of_rows
-from testbed.errors import RunFolderError, TestbedError, TraceError
+from testbed.errors import ConfigError, RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
@@ -46,7 +46,10 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
 
 def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
     """Like `simulate`, but runs the trace on the real engine (backend=real)."""
-    backend = settings.pop("backend", {})
+    given = settings.pop("backend", {})
+    backend = {"name": given} if isinstance(given, str) else given
+    if not isinstance(backend, Mapping) or backend.get("name") == "sim":
+        raise ConfigError(f"replay runs an engine, and backend is {shown(given)}; call simulate, or leave it out")
     return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
 
 

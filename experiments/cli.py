@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if (here := _here()) not in sys.path:
-            sys.path.append(here)  # a user's own policies are there; last, so a user's analysis.py does not hide ours
+            sys.path.append(here)  # a user's own policies are there; last, so that an analysis.py there hides nothing
         if name not in COMMANDS:
             from testbed.foreign_text import unknown
 

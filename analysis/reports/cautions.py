@@ -20,7 +20,7 @@ from analysis.comparison.arms import (
 from analysis.comparison.compare import ignored
 from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.pairs import Pair
-from analysis.comparison.sharing import drawn_by
+from analysis.comparison.sharing import common_share, drawn_by
 from analysis.comparison.triggered import idle_settings, never_triggered
 from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
@@ -34,6 +34,7 @@ from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # in manifests; depend on memory
 _TRANSFORMS = "trace.transforms"
+_ONE_LOAD = 1.5  # highest over least rate of what passes for one load
 _MAX_KEYS = 6  # items that are listed
 
 
@@ -46,7 +47,7 @@ def cautions(
     said = [*_doubted(arms, pairs), *_copies(loads), *engine_noise_said(loads), *_unnamed(arms), *_ambiguous(arms)]
     said += [*left_out_start(arms), *_few_requests(arms)]
     runs = [run for group in loads.values() for arm in group for run in arm.runs]
-    if load_keys(runs, replicated) == [_TRANSFORMS] and "window" in drawn_by([run.flat_config for run in runs]):
+    if _are_windows(loads, load_keys(runs, replicated)):
         said.append(
             "The loads are windows of one trace. If they are replicates of one load, run the sweep's command again "
             f"with 'report.replicates=[{_TRANSFORMS}]': it runs nothing anew, and the next report is over all of them."
@@ -58,9 +59,35 @@ def cautions(
     for text, at in grouped(idle, lambda one: one[1]).items():
         said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))
     for load, group in loads.items():
-        found = [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
+        found = _unlike(group) if replicated else []
+        found += [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
         said += [told_at(load, text) for text in found]
     return said
+
+
+def _are_windows(loads: Mapping[str, Sequence[Arm]], keys: Sequence[str]) -> bool:
+    """Whether loads that differ in these keys are disjoint windows of one trace, offered at about one rate."""
+    runs = [group[0].runs[0] for group in loads.values()]
+    is_cut = keys == [_TRANSFORMS] and drawn_by([run.flat_config for run in runs]) == ["window"]
+    return is_cut and not _span_of_rates(runs) and common_share(runs) == 0
+
+
+def _span_of_rates(runs: Sequence[Run]) -> str:
+    """The least and the highest offered rate of runs at what are different loads, else ""."""
+    rates = sorted(run.summary["throughput"]["offered_per_s"] or 0.0 for run in runs)
+    if not rates or rates[-1] <= _ONE_LOAD * rates[0]:
+        return ""
+    return f"{fmt.number(rates[0])} to {fmt.number(rates[-1])} requests/s"
+
+
+def _unlike(arms: Sequence[Arm]) -> list[str]:
+    """Stated replicates that are different loads."""
+    if not (span := _span_of_rates([run for arm in arms for run in arm.runs])):
+        return []
+    return [
+        f"What report.replicates calls replicates was offered {span}: these are different loads, and what holds in the "
+        "mean over them may hold at none."
+    ]
 
 
 def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Path) -> Iterator[str]:

@@ -181,3 +181,21 @@ def test_without_a_folder_nothing_is_left_when_python_ends(tmp_path: Path) -> No
 def test_plots_are_there_after_import_analysis() -> None:
     script = "import analysis, sys; assert 'matplotlib' not in sys.modules; analysis.plots.latency_cdf"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("backend", ["sim", {"name": "sim"}, 5])
+def test_a_replay_is_of_an_engine(backend):
+    with pytest.raises(TestbedError, match="replay runs an engine, and backend is"):
+        replay([{"arrival_time": 0, "prompt_tokens": 3, "output_tokens": 2}], backend=backend)
+
+
+def test_a_module_of_the_user_hides_none_of_ours(tmp_path):
+    for name in ("analysis", "sim", "real"):
+        (tmp_path / f"{name}.py").write_text("import pandas\n")
+    run = "from experiments.cli import main; main(['run', 'trace.num_requests=2', 'hydra.run.dir=r'])"
+    command = [sys.executable, "-P", "-c", run]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (tmp_path / "r" / "summary.json").is_file(), ran.stderr
+    (tmp_path / "script.py").write_text("from experiments import simulate\n")
+    said = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert said.stderr.splitlines()[-1].endswith("hides the testbed's package 'analysis'; give that file another name")

@@ -49,16 +49,26 @@ def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.Captu
 def test_windows_are_loads_until_the_sweep_states_that_they_are_replicates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    windows = "trace.transforms=[{name: window, end_s: 0.02}],[{name: window, start_s: 0.02, end_s: 0.04}]"
-    few = ("trace.num_requests=16", windows, "scheduler=vllm_v1,sarathi", f"hydra.sweep.dir={tmp_path / 's'}")
+    windows = "trace.transforms=[{name: window, end_s: 0.2}],[{name: window, start_s: 0.2, end_s: 0.4}]"
+    arms = ("trace.num_requests=160", "scheduler=vllm_v1,sarathi")
     stated, hint = "report.replicates=[trace.transforms]", "The loads are windows of one trace. If they are replicates"
-    for number, more in enumerate([[], [stated]]):
-        said = say(capsys, "run", "-m", *TINY, *SHORT, *few, *more)
-        assert ("restated     4 of them" in said.out) == bool(more), said
-        out = tmp_path / f"{number}.html"
-        assert say(capsys, "report", str(tmp_path / "s"), "--out", str(out)).status == 0
-        assert (hint in out.with_suffix(".md").read_text()) == (not more)
-    again = ("run", "-m", *TINY, *SHORT, *few[:-1], "report.replicates=[trace.seed]", "seed=5")
+
+    def told(transforms: str, place: str, *more: str) -> str:
+        folder = tmp_path / place
+        said = say(capsys, "run", "-m", *TINY, *SHORT, *arms, transforms, f"hydra.sweep.dir={folder}", *more)
+        assert said.status == 0, said.err
+        assert ("restated     4 of them" in said.out) == bool(more)
+        out = tmp_path / f"{place}{len(more)}.html"
+        assert say(capsys, "report", str(folder), "--out", str(out)).status == 0
+        return out.with_suffix(".md").read_text()
+
+    assert hint in told(windows, "s")
+    assert hint not in told(windows, "s", stated)
+    assert hint not in told(windows.replace("start_s: 0.2, end_s: 0.4", "end_s: 0.3"), "nested")
+    faster = f"{windows[:-1]},{{name: scale_rate, factor: 4}}]"
+    assert hint not in told(faster, "faster")
+    assert "What report.replicates calls replicates was offered" in told(faster, "faster", stated)
+    again = ("run", "-m", *TINY, *SHORT, *arms, windows, "report.replicates=[trace.seed]", "seed=5")
     assert say(capsys, *again, f"hydra.sweep.dir={tmp_path / 't'}").status == 0
     said = say(capsys, "report", str(tmp_path / "s"), str(tmp_path / "t"), "--out", str(tmp_path / "b.html"))
     assert "run their sweeps' commands again with one of them, which" in said.error()

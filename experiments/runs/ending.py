@@ -48,6 +48,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         *unused.unused_settings(config, manifest.get("swept") or ()),
         *(rate_notes(config.raw["trace"], summary) if config.is_simulated else []),  # replays may be sped up
     ]
+    notes += unused.overruled(config, manifest.get("given") or {})
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += unused.without_classes(config, manifest["trace"]["differ_in"])

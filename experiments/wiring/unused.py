@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, OF_PREFIXES, make_policy, shipped_name
@@ -81,6 +81,16 @@ def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
     may_ask = may_ask or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
     why = "a queue order, an admission and a victim that ask for no lengths"
     return notes if may_ask else notes + without_effect("scheduler", chosen, ("oracle",), why)
+
+
+def overruled(config: RunConfig, given: Mapping[str, str]) -> list[str]:
+    """Returns a note about each setting that a command gives, and that another one overrules. given: key -> value."""
+    notes = []
+    if "model" in given and "model.path" in given and config.model.path is not None:
+        notes.append(f"model={given['model']} has no effect with model.path, whose files give the whole model")
+    if "scheduler.watermark" in given and config.cache.watermark is not None:
+        notes.append("scheduler.watermark has no effect with cache.watermark, which overrules it")
+    return notes
 
 
 _ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in it

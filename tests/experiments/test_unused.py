@@ -1,5 +1,7 @@
 """Settings that have no effect in a run are noted."""
 
+import json
+
 import pytest
 
 from experiments.cli import main
@@ -8,7 +10,8 @@ from experiments.wiring.unused import unused_settings, without_classes
 from sim.cost.config import LinearConfig
 from sim.cost.linear import LinearFit, save_fit
 from testbed.traces.classes import ClassFields
-from tests.experiments.kit import latest
+from tests.experiments.kit import latest, say
+from tests.experiments.test_models_from_files import SHAPE
 
 
 def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does():
@@ -122,3 +125,14 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         assert main(["run", *latest("trace.num_requests=2", *options, f"hydra.run.dir={tmp_path / str(number)}")]) == 0
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
         assert [note.removeprefix("note").strip() for note in notes] == expected
+
+
+def test_a_given_setting_that_another_one_overrules_is_noted(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    both = ("model=tiny", f"model.path={tmp_path}", "cache.watermark=0.1", "scheduler.watermark=0.2")
+    for place, options, expected in (("all", both, 2), ("one", both[1:3], 0)):
+        few = latest("trace.num_requests=2", f"hydra.run.dir={tmp_path / place}")
+        said = say(capsys, "run", *few, *options)
+        assert said.status == 0, said.err
+        notes = ("model=tiny has no effect with model.path,", "scheduler.watermark has no effect with cache.watermark,")
+        assert sum(note in said.out for note in notes) == expected

@@ -23,6 +23,8 @@ _HATCHES = ("", "///", "...", "xxx")
 def load_operators(folder: Path) -> dict[str, Any]:
     """A run's operators.json. Raises RunFolderError if there is none, or it is damaged."""
     file = folder / OPERATORS_FILE
+    if not folder.is_dir():
+        raise RunFolderError(f"no run at {folder}; name a folder that `testbed run` wrote")
     if not file.is_file():
         raise RunFolderError(f"{folder} has no {OPERATORS_FILE}; run it with record.operators=true")
     document = read_json(file)

@@ -97,7 +97,7 @@ def _repeat(run: Run, target: Path) -> str:
         is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
     if not is_same:
         raise RunFolderError(
-            f"{run.path} was repeated and decided otherwise: its config.yaml, its code, its trace or a class that it "
+            f"{run.path} was repeated and decided otherwise: its config.yaml, the code, or a file or class that it "
             "names has changed since, or a policy draws without a seed; make the run again with record.explain=true"
         )
     return f"the run was simulated again: the same decision digest ({run.manifest['digest'] or 'of every step'})"

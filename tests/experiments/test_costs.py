@@ -159,6 +159,8 @@ def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys)
     capsys.readouterr()
     assert main(["costs", str(folder)]) == 1
     assert "has no operators.json; run it with record.operators=true" in capsys.readouterr().err
+    assert main(["costs", str(tmp_path / "nowhere")]) == 1
+    assert "no run at" in capsys.readouterr().err
     for text, message in (("{", "Expecting"), ("[]", "is not a JSON object"), ("[" * 100_000, "nested too deeply")):
         (folder / "operators.json").write_text(text)
         with pytest.raises(RunFolderError, match=rf"operators\.json.*{message}"):

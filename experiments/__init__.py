@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from testbed import compiled
 
 compiled.decide()  # before any module of this package that may be compiled
-_ROOT = Path(__file__).parents[1]
-if str(_ROOT) not in sys.path:
-    sys.path.append(str(_ROOT))  # before a user's own folder: the finder of an editable install would come after it
-for _name in ("analysis", "real", "sim"):
-    if (_spec := find_spec(_name)) is not None and _spec.origin and _ROOT not in Path(_spec.origin).parents:
-        raise ImportError(f"{_spec.origin} hides the testbed's package {_name!r}; give that file another name")
 
 if TYPE_CHECKING:
     from experiments.api import replay, simulate
@@ -29,6 +20,24 @@ _PLACES = {  # imported on first access: pandas and the engine are not loaded fo
     "simulate": "experiments.api",
 }
 __all__ = ["LLM", "find_capacity", "replay", "simulate"]
+
+
+def _put_ours_first() -> None:
+    """Raises ImportError if another module hides a package of ours."""
+    import sys  # not at the top: compiled.decide() must run first
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    root = Path(__file__).parents[1]
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # before a user's own folder: the finder of an editable install would come after it
+    for name in ("analysis", "real", "sim"):
+        spec = find_spec(name)
+        if spec is not None and spec.origin and root.resolve() not in Path(spec.origin).resolve().parents:
+            raise ImportError(f"{spec.origin} hides the testbed's package {name!r}; give that file another name")
+
+
+_put_ours_first()
 
 
 def __getattr__(name: str) -> Any:

@@ -130,7 +130,7 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
         raise _incomplete(folder, {name: slots[name] for name in missing})
 
 
-def _shown(items: Iterable[T], num: int) -> Iterable[T]:
+def _shown(items: Iterable[T], num: int) -> tqdm[T]:
     """The weights, with a progress bar if standard error is a terminal; other ranks' processes show none."""
     is_main = parent_process() is None
     return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=None if is_main else True)

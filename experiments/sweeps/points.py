@@ -15,11 +15,15 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hydra.core.hydra_config import HydraConfig
@@ -38,6 +42,8 @@ from testbed.records.schema import RUN_FILES
 if TYPE_CHECKING:
     from analysis.measures.notes import Note
 
+_AT_WORK = Lock()  # held from a point's taking to its outcome
+_WATCH_S = 0.5
 _BOARD, _OWNER = ".points-", "owner"
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # the name of a point's folder: Identity.name
 
@@ -242,7 +248,7 @@ class JobConfigs:
 @dataclass(frozen=True, slots=True)
 class Share:
     """The task function of a launcher's job: runs points. limit: points that it may take; None: all that are left.
-    started_by: the sweep's process. A worker that it started ends with it, after the point that it is running."""
+    started_by: the sweep's process. A worker of joblib's ends with it, after the point that it is running."""
 
     board: str
     limit: int | None
@@ -257,19 +263,34 @@ class Share:
         board, num_taken = Board(Path(self.board)), 0
         points = board.points()
         own = HydraConfig.get().job.num * (self.limit or 0)  # each job begins at another point
-        is_worker = os.getppid() == self.started_by  # not on a cluster, nor where the sweep runs the points itself
+        is_worker = parent_process() is not None  # not on a cluster, nor where the sweep runs the points itself
+        if is_worker:
+            _end_with(self.started_by)
         for index in (*range(own, len(points)), *range(own)):
-            if num_taken == self.limit:
+            if num_taken == self.limit or (is_worker and os.getppid() != self.started_by):
                 return
-            if not board.take(index):
-                continue
-            num_taken += 1
-            outcome = _run(points[index])
-            board.say(index, outcome)
+            with _AT_WORK:
+                if not board.take(index):
+                    continue
+                num_taken += 1
+                outcome = _run(points[index])
+                board.say(index, outcome)
             if outcome.status == "interrupted":
                 return
-            if is_worker and os.getppid() != self.started_by:
-                os._exit(1)  # killed; joblib's worker would wait for its next task for ever
+
+
+@cache
+def _end_with(sweep: int) -> None:
+    """Has this process end when that of the sweep has, and no point is at work: it would wait for a next task, or for
+    somebody to read its result, for ever."""
+
+    def watch() -> None:
+        while os.getppid() == sweep:
+            time.sleep(_WATCH_S)
+        with _AT_WORK:
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _run(point: Point) -> Outcome:

@@ -10,6 +10,7 @@ import pytest
 from experiments.commands import app
 from experiments.configuration.compose import compose_config
 from experiments.sweeps import sweep
+from real.config import RealConfig
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, say
 
@@ -33,8 +34,10 @@ def test_a_gpu_that_is_not_there_is_refused_where_it_was_asked_for(
 
 def test_a_cpu_that_was_asked_for_is_taken_although_there_is_a_gpu() -> None:
     real = ["backend=real", "model=tiny"]
-    assert compose_config([*real, "device=cpu"]).backend.device == "cpu"  # type: ignore[union-attr]
-    assert compose_config(real).backend.device == "auto"  # type: ignore[union-attr]
+    for chosen, expected in (([*real, "device=cpu"], "cpu"), (real, "auto")):
+        backend = compose_config(chosen).backend
+        assert isinstance(backend, RealConfig)
+        assert backend.device == expected
 
 
 @pytest.mark.parametrize(

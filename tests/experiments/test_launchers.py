@@ -40,12 +40,34 @@ def first_come(seq):
 """
 
 
+KILLS_ITS_SWEEP = """
+import os, signal
+
+from testbed.policies.orders import KeyedQueue
+
+
+def order():
+    open(f"pid-{os.getpid()}", "w").close()
+    return KeyedQueue(first_come)
+
+
+def first_come(seq):
+    sweep = os.getppid()
+    try:
+        os.rename("armed", "fired")  # only once: an orphan's parent is nobody's sweep
+    except FileNotFoundError:
+        return (seq.seq_id,)
+    os.kill(sweep, signal.SIGKILL)
+    return (seq.seq_id,)
+"""
+
+
 def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A sweep in a process of its own, in this folder."""
     given = latest(*TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
     command = [sys.executable, "-m", "experiments", "run", "-m", *given]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 def digests(folder: Path) -> dict[int, str]:
@@ -84,21 +106,71 @@ def is_running(pid: int) -> bool:
     return stat.exists() and ") Z " not in stat.read_text()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def pids_in(folder: Path) -> list[int]:
+    return [int(file.name.partition("-")[2]) for file in folder.glob("pid-*")]
+
+
+def until_ended(pids: list[int]) -> None:
+    until = time.monotonic() + 30.0
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says who runs in /proc")
+WORKER = """
+import multiprocessing, os, time
+from pathlib import Path
+
+from experiments.sweeps.points import _AT_WORK, _end_with
+
+
+def work(is_at_point):
+    sweep = os.getppid()
+    _end_with(sweep)
+    if is_at_point:
+        with _AT_WORK:
+            Path(f"pid-{os.getpid()}").touch()
+            while os.getppid() == sweep:
+                time.sleep(0.01)
+            time.sleep(2.0)
+            Path(f"point-{is_at_point}").touch()
+    else:
+        Path(f"pid-{os.getpid()}").touch()
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    for is_at_point in (True, False):
+        multiprocessing.get_context("spawn").Process(target=work, args=(is_at_point,)).start()
+    time.sleep(600)
+"""
+
+
+@linux
 def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    kill = 'open(f"pid-{os.getpid()}", "w").close() or os.getppid() > 1 and os.kill(os.getppid(), signal.SIGKILL)'
-    (tmp_path / "deadly.py").write_text(DEADLY.replace("os.kill(os.getpid(), signal.SIGKILL)", kill))
+    (tmp_path / "deadly.py").write_text(KILLS_ITS_SWEEP)
     (tmp_path / "armed").touch()
     ended = of_process(tmp_path, "seed=range(0,6)", "scheduler.queue_order={_target_: deadly.order}", *JOBLIB)
     assert ended.returncode == -signal.SIGKILL
-    workers = [int(file.name.partition("-")[2]) for file in tmp_path.glob("pid-*")]
-    assert workers
-    until = time.monotonic() + 30.0
-    while any(map(is_running, workers)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(map(is_running, workers))
+    assert pids_in(tmp_path)
+    until_ended(pids_in(tmp_path))
     assert len(load_sweep(tmp_path / "s").runs) < 6, "they do not go on without it"
+
+
+@linux
+def test_a_worker_ends_with_its_sweep_whatever_it_waits_for_but_a_point(tmp_path: Path) -> None:
+    """As for the reader of its result, where the sweep is killed between two points, or before the first."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    sweep = subprocess.Popen([sys.executable, "worker.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 60.0
+    while len(pids_in(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.wait()
+    until_ended(pids_in(tmp_path))
+    assert [file.name for file in tmp_path.glob("point-*")] == ["point-True"], "what it was at is done"
 
 
 def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path) -> None:

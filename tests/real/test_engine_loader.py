@@ -289,6 +289,6 @@ def test_integers_are_no_weights(spec):
 def test_weights_have_a_bar_on_a_terminal_of_the_main_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(loader._shown("ab", 2)) == ["a", "b"]
-    assert not loader._shown("ab", 2).disable  # type: ignore[attr-defined]
+    assert not loader._shown("ab", 2).disable
     monkeypatch.setattr(loader, "parent_process", object)
-    assert loader._shown("ab", 2).disable  # type: ignore[attr-defined]
+    assert loader._shown("ab", 2).disable

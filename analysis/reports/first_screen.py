@@ -298,7 +298,8 @@ def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]]
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
             ends = f"worse ({change_text(worst)}) {at_worst}, and better ({change_text(best)}) {at_best}"
-            what = "trace" if at_worst.startswith("at trace = ") else "load"  # see `arms.by_load`
+            first, other = (at.partition(", ")[0] for at in (at_worst, at_best))  # see `arms.by_load`
+            what = "trace" if first.startswith("at trace = ") and first != other else "load"
             text = f"{_as_sentence(subject)} turns with the {what}: {label} is {ends}."
             found.append((not is_asked(worst.metric, question), worst.gain, text))
     return [(is_beside, -math.inf, text) for is_beside, _, text in sorted(found)[:1]]

@@ -60,9 +60,10 @@ def test_arms_with_equal_changes_share_a_sentence() -> None:
     groups += [Compared("9 requests/s", groups[0].arms, [row("a", 0, 0.2)], ())]
     first, *_ = answer(groups, None)
     assert first.startswith("a against base turns with the load: mean TTFT is worse (+22\u00a0%) at 9 requests/s, ")
-    traces = [Compared(f"trace = {name}", one.arms, one.rows, ()) for name, one in zip("xy", groups, strict=True)]
-    first, *_ = answer(traces, None)
-    assert first.startswith("a against base turns with the trace: mean TTFT is worse (+22\u00a0%) at trace = y, ")
+    for names, what in ((("x", "y"), "trace"), (("y, rate = 5", "y, rate = 9"), "load")):
+        traces = [Compared(f"trace = {at}", one.arms, one.rows, ()) for at, one in zip(names, groups, strict=True)]
+        first, *_ = answer(traces, None)
+        assert first.startswith(f"a against base turns with the {what}: mean TTFT is worse (+22\u00a0%) at trace = y, ")
 
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:

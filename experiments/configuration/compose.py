@@ -176,24 +176,22 @@ def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> No
         path = OmegaConf.select(node, f"{group}.path", throw_on_missing=False)
         if not isinstance(path, str):
             continue
-        given = {key: place for key, (place, _) in _beside(f"{group}.path", keys).items() if key in keys.all}
+        given = {key: place for key, place in _beside(group, keys).items() if key in keys.all}
         for item in map(parsed, filter(is_value, overrides)):
             given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
-        read = read_device_file(path) if group == "device" else None  # a model's files give all of it
         for key, place in given.items():
-            of_group, _, name = key.partition(".")
-            if of_group == group and name not in ("", "path") and (read is None or name in read):
+            of_group, _, name = key.partition(".")  # a model's files give all of it
+            if of_group == group and name not in ("", "path") and (group == "model" or name in read_device_file(path)):
                 raise ConfigError(f"{place}{key} has no effect with {group}.path, {where}")
 
 
-def _beside(path: str, keys: Keys) -> dict[str, tuple[str, str]]:
-    """Returns `keys.places` without those in the files of the model or device, unless one of these gives the path."""
-    group, places = path.partition(".")[0], keys.places
+def _beside(group: str, keys: Keys) -> dict[str, str]:
+    """Returns where each key is in the user's files: in those of the group only if one of these gives its path."""
     own = [option for one, option, _ in keys.own_files() if one == group]
     files = tuple(f"{file}, line " for option in own for file, _ in keys.library.files(group, option))
-    if path in places and places[path][0].startswith(files):
-        return places
-    return {key: place for key, place in places.items() if not place[0].startswith(files)}
+    places = {key: place for key, (place, _) in keys.places.items()}
+    is_own = places.get(f"{group}.path", "").startswith(files)
+    return {key: place for key, place in places.items() if is_own or not place.startswith(files)}
 
 
 _GIVEN_BY_FILES = {

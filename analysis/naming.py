@@ -76,7 +76,7 @@ def apart(name: str, base: str) -> tuple[str, str, str]:
     """Two arms' names without the levels that both have, and these: "sjf", "fcfs", "watermark 0"."""
     mine, theirs = name.split(", "), base.split(", ")
     both = [one for one, other in zip(mine, theirs, strict=False) if one == other]
-    if name == base or not both or len(mine) != len(theirs):
+    if name == base or len(mine) != len(theirs):
         return name, base, ""
     pairs = [(one, other) for one, other in zip(mine, theirs, strict=True) if one != other]
     return ", ".join(one for one, _ in pairs), ", ".join(other for _, other in pairs), ", ".join(both)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Any, cast
 
 import numpy as np
@@ -27,14 +26,14 @@ def ablation_bars(rows: Sequence[Comparison], *, baseline: str = "", is_narrow: 
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     short = [apart(arm, baseline)[0] for arm in arms]
     names = short if len(set(short)) == len(arms) else arms
-    folded = [wrap(name, _LINE) for name in names]
+    folded = style.folded(names, _LINE)
     with style.styled():
         num = max(len(labels), 1)
-        height_in = 1.5 + max(0.24, 0.15 * max(map(len, folded), default=1)) * max(len(arms), 2)
+        height_in = 1.5 + max([0.24, *(0.15 * (name.count("\n") + 1) for name in folded)]) * max(len(arms), 2)
         if is_narrow:
             height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
         figure, (panels,) = style.grid(1, num, height_in, is_narrow=is_narrow, sharey=True)
-        longest = max((len(line) for lines in folded for line in lines), default=0)
+        longest = max((len(line) for name in folded for line in name.split("\n")), default=0)
         width_in = style.PHONE_IN if is_narrow else (style.WIDTH_IN - _CHAR_IN * longest) / num
         num_chars = max(14.0, (width_in - 0.3) / _CHAR_IN)
         for axes, label in zip(panels, labels, strict=False):
@@ -45,7 +44,7 @@ def ablation_bars(rows: Sequence[Comparison], *, baseline: str = "", is_narrow: 
             axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
             if is_narrow:
                 _name_bars(axes, names)
-        panels[0].set_yticks(range(len(arms)), ["" if is_narrow else "\n".join(lines) for lines in folded])
+        panels[0].set_yticks(range(len(arms)), [""] * len(arms) if is_narrow else folded)
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -1.0 if is_narrow else -0.6)
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
         shown = [kind for kind in _BARS if kind in seen]

@@ -185,9 +185,9 @@ def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
     return 0.17 * math.ceil(num_lines / _columns(labels, width_in)) + 0.1 if labels else 0.0
 
 
-def folded(labels: Sequence[str]) -> list[str]:
-    """The labels of a legend, in lines that fit below one axes."""
-    return ["\n".join(wrap(label, 76)) for label in labels]
+def folded(labels: Sequence[str], num_chars: int = 76) -> list[str]:
+    """The labels in lines of so many characters; as many fit into a legend below one axes."""
+    return ["\n".join(wrap(label, num_chars)) for label in labels]
 
 
 def _columns(labels: Sequence[str], width_in: float) -> int:

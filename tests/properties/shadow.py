@@ -109,7 +109,7 @@ class Shadow:
         done: list[Job] = []
         emitted: list[str] = []
         ending = [(member, FinishReason.IGNORED) for member in self._doomed]
-        parted: list[tuple[Member, tuple[int, ...]]] = []
+        forking: list[tuple[Member, tuple[int, ...]]] = []
         for row in rows:
             member = self.members[row.seq_id]
             member.num_computed = row.start + row.num_tokens
@@ -120,14 +120,14 @@ class Shadow:
             member.job.has_forked = True
             member.at_fork = member.tokens[:], member.prefixes[:]
             if forks:
-                parted.append((member, forks))
+                forking.append((member, forks))
             reason = self._emit(member, outcome)
             if reason is not FinishReason.DROPPED:
                 emitted.append(member.job.request.request_id)
             if reason is not None:
                 ending.append((member, reason))
         assert next(outcomes, None) is None
-        for parent, tokens in parted:
+        for parent, tokens in forking:
             ending += self._part(parent, tokens, emitted)
         for member, reason in ending:
             self._end(member, reason)

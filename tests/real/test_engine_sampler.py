@@ -169,7 +169,7 @@ def test_a_batch_may_mix_all_kinds():
 
 
 @pytest.mark.parametrize("seed", [8, None])
-def test_members_of_a_group_draw_independently_also_after_they_parted(seed):
+def test_members_of_a_group_draw_independently_also_after_they_forked(seed):
     """The same logits at the same position: only the member tells them apart."""
     sampling = SamplingParams(temperature=1.0, seed=seed, n=3)
     logits = torch.zeros(1000, 16)

@@ -44,7 +44,7 @@ def make_seq(
     return seq
 
 
-def parted(*seqs: Sequence) -> list[Sequence]:
+def forked(*seqs: Sequence) -> list[Sequence]:
     """These are the members of one group, which its prompt has made."""
     first = seqs[0]
     assert first.group is not None

@@ -24,7 +24,7 @@ from testbed.policies.admission import (
 )
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import NoOracle
-from tests.testbed.admission_kit import LIMITS, Says, bound, compute, make_pool, make_seq, parted
+from tests.testbed.admission_kit import LIMITS, Says, bound, compute, forked, make_pool, make_seq
 from tests.testbed.core_kit import add, make_blocks, make_limits, make_request, make_scheduler, step
 
 # --- what they share ---
@@ -127,7 +127,7 @@ def test_no_evict_reserves_for_every_member_of_a_group(num_free: int, is_allowed
 @pytest.mark.parametrize(("num_free", "is_allowed"), [(5, True), (4, False)])
 def test_no_evict_counts_the_copies_that_a_parted_group_has_yet_to_make(num_free: int, is_allowed: bool) -> None:
     """Three members share 2 blocks, the second partly filled: 7 in the end, so 5 are lacking, 2 of them for copies."""
-    members = parted(*(make_seq(seq_id, 6, num_output_tokens=1, num_seqs=3) for seq_id in (0, 1, 2)))
+    members = forked(*(make_seq(seq_id, 6, num_output_tokens=1, num_seqs=3) for seq_id in (0, 1, 2)))
     for member in members:
         member.block_table = [4, 5]
     blocks = make_pool(20, num_free=num_free + 1)
@@ -231,7 +231,7 @@ def test_future_peak_equals_that_of_running_step_by_step(
 
 
 def test_a_cap_on_running_tokens_counts_a_groups_prompt_once() -> None:
-    members = parted(*(make_seq(seq_id, 10, num_output_tokens=2, num_seqs=2) for seq_id in (0, 1)))
+    members = forked(*(make_seq(seq_id, 10, num_output_tokens=2, num_seqs=2) for seq_id in (0, 1)))
     assert MaxRunningTokens(21).allows(make_seq(2, 7), [members[0]])  # 10 + 2 + 2 + 7
     assert not MaxRunningTokens(20).allows(make_seq(2, 7), [members[0]])
 

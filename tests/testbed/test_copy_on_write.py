@@ -12,7 +12,7 @@ from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import add, make_blocks, make_request, make_scheduler, step
 
 
-def parted(blocks: BlockManager, num_tokens: int, num_members: int) -> list[Sequence]:
+def forked(blocks: BlockManager, num_tokens: int, num_members: int) -> list[Sequence]:
     """Members of one group whose prompt of `num_tokens` tokens is computed; each has emitted one token."""
     sampling = SamplingParams(n=num_members)
     parent = Sequence(0, make_request("a", num_tokens, None, sampling=sampling), 4096)
@@ -43,7 +43,7 @@ def grow(blocks: BlockManager, *seqs: Sequence) -> list[tuple[int, int]]:
 
 def test_a_fork_shares_every_block_and_takes_none() -> None:
     blocks = make_blocks(num_blocks=8, block_size=4)
-    members = parted(blocks, 6, 3)
+    members = forked(blocks, 6, 3)
     assert tables(members) == [[0, 1]] * 3
     assert blocks.num_free_blocks == 6
     assert num_distinct(tables(members)) == 2
@@ -52,7 +52,7 @@ def test_a_fork_shares_every_block_and_takes_none() -> None:
 
 def test_all_but_the_last_writer_copy_the_shared_block() -> None:
     blocks = make_blocks(num_blocks=8, block_size=4)
-    first, second, third = members = parted(blocks, 6, 3)
+    first, second, third = members = forked(blocks, 6, 3)
     # position 6 is slot 2 of block 1, which three share
     assert grow(blocks, first) == [(1, 2)]
     assert grow(blocks, second) == [(1, 3)]
@@ -74,7 +74,7 @@ def test_all_but_the_last_writer_copy_the_shared_block() -> None:
 def test_a_group_can_grow_if_there_are_blocks_for_its_copies(num_blocks: int, expected: bool) -> None:
     """Of three that share a block two copy it: 2 blocks beside the prompt's 2."""
     blocks = make_blocks(num_blocks=num_blocks, block_size=4)
-    members = parted(blocks, 6, 3)
+    members = forked(blocks, 6, 3)
     assert blocks.can_grow(members[0], 1) is expected
     if expected:
         grow(blocks, *members)
@@ -83,7 +83,7 @@ def test_a_group_can_grow_if_there_are_blocks_for_its_copies(num_blocks: int, ex
 
 def test_a_prompt_that_fills_its_blocks_is_never_copied() -> None:
     blocks = make_blocks(num_blocks=5, block_size=4)
-    members = parted(blocks, 8, 3)
+    members = forked(blocks, 8, 3)
     assert blocks.can_grow(members[0], 1)
     assert grow(blocks, *members) == []
     assert tables(members) == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
@@ -93,12 +93,12 @@ def test_a_prompt_that_fills_its_blocks_is_never_copied() -> None:
 def make_group_fit(num_blocks: int) -> bool:
     """Whether three that share two full blocks can grow by a token."""
     blocks = make_blocks(num_blocks=num_blocks, block_size=4)
-    return blocks.can_grow(parted(blocks, 8, 3)[0], 1)
+    return blocks.can_grow(forked(blocks, 8, 3)[0], 1)
 
 
 def test_freeing_a_member_leaves_the_others_their_blocks() -> None:
     blocks = make_blocks(num_blocks=8, block_size=4)
-    first, second, third = parted(blocks, 6, 3)
+    first, second, third = forked(blocks, 6, 3)
     blocks.free(first)
     blocks.check_invariants([second, third])
     assert tables([second, third]) == [[0, 1]] * 2
@@ -114,7 +114,7 @@ def test_freeing_a_member_leaves_the_others_their_blocks() -> None:
 
 def test_a_member_that_copied_and_forks_again_shares_its_copy() -> None:
     blocks = make_blocks(num_blocks=8, block_size=4)
-    first, second = parted(blocks, 6, 2)
+    first, second = forked(blocks, 6, 2)
     assert grow(blocks, first, second) == [(1, 2)]
     for seq in (first, second):
         seq.num_computed_tokens += 1
@@ -132,7 +132,7 @@ def test_one_block_for_each_sequence_is_the_other_growth_test() -> None:
     rules = KVRules(growth_test="one_per_sequence")
     for num_blocks, expected in ((5, True), (4, False)):  # 2 of the prompt, and 3 free or 2
         blocks = make_blocks(num_blocks=num_blocks, block_size=4, rules=rules)
-        assert blocks.can_grow(parted(blocks, 6, 3)[0], 1) is expected
+        assert blocks.can_grow(forked(blocks, 6, 3)[0], 1) is expected
 
 
 def test_copies_come_out_with_the_plan_of_the_step_that_writes() -> None:

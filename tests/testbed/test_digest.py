@@ -217,7 +217,7 @@ def test_it_is_made_as_its_module_says(composition: str) -> None:
         limits = {seq_id: (seq.num_tokens, seq.token_limit) for seq_id, seq in live.items()}
         scheduler.commit(StepResult(1), 1)
         for seq in scheduler.unfinished():
-            if seq.seq_id not in before:  # a member that has just parted
+            if seq.seq_id not in before:  # a member that has just forked
                 events += (7, known[seq.request.request_id], seq.seq_id)
                 seen.add((7, "fork"))
         for seq_id, row in ends.items():

@@ -241,7 +241,7 @@ def prefilling() -> Scheduler:
     return scheduler
 
 
-def parted() -> Scheduler:
+def forked() -> Scheduler:
     scheduler = make_scheduler()
     add(scheduler, make_request("other", 4, 3), make_request("a", 6, 3, sampling=SamplingParams(n=3)))
     step(scheduler)
@@ -249,7 +249,7 @@ def parted() -> Scheduler:
 
 
 def copied() -> Scheduler:
-    scheduler = parted()
+    scheduler = forked()
     step(scheduler)
     return scheduler
 
@@ -279,7 +279,7 @@ def dissolved() -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("state", [waiting, prefilling, parted, copied, swapped, partly_finished, dissolved])
+@pytest.mark.parametrize("state", [waiting, prefilling, forked, copied, swapped, partly_finished, dissolved])
 def test_an_abort_ends_every_member_and_touches_nobody_else(state: Callable[[], Scheduler]) -> None:
     scheduler = state()
     seqs = [seq for seq in scheduler.unfinished() if seq.request.request_id == "a"]

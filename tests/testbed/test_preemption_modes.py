@@ -12,7 +12,7 @@ from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import NoOracle
 from testbed.policies.preemption import Auto, Cheaper, Recompute, Swap
-from tests.testbed.admission_kit import make_seq, parted
+from tests.testbed.admission_kit import forked, make_seq
 from tests.testbed.core_kit import make_blocks, make_limits
 
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
@@ -37,7 +37,7 @@ def victim(num_computed: int, *, prompt: int = 8, members: tuple[int, ...] = ())
     seqs = [make_seq(seq_id, prompt, num_seqs=len(computed)) for seq_id in range(len(computed))]
     for seq, num_tokens in zip(seqs, computed, strict=True):
         seq.num_computed_tokens = num_tokens
-    return parted(*seqs)[0] if members else seqs[0]
+    return forked(*seqs)[0] if members else seqs[0]
 
 
 def cheaper(estimator: Any) -> Cheaper:

@@ -21,7 +21,7 @@ from testbed.policies.victim import (
     MostBlocks,
     MostRecentlyAdmitted,
 )
-from tests.testbed.admission_kit import Says, bound, make_pool, make_seq, parted
+from tests.testbed.admission_kit import Says, bound, forked, make_pool, make_seq
 
 BLOCK_SIZE = 4
 
@@ -77,7 +77,7 @@ def test_most_blocks_is_the_most_room_then_the_latest_arrival() -> None:
 
 def test_a_group_counts_with_all_its_members() -> None:
     """Two members of 8 + 4 and 8 + 8 slots share a prompt of 8: 20 together, more than 16; and emitted 3 + 3."""
-    members = parted(*(make_seq(i, 8, num_output_tokens=3, num_blocks=3 + i, num_seqs=2) for i in (0, 1)))
+    members = forked(*(make_seq(i, 8, num_output_tokens=3, num_blocks=3 + i, num_seqs=2) for i in (0, 1)))
     other = make_seq(2, 8, num_output_tokens=5, num_blocks=4)
     assert chosen(MostBlocks(), members[0], other) == 0
     assert chosen(LeastProgress(), members[0], other) == 2

@@ -23,14 +23,14 @@ __all__ = ["LLM", "find_capacity", "replay", "simulate"]
 
 
 def _put_ours_first() -> None:
-    """Raises ImportError if another module hides a package of ours."""
+    """Puts our packages before a user's own folder. Raises ImportError if another module hides one of them."""
     import sys  # not at the top: compiled.decide() must run first
     from importlib.util import find_spec
     from pathlib import Path
 
     root = Path(__file__).parents[1]
     if str(root) not in sys.path:
-        sys.path.append(str(root))  # before a user's own folder: the finder of an editable install would come after it
+        sys.path.append(str(root))  # the finder of an editable install comes last
     for name in ("analysis", "real", "sim"):
         spec = find_spec(name)
         if spec is not None and spec.origin and root.resolve() not in Path(spec.origin).resolve().parents:

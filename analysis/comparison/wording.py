@@ -36,6 +36,13 @@ def change_text(comparison: Comparison) -> str:
     return f"from {write(base)} to {write(base + estimate.value)}"
 
 
+def reached_text(comparison: Comparison) -> str:
+    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, or none is."""
+    said, value = change_text(comparison), comparison.value
+    has_mean = said.startswith("from ") or value is None
+    return said if has_mean else f"{said}, to {comparison.metric.write(value)}"
+
+
 def difference_text(metric: Metric, difference: float) -> str:
     return fmt.points(difference) if metric.is_share else metric.write(difference)
 

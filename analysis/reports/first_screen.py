@@ -36,7 +36,7 @@ from analysis.comparison.compare import (
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import cells_text, change_text, no_more_than, step_text
+from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import apart, factor_name, level_text
@@ -394,7 +394,7 @@ def _told(rows: Sequence[Comparison], question: str, margin: float) -> str:
         if mine:
             mine.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
             num = max(_MAX_CLAIMS, sum(is_asked(row.metric, question) for row in mine))
-            texts = [f"{row.metric.label} ({change_text(row)})" for row in mine[:num]]
+            texts = [f"{row.metric.label} ({reached_text(row)})" for row in mine[:num]]
             told.append((not is_asked(mine[0].metric, question), f"{word} in {fmt.listing(texts)}"))
     parts = [text for _, text in sorted(told, key=lambda item: item[0])]
     quiet = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]

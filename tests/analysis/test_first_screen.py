@@ -73,7 +73,7 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
     ]
     both = [row("a", 0, 0.2, claimed=False), row("b", 0, 0.2)]
     assert answer([Compared("9 requests/s", base, both, ())], None) == [
-        "At 9 requests/s, b against base: worse in mean TTFT (+22 %).".replace(" %", "\u00a0%"),
+        "At 9 requests/s, b against base: worse in mean TTFT (+22\u00a0%, to 1.00\u00a0s).",
         "a against base shows no difference beyond the noise.",
     ]
 

@@ -277,14 +277,20 @@ def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_p
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ("", "better in mean TPOT (−45%) and P99 TPOT (−39%); worse in mean TTFT (+65%) and P99 TTFT (+49%)."),
+        (
+            "",
+            "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s); "
+            "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s).",
+        ),
         (
             "Does the P99 TTFT suffer?",
-            "worse in P99 TTFT (+49%) and mean TTFT (+65%); better in mean TPOT (−45%) and P99 TPOT (−39%).",
+            "worse in P99 TTFT (+49%, to 1.00s) and mean TTFT (+65%, to 1.00s); "
+            "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s).",
         ),
         (
             "What happens to end-to-end latency and to throughput?",
-            "better in mean E2E (−26%) and mean TPOT (−45%); worse in mean TTFT (+65%) and P99 TTFT (+49%); "
+            "better in mean E2E (−26%, to 1.00s) and mean TPOT (−45%, to 1.00s); "
+            "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s); "
             "no difference beyond the noise in requests/s.",
         ),
     ],

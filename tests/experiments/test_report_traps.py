@@ -41,7 +41,7 @@ def test_an_arm_s_gain_is_told_where_no_factor_has_an_average_one() -> None:
     effects = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.01, "inside the noise"), PAIRS, None)]
     rows = [row("other", 0, -0.2, "lower"), row("other", 1, 0.1, "inside the noise")]
     (said, more) = answer([Compared("", arms, rows, effects)], None)
-    assert said.replace("\u00a0", " ").endswith("other against base: better in mean TTFT (−18 %).")
+    assert said.replace("\u00a0", " ").endswith("other against base: better in mean TTFT (−18 %, to 1.00 s).")
     quiet = "On average over the other factors, watermark 0.1 instead of 0"
     assert more == f"{quiet} shows no difference beyond the noise."
     claimed = [Effect("watermark", 0, 0.1, row("0.1", 0, -0.1, "lower"), PAIRS, None)]

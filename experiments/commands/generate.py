@@ -73,9 +73,9 @@ def main(arguments: list[str]) -> int:
     if options.model == "tiny":
         print("note: tiny has random weights, made on the spot: its text is noise", file=sys.stderr)
     with made as llm:
-        said = generate(llm, asked, sampling, output=options.output, stream=options.stream, chat=options.chat)
+        said, is_whole = generate(llm, asked, sampling, output=options.output, stream=options.stream, chat=options.chat)
         print(f"{said}, {llm.config.scheduler.name}, attention {llm.attention}", file=sys.stderr)
-    return 0
+    return 0 if is_whole else 1
 
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

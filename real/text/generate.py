@@ -90,8 +90,9 @@ def sampling_of(asked: Asked, flags: dict[str, Any], base: SamplingParams) -> Sa
 
 def generate(
     llm: LLM, asked: list[Asked], flags: dict[str, Any], *, output: Path | None, stream: bool, chat: bool
-) -> str:
-    """Generates for all prompts; returns one line with the numbers of prompts and tokens, and the throughput.
+) -> tuple[str, bool]:
+    """Generates for all prompts; returns one line with the numbers of prompts and tokens, and the throughput, and
+    whether no prompt was ignored.
 
     flags: parameters of SamplingParams for every prompt. output: a file, instead of standard output. stream: print text
     as it grows. chat: put each prompt into the model's chat template. After Ctrl-C, finished outputs are kept.
@@ -100,7 +101,7 @@ def generate(
     sampling = [sampling_of(one, flags, base) for one in asked]
     is_bare = len(asked) == 1 and sampling[0].n == 1
     printer = Printer(None if is_bare else [_label(one) for one in asked], _write_out)
-    num_done, num_tokens, began = 0, 0, time.monotonic()
+    num_done, num_tokens, num_ignored, began = 0, 0, 0, time.monotonic()
 
     def shown(piece: Piece) -> None:
         printer.add(piece.index, piece.output_index, piece.text, piece.finished)
@@ -108,7 +109,7 @@ def generate(
     with _written(output) as write:
 
         def done(index: int, came: RequestOutput) -> None:
-            nonlocal num_done, num_tokens
+            nonlocal num_done, num_tokens, num_ignored
             if write is not None:
                 with deferred():  # so that Ctrl-C cannot cut a line
                     write(_line(index, asked[index], came))
@@ -120,6 +121,7 @@ def generate(
             num_tokens += sum(len(one.token_ids) for one in came.outputs)
             printer.close(index, len(came.outputs))
             if came.message:
+                num_ignored += 1
                 print(f"note: {asked[index].place}: {came.message}", file=sys.stderr)
 
         call: dict[str, Any] = {
@@ -138,7 +140,7 @@ def generate(
             raise RequestError(_placed(str(error), asked)) from None
     span_s = time.monotonic() - began
     said = f"{count(len(asked), 'prompt')}, {count(num_tokens, 'token')} generated in {span_s:.2f} s"
-    return f"{said} ({num_tokens / span_s:,.1f} tok/s)"
+    return f"{said} ({num_tokens / span_s:,.1f} tok/s)", not num_ignored
 
 
 def _messages(asked: Asked) -> list[dict[str, str]]:

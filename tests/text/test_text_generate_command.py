@@ -56,6 +56,18 @@ def test_several_outputs_are_printed_in_order_under_their_prompts(
     assert said.out == wanted
 
 
+def test_a_prompt_that_outgrows_the_memory_is_told_and_fails_the_command(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    sizes = ("--device", "cpu", "cache.num_gpu_blocks=2", "cache.num_cpu_blocks=0", "cache.block_size=4")
+    given = ("--model", str(folder), *sizes, "--temperature", "0", "--ignore-eos")
+    said = say(capsys, "generate", *given, "--max-tokens", "9", "a", "b")
+    assert said.status == 1
+    assert [line[:24] for line in said.lines[:2]] == ["note: prompt 0: 9 tokens", "note: prompt 1: 9 tokens"]
+    assert said.lines[2].startswith("2 prompts, "), "the rest is generated"
+    assert say(capsys, "generate", *given, "--max-tokens", "3", "a", "b").status == 0
+
+
 def test_a_file_of_prompts_has_its_own_parameters_and_outputs_are_lines_of_json(
     capsys: pytest.CaptureFixture[str], folder: Path, llm: LLM, tmp_path: Path
 ) -> None:

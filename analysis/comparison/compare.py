@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from analysis.comparison.arms import (
     Arm,
     Pairing,
     alike,
+    grouped,
     num_repeats,
     paired_replicates,
     repeats,
@@ -31,6 +33,7 @@ from analysis.measures.statistics import (
     Verdict,
     differences,
     effect_size,
+    false_discovery,
     holm,
     largest_spread,
     mean_of_all,
@@ -168,7 +171,7 @@ class Comparison:
     value: float | None
     estimate: Estimate | None  # of log-ratios; for shares, and if a value is 0 (no ratio), of differences
     verdict: Verdict
-    p_holm: float | None = None
+    p_corrected: float | None = None  # see `judge`
     effect: float | None = None  # d_z of the paired differences; needs at least three replicates
     base: float | None = None  # the baseline's mean over the replicates that both have
     noise: float | None = None  # of the engine, see `noise_limit`
@@ -251,18 +254,17 @@ def compare(
     """Compares every arm except the baseline, in every metric. `margin`: a relative change up to this counts as none.
 
     With several replicates: Student's interval on the mean log-ratio of paired replicates (on the mean difference for
-    shares, and if a value is 0), wider if replicates have requests in common. p-values are Holm's over the arms of a
-    metric; arms that are `alike` count once. With one replicate: circular blocks over its requests, for latencies only.
-    Measured repeats on one trace are one replicate, and a change within the `noise_limit` is never claimed.
+    shares, and if a value is 0), wider if replicates have requests in common. p-values are corrected over arms and
+    metrics (see `judge`); arms that are `alike` count once. With one replicate: circular blocks over its requests, for
+    latencies only. Measured repeats on one trace are one replicate, and a change within the `noise_limit` is never
+    claimed.
     """
-    found = []
     others = [arm for arm in arms if arm.name != baseline.name]
-    first = alike(others)
+    first, rows = alike(others), []
     for metric in metrics:
         noise = noise_limit(arms, metric, slo)
-        rows = [replace(_compared(arm, baseline, metric, slo), noise=noise) for arm in others]
-        found += judge(rows, margin, [first[row.arm] for row in rows])
-    return found
+        rows += [replace(_compared(arm, baseline, metric, slo), noise=noise) for arm in others]
+    return judge(rows, margin, [first[row.arm] for row in rows])
 
 
 def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Comparison:
@@ -280,11 +282,15 @@ def _compared(arm: Arm, baseline: Arm, metric: Metric, slo: SLO | None) -> Compa
 
 
 def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable]) -> list[Comparison]:
-    """The rows with Holm's p-values over all rows, and with verdicts. margin: relative to the baseline. compared: an
-    identity for each row's comparison; rows with equal identity and estimate count once."""
-    tests = [(what, row.estimate) for what, row in zip(compared, rows, strict=True)]
-    known = {test: test[1].p_value for test in tests if test[1] is not None and test[1].p_value is not None}
-    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
+    """The rows with verdicts, by p-values that are corrected twice: over the comparisons of a metric (Holm), then over
+    the metrics of a comparison (`false_discovery`): two equal arms get any claim no more often than one in one metric.
+    margin: relative to the baseline. compared: an identity for each row's comparison; rows with equal metric, identity
+    and estimate count once."""
+    tests = [(row.metric.label, what, row.estimate) for what, row in zip(compared, rows, strict=True)]
+    adjusted = {test: test[2].p_value for test in tests if test[2] is not None and test[2].p_value is not None}
+    for part, correct in ((itemgetter(0), holm), (itemgetter(1), false_discovery)):
+        for those in grouped(adjusted, part).values():
+            adjusted |= zip(those, correct([adjusted[test] for test in those]), strict=True)
     judged = []
     for test, row in zip(tests, rows, strict=True):
         p = adjusted.get(test)
@@ -294,7 +300,7 @@ def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable
             said = verdict(row.estimate, float(limit), p)
             if _is_of_engine(said, row, margin):
                 said = "inside the engine's noise"
-        judged.append(replace(row, verdict=said, p_holm=p))
+        judged.append(replace(row, verdict=said, p_corrected=p))
     return judged
 
 

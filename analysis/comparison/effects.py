@@ -88,11 +88,8 @@ def main_effects(
     if not is_full_design(arms):
         return []
     steps, first = [*_steps(arms, baseline)], alike(arms)
-    found: list[Effect] = []
-    for metric in metrics:
-        noise = noise_limit(arms, metric, slo)
-        found += _judge([_effect(step, metric, slo, noise, first) for step in steps], margin)
-    return found
+    noise = {metric.label: noise_limit(arms, metric, slo) for metric in metrics}
+    return _judge([_effect(step, of, slo, noise[of.label], first) for of in metrics for step in steps], margin)
 
 
 def is_full_design(arms: Sequence[Arm]) -> bool:
@@ -203,7 +200,7 @@ def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison], co
 
 
 def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
-    """The effects with Holm's verdicts over a metric's effects; interactions that are no claim are dropped."""
+    """The effects with verdicts (see `judge`); interactions that are no claim are dropped."""
     pairs = [effect.pairs for effect in effects]
     judged = judge([effect.comparison for effect in effects], margin, pairs)
     asked = [(i, effect.interaction) for i, effect in enumerate(effects) if effect.interaction is not None]

@@ -76,12 +76,12 @@ def interval_text(comparison: Comparison) -> str:
     return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
 
 
-def holm_text(comparison: Comparison) -> str:
-    """Holm's p-value if a change is inside the noise although its interval does not contain 0; else ""."""
-    estimate, p_holm = comparison.estimate, comparison.p_holm
+def correction_text(comparison: Comparison) -> str:
+    """The corrected p-value if a change is inside the noise although its interval does not contain 0; else ""."""
+    estimate, p_corrected = comparison.estimate, comparison.p_corrected
     is_beside_zero = estimate is not None and not estimate.low <= 0.0 <= estimate.high
-    is_told = comparison.verdict == "inside the noise" and is_beside_zero and p_holm is not None
-    return f"Holm p = {p_holm:.2g}" if is_told else ""
+    is_told = comparison.verdict == "inside the noise" and is_beside_zero and p_corrected is not None
+    return f"corrected p = {p_corrected:.2g}" if is_told else ""
 
 
 def verdict_text(comparison: Comparison, margin: float) -> str:
@@ -89,8 +89,8 @@ def verdict_text(comparison: Comparison, margin: float) -> str:
     estimate = comparison.estimate
     if comparison.is_alike and estimate is not None:
         return f"the same in all {estimate.num} replicates"
-    if holm := holm_text(comparison):
-        return f"inside the noise ({holm})"
+    if corrected := correction_text(comparison):
+        return f"inside the noise ({corrected})"
     if comparison.is_claim:
         return comparison.claim
     unknown = "not comparable" if estimate is None else "no interval"

@@ -139,6 +139,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def false_discovery(p_values: Sequence[float]) -> list[float]:
+    """Benjamini and Hochberg's adjusted p-values (1995), in the order given: of what is claimed, at most the level is
+    expected to be false; if all are null, anything is claimed no more often than that. For p-values that depend on each
+    other positively, as those of metrics of the same runs."""
+    if len(p_values) < 2:
+        return list(p_values)
+    from scipy import stats  # slow to import
+
+    return [float(p) for p in stats.false_discovery_control(p_values)]
+
+
 def block_length(values: ArrayLike) -> int:
     """The length of a block for a series `[n]`: (sqrt(6) rho / (1 - rho^2))^(2/3) n^(1/3), within [1, n / 4].
 

@@ -15,8 +15,8 @@ from analysis.reports.first_screen import conditions
 from analysis.reports.tables import Table, ablation_table
 
 _JUDGED = (
-    "Each class and metric is judged by itself, as the metrics of all requests are: p-values are corrected over the "
-    "arms, not over classes."
+    "Each class is judged by itself, as all requests are: p-values are corrected over arms and metrics, not over "
+    "classes."
 )
 
 

@@ -14,8 +14,8 @@ from analysis.comparison.wording import (
     bounds_text,
     cells_text,
     change_text,
+    correction_text,
     difference_text,
-    holm_text,
     interval_text,
     no_more_than,
     step_text,
@@ -84,7 +84,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     for row in rows:
         said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
         key = "alike" if row.is_alike else said
-        told = ", ".join(filter(None, (interval_text(row), holm_text(row))))
+        told = ", ".join(filter(None, (interval_text(row), correction_text(row))))
         told = f"{change_text(row)}: {said}" if row.is_alike else told
         is_told = row.estimate is not None and key not in ("identical", "equivalent")
         text = f"{row.metric.label} ({told})" if is_told else row.metric.label
@@ -131,11 +131,12 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int, single: lis
         return (
             f"Changes are relative: means of log-ratios over {over}, paired on the same "
             "trace, with 95 % Student intervals; of shares, and where a value is 0, they are differences. A change "
-            "counts when its p-value, corrected by Holm over the arms of a metric at one load, is below 0.05 (so does "
-            "how much a factor's effect depends on the others, and its effect in single cells); arms that took the "
-            "same decisions at every step are one comparison; the intervals are those of single comparisons. Holm's "
-            "correction raises the p-values so that among all arms of a metric even one false claim has a chance below "
-            "5 %; over many metrics and loads a few false claims are to be expected. d is Cohen's d_z, with Hedges' "
+            "counts when its p-value, corrected over arms (Holm) and metrics (Benjamini and Hochberg) at one load, is "
+            "below 0.05 (so does how much a factor's effect depends on the others, and, by Holm, its effect in single "
+            "cells); arms that took the same decisions at every step are one comparison; the intervals are those of "
+            "single comparisons. So an arm that is equal to the baseline is claimed to differ, in any metric, with a "
+            "chance below 5 %, and of an arm that differs 5 % of the claims may be false; over many loads a few false "
+            "claims are to be expected. d is Cohen's d_z, with Hedges' "
             f"correction: the mean paired difference over its standard deviation.{one}"
         )
     if "circular blocks" in methods:

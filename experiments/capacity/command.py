@@ -165,7 +165,13 @@ def _row(found: Found, change: Comparison | None) -> dict[str, Any]:
 
 def _change_row(change: Comparison) -> dict[str, Any]:
     value, low, high = (None,) * 3 if change.estimate is None else change.estimate.percent()
-    return {"percent": value, "ci95_low": low, "ci95_high": high, "p_holm": change.p_holm, "verdict": change.verdict}
+    return {
+        "percent": value,
+        "ci95_low": low,
+        "ci95_high": high,
+        "p_holm": change.p_corrected,
+        "verdict": change.verdict,
+    }
 
 
 def _policies(found: Sequence[Found]) -> str:

@@ -15,11 +15,12 @@ from scipy import stats
 
 from analysis.comparison import effects
 from analysis.comparison.arms import Arm, level_groups
-from analysis.comparison.compare import LATENCY, SLO_METRICS, compare
+from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, judge
 from analysis.comparison.effects import Compared, Effect, main_effects, one_factor_away
 from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate
 from analysis.reports.cautions import _ambiguous
 from analysis.reports.findings import effect_finding
 from analysis.reports.first_screen import answer
@@ -241,11 +242,25 @@ def test_arms_that_decided_alike_are_one_comparison_of_a_metric() -> None:
     arms = [with_values(name, values) for name, values in (("base", base), ("one", one), ("other", other))]
 
     def told(arms: Sequence[Arm]) -> dict[str, float | None]:
-        return {row.arm: row.p_holm for row in compare(arms, arms[0], LATENCY[:1])}
+        return {row.arm: row.p_corrected for row in compare(arms, arms[0], LATENCY[:1])}
 
     twice = told([*arms, with_values("one again", one)])
     assert twice == told(arms) | {"one again": twice["one"]}
     assert twice["one"] != told([*arms, with_values("another", one * np.exp(rng.normal(0, 0.01, NUM)))])["one"]
+
+
+def test_p_values_are_corrected_over_the_arms_of_a_metric_and_then_over_the_metrics_of_an_arm() -> None:
+    p_values = {("a", 0): 0.01, ("b", 0): 0.04, ("a", 1): 0.02, ("b", 1): 0.5}
+    rows = [
+        Comparison(arm, LATENCY[i], 1.0, Estimate(0.2, 0.1, 0.3, 5, "t", "log_ratio", p_value=p), "unknown")
+        for (arm, i), p in p_values.items()
+    ]
+    judged = {(row.arm, row.metric): row for row in judge(rows, 0.02, [row.arm for row in rows])}
+    told = {key: (row.verdict, round(row.p_corrected or 0.0, 6)) for key, row in judged.items()}
+    assert told == {
+        ("a", LATENCY[0]): ("higher", 0.04), ("a", LATENCY[1]): ("higher", 0.04),  # by Holm 0.02 and 0.04
+        ("b", LATENCY[0]): ("inside the noise", 0.08), ("b", LATENCY[1]): ("inside the noise", 0.5),  # 0.04 and 0.5
+    }  # fmt: skip
 
 
 def test_levels_that_decided_alike_are_one_effect() -> None:
@@ -254,7 +269,7 @@ def test_levels_that_decided_alike_are_one_effect() -> None:
         arms = [arm for arm in arms if arm.levels["x.b"] < 2]
         again = [Arm(f"{arm.name} again", {**arm.levels, "x.b": 2}, arm.runs) for arm in arms if arm.levels["x.b"] == 1]
         found = main_effects([*arms, *again[: 2 * (num_levels > 2)]], arms[0], LATENCY[:1])
-        return [effect.comparison.p_holm for effect in found]
+        return [effect.comparison.p_corrected for effect in found]
 
     a, b, same = effects(3)
     assert b == same == effects(2)[1]

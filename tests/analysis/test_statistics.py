@@ -14,6 +14,7 @@ from analysis.measures.statistics import (
     circular_blocks,
     differences,
     effect_size,
+    false_discovery,
     holm,
     mean_t,
     mser5,
@@ -147,6 +148,12 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_false_discovery_by_hand():
+    assert false_discovery([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.9])
+    assert false_discovery([0.04, 0.03]) == pytest.approx([0.04, 0.04]), "both or none"
+    assert (false_discovery([0.03]), false_discovery([])) == ([0.03], [])
 
 
 def test_wilson_by_hand_and_at_the_ends():

@@ -115,12 +115,14 @@ def test_a_change_of_a_share_is_told_in_points():
     assert said == "from 0.400 req/s to 0 req/s by [−0.500 req/s, −0.300 req/s]"
 
 
-@pytest.mark.parametrize(("low", "says"), [(0.02, "inside the noise (Holm p = 0.12)"), (-0.02, "inside the noise")])
+@pytest.mark.parametrize(
+    ("low", "says"), [(0.02, "inside the noise (corrected p = 0.12)"), (-0.02, "inside the noise")]
+)
 def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, says):
     estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
-    row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_holm=0.12)
+    row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_corrected=0.12)
     assert findings.verdict_text(row, 0.02) == says
-    assert findings.finding("arm", [row], 0.02).endswith(", Holm p = 0.12).") is ("Holm" in says)
+    assert findings.finding("arm", [row], 0.02).endswith(", corrected p = 0.12).") is ("corrected" in says)
 
 
 @pytest.mark.usefixtures("unrendered")

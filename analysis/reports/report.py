@@ -340,5 +340,9 @@ def _lacks(runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
 
 
 def _markdown(text: Any) -> str:
-    """Escapes text for Markdown: markup characters are escaped, line ends become spaces."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", str(text)).replace("\n", " ")
+    """Escapes text for Markdown; line ends become spaces. Underscores within a word and brackets without a link are no
+    markup."""
+    return _MARKUP.sub(r"\\\g<0>", str(text)).replace("\n", " ")
+
+
+_MARKUP = re.compile(r"[\\`*<>|#~]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])")

@@ -122,7 +122,7 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
             folder = write_run(tmp_path / f"{name}-{chunked}", num_requests=num, seed=seed, chunked=chunked)
             change_config(folder, trace__name=name, trace__path=f"{name}.csv", trace__limit=num, seed=0)
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
-    assert "The loads are different traces, each to be read by itself: they differ in num\\_requests, path" in text
+    assert "The loads are different traces, each to be read by itself: they differ in num_requests, path" in text
     assert not (tmp_path / "report_files" / "throughput_latency.svg").exists(), "no curve joins two traces"
     titles = [line for line in text.splitlines() if line.startswith("### ")]
     for title, name in zip(titles, ("azure", "burstgpt"), strict=True):

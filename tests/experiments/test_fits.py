@@ -66,7 +66,7 @@ def test_shared_reads_for_which_a_fit_has_no_saving_are_told(tmp_path):
         notes = json.loads((folder / "manifest.json").read_text())["cost_notes"]
         assert [note.split(":")[0] for note in notes] == ["SHARED READS"] * told
         page = report_from_folders([folder], tmp_path / f"{told}.html").with_suffix(".md").read_text()
-        assert ("| cost model | calibrated, cost.repeated\\_saving=0.5 |" in page) is not told
+        assert ("| cost model | calibrated, cost.repeated_saving=0.5 |" in page) is not told
         assert ("; that shared reads save 50.0 % is given, not fitted |" in page.replace("\u00a0", " ")) is not told
 
 

@@ -33,14 +33,14 @@ def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.Captu
     assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
     text = (tmp_path / "r.md").read_text()
     assert "Is the second one faster?" in text
-    assert "vllm\\_v1 against prefill\\_first" in text
+    assert "vllm_v1 against prefill_first" in text
     assert "TTFT ≤ 500" in text
     assert "±5" in text
     given = ("--question", "Another?", "--slo", "e2e_s=9", "--margin", "0.1", "--baseline", "vllm_v1")
     assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "q.html"), *given).status == 0
     text = (tmp_path / "q.md").read_text()
     assert "Another?" in text
-    assert "prefill\\_first against vllm\\_v1" in text
+    assert "prefill_first against vllm_v1" in text
     assert "≤ 9" in text
     assert "±10" in text
 

@@ -21,12 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.measures.queueing import (
-    Service,
-    cobham_waits,
-    lindley_waits,
-    pollaczek_khinchine_wait,
-)
 from analysis.measures.statistics import Estimate, mean_t
 from testbed.core.limits import Limits
 from testbed.traces.arrange import arrange
@@ -34,6 +28,7 @@ from testbed.traces.generators import LengthConfig, arrivals, lengths, stream
 from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.properties.setups import Setup
 from tests.sim.kit import STEP_NS, serve_trace, trace_of
+from tests.sim.queueing import Service, cobham_waits, lindley_waits, pollaczek_khinchine_wait
 
 CONFIDENCE = 0.99  # of each interval; seeds are fixed, so that a test passes always or never
 REPLICATIONS = range(8)

@@ -27,7 +27,7 @@ from testbed.wording import count
 
 USAGE = """usage: testbed trace <command> ...
 
-  inspect <format> <file>               what is in a trace: a table, with --plots <folder> figures too
+  inspect <format> <file>               what is in a trace
   convert <format> <file> <out>         to our own schema: .jsonl, .csv (.gz, .zst), .parquet by the name of <out>
   synthesise <out> [key=value ...]      writes a generated trace: trace=synthetic, keys as of `testbed run`
   freeze <out>.parquet [key=value ...]  any trace of `testbed run`, drawn and transformed, as one Parquet file
@@ -60,17 +60,11 @@ def _inspect(arguments: list[str]) -> int:
     parser = Parser("testbed trace inspect", description=says)
     _add_source(parser)
     parser.add_argument("--block-size", type=int, default=16, help="of the engine, for shared prefixes (16)")
-    parser.add_argument("--plots", type=Path, help="write figures (PNG and SVG) into this folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace figures that exist")
     options = parser.parse_args(arguments)
     require_whole("--block-size", options.block_size, 1)
-    if options.plots is not None and not options.overwrite and (options.plots / "arrivals.png").exists():
-        raise RunFolderError(f"{options.plots} already holds figures of a trace; choose another --plots or --overwrite")
     trace = _open(options)
     summary = summarise(progressing(trace, "inspect", "req", trace.num_requests))
     print_summary(trace.name, summary, trace.notes, options.block_size)
-    if options.plots is not None:
-        _plot(summary, options.plots)
     return 0
 
 
@@ -204,21 +198,6 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
         f"shared prefixes {summary.shared():.1%} of prompt tokens with an infinite cache "
         f"({summary.shared(block_size):.1%} in whole blocks of {block_size})"
     )
-
-
-def _plot(summary: TraceSummary, folder: Path) -> None:
-    from analysis.plots import style
-    from analysis.plots.trace_plots import TraceColumns, all_plots
-
-    columns = TraceColumns(summary.arrivals_s, summary.prompts, summary.outputs, summary.hits)
-    values = [summary.dispersion(window) for window in WINDOWS_S]
-    for stem, figure in all_plots(columns, WINDOWS_S, values).items():
-        png, _ = style.save(figure, folder / stem)
-        print(f"  {png} and .svg")
-    if not summary.hits.any():
-        for kind in ("png", "svg"):
-            (folder / f"prefixes.{kind}").unlink(missing_ok=True)  # left from another trace
-        print("  no figure of prefixes: no prompt shares one")
 
 
 def _open(options: argparse.Namespace) -> TraceSource:

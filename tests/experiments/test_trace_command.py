@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from analysis.plots.trace_plots import TraceColumns, arrivals
 from experiments.cli import main
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -51,30 +49,6 @@ def test_inspect_tells_of_sessions_tenants_and_batches(capsys: pytest.CaptureFix
     assert "82% of arrivals at the instant of the one before; trace.transforms=[{name: spread}]" in say(
         capsys, "jsonl", tmp_path / "batched.jsonl"
     )
-
-
-def test_plots_are_written_once(capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path) -> None:
-    say(capsys, "inspect", "azure", azure, "--plots", tmp_path / "plots")
-    names = {file.name for file in (tmp_path / "plots").iterdir()}
-    assert names == {f"{stem}.{kind}" for stem in ("arrivals", "lengths", "dispersion") for kind in ("png", "svg")}, (
-        "nothing is shared: no figure of it"
-    )
-    assert "already holds figures" in say(capsys, "azure", azure, "--plots", tmp_path / "plots", status=1)
-    (tmp_path / "plots" / "prefixes.png").touch()
-    say(capsys, "azure", azure, "--plots", tmp_path / "plots", "--overwrite")
-    assert not (tmp_path / "plots" / "prefixes.png").exists(), "it was of another trace"
-    say(capsys, "synthesise", tmp_path / "chat.jsonl", "num_requests=60", "max_turns=4")
-    say(capsys, "jsonl", tmp_path / "chat.jsonl", "--plots", tmp_path / "plots", "--overwrite")
-    assert (tmp_path / "plots" / "prefixes.png").exists()
-
-
-def test_gaps_that_are_all_alike_are_drawn_on_an_axis_that_can_be_read() -> None:
-    times = np.repeat(np.cumsum([0.0, 2.997, 3.0, 3.003] * 10), 5)
-    ones = np.ones(len(times), dtype=np.int64)
-    axes = arrivals(TraceColumns(times, ones, ones, ones)).axes[1]
-    low, high = axes.get_xlim()
-    assert high / low > 50
-    assert 1 <= sum(low <= tick <= high for tick in axes.get_xticks()) <= 5
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst", "t.csv", "t.csv.gz", "t.parquet"])

@@ -250,17 +250,11 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _costs(arguments: list[str]) -> int:
-    from analysis.plots.operators import format_operators, load_operators, operator_bars
-    from analysis.plots.style import save
+    from analysis.measures.operators import format_operators, load_operators
 
     parser = Parser("testbed costs", description="Where the time of a run went, by operator.")
     parser.add_argument("run", type=folder_named, help="a run folder made with record.operators=true")
-    parser.add_argument("--plot", type=folder_named, metavar="STEM", help="draw it: writes STEM.png and STEM.svg")
-    options = parser.parse_args(arguments)
-    document = load_operators(options.run)
-    print(format_operators(document))
-    if options.plot is not None:
-        print(*save(operator_bars(document), options.plot), sep="\n")
+    print(format_operators(load_operators(parser.parse_args(arguments).run)))
     return 0
 
 

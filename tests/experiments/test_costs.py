@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.plots.operators import format_operators, load_operators, operator_bars, operator_table
+from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
@@ -81,10 +81,10 @@ def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
     assert table["swap"] + table.get("link", 0) == steps["swap_ns"].sum()
 
 
-def test_the_command_prints_and_draws(tmp_path, capsys):
+def test_the_command_prints_a_table(tmp_path, capsys):
     _, folder = run(tmp_path / "run", *FEW, "record.operators=true")
     capsys.readouterr()
-    assert main(["costs", str(folder), "--plot", str(tmp_path / "bars")]) == 0
+    assert main(["costs", str(folder)]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].split() == [
         "operator",
@@ -100,7 +100,6 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     ]
     assert "gate_up" in text
     assert "100.0%" in text
-    assert {file.name for file in tmp_path.glob("bars.*")} == {"bars.png", "bars.svg"}
 
 
 def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, monkeypatch):
@@ -190,10 +189,6 @@ def test_what_a_file_of_operators_must_say(tmp_path, capsys, change):
         load_operators(tmp_path)
     assert main(["costs", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_empty_figure_is_drawn_too():
-    assert operator_bars({"parts": "spans", "phases": {}}) is not None
 
 
 def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):

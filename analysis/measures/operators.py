@@ -1,4 +1,4 @@
-"""The time of a run by operator: a table and a figure from operators.json in the run folder."""
+"""The time of a run by operator, as a table: from operators.json in the run folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis.plots.style import COLOURS, grid, say_empty, styled
 from analysis.reading.files import read_json
 from testbed.errors import RunFolderError
 from testbed.foreign_text import whole
@@ -17,7 +15,6 @@ from testbed.records.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
 
 MAX_SUM = 2**62
 _UNCOVERED = "idle or overlap"
-_HATCHES = ("", "///", "...", "xxx")
 
 
 def load_operators(folder: Path) -> dict[str, Any]:
@@ -83,32 +80,3 @@ def format_operators(document: Mapping[str, Any]) -> str:
 def _line(name: str, cells: list[int], total: int, share: float | None) -> str:
     text = "" if share is None else f" {share:>7.1%}"
     return " ".join([f"{name:<18}", *(f"{ns / 1e9:>12.6g}" for ns in cells), f"{total / 1e9:>12.6g}"]) + text
-
-
-def operator_bars(document: Mapping[str, Any]) -> Figure:
-    """Horizontal bars, one for each operator with a share above 0.05 %, the longest on top. Each phase has a colour and
-    a hatch."""
-    frame = operator_table(document)
-    frame = frame[frame["share"] > 5e-4].iloc[::-1]
-    whole = max(1, int(operator_table(document)["total"].sum()))
-    with styled():
-        figure, axes = grid(1, 1, 0.9 + 0.22 * max(3, len(frame)))
-        panel, left = axes[0][0], frame["total"].to_numpy() * 0.0
-        for index, phase in enumerate(PHASES):
-            width = frame[phase].to_numpy() / whole * 100
-            if width.any():
-                panel.barh(
-                    frame["operator"], width, left=left, color=COLOURS[index], hatch=_HATCHES[index], label=phase,
-                    edgecolor="white", linewidth=0.4,
-                )  # fmt: skip
-                left = left + width
-        for name, end, share in zip(frame["operator"], left, frame["share"], strict=True):
-            panel.annotate(f"{share:.1%}", (end, name), xytext=(3, 0), textcoords="offset points", va="center")
-        panel.set_xlim(0, max(1.0, float(left.max(initial=0.0)) * 1.12))
-        panel.set_xlabel(f"share of {whole / 1e9:,.4g} s (%)")
-        panel.grid(visible=False, axis="y")
-        if len(frame):
-            panel.legend(title="steps with", loc="lower right")
-        else:
-            say_empty(panel)
-    return figure

@@ -28,7 +28,7 @@ from testbed.checks import require_whole
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, TestbedError
 
-NUM_ROWS, DURATION_S = 10_000, 1_250
+NUM_ROWS, RATE = 10_000, 8
 POINT_REQUESTS = 2_000
 SETTINGS = (
     "device=h100", "scheduler=vllm_v1", "scheduler.max_num_seqs=512",
@@ -59,20 +59,19 @@ def main(arguments: list[str]) -> int:
         "--trace", type=Path, help="the Azure 2023 conversation CSV; absent: requests that look like it"
     )
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the long generated trace; 0: skip it")
-    parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of the trace ({NUM_ROWS})")
+    parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of the trace, 2 or more ({NUM_ROWS})")
     parser.add_argument("--repeats", type=int, default=3, help="of the short cases; the best counts (3)")
     options = parser.parse_args(arguments)
     if options.trace is not None and not options.trace.is_file():
         raise ConfigError(f"--trace: no file {options.trace}; give the Azure 2023 conversation CSV, or leave it out")
-    require_whole("--rows", options.rows, 1)
+    require_whole("--rows", options.rows, 2)
     require_whole("--repeats", options.repeats, 1)
     require_whole("--requests", options.requests, 0)
     num_rows = options.rows
     rows = [*LOOK_ALIKE, f"trace.num_requests={num_rows}"]
     if options.trace is not None:
         rows = ["trace=azure", f"trace.path={options.trace.absolute()}", f"trace.limit={num_rows}"]
-    duration_s = DURATION_S * num_rows / NUM_ROWS
-    short = [*rows, f"trace.transforms=[{{name: stretch_to, duration_s: {duration_s}}}]"]
+    short = [*rows, f"trace.transforms=[{{name: set_rate, rate: {RATE}, by: warp}}]"]
     source = "Azure 2023" if options.trace is not None else "Azure-like"
     print("simulator: `testbed run`, Llama-3.1-8B on an H100, vllm_v1, budget 512, 512 sequences, 27,800 blocks")
     print(f"  {'case':<38}{'requests/s':>11}{'steps/s':>11}{'steps':>12}{'loop s':>8}{'wall s':>8}{'peak MiB':>10}")

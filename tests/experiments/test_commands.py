@@ -150,7 +150,7 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
     [
         (("core", "--repeats", "0"), "--repeats is 0; it must be at least 1"),
         (("simulator", "--repeats", "-1"), "--repeats is -1; it must be at least 1"),
-        (("simulator", "--rows", "0"), "--rows is 0; it must be at least 1"),
+        (("simulator", "--rows", "0"), "--rows is 0; it must be at least 2"),
         (("simulator", "--requests", "-5"), "--requests is -5; it must be at least 0"),
         (("observer", "--running", "4", "0"), "--running is 0; it must be at least 1"),
         (("observer", "--steps", "2001"), "--steps is 2001; the model has room for 2000"),

@@ -30,9 +30,8 @@ def instants(trace: Trace) -> list[float]:
     return [row.arrival_ns / S for row in trace]
 
 
-def test_rate_and_stretch_scale_arrivals(chat):
+def test_rate_scales_arrivals(chat):
     assert instants(transforms.scale_rate(plain(0, 1, 3), 2)) == [0, 0.5, 1.5]
-    assert instants(transforms.stretch_to(plain(0, 1, 4), 1)) == [0, 0.25, 1]
     assert transforms.scale_rate(plain(0, 1), 2).notes == ("arrival rate x 2",)
     fast = transforms.speed_up(chat, 2)
     assert fast.notes[-1] == "the trace's clock x 2"
@@ -125,10 +124,8 @@ def test_merged_traces_keep_apart_what_has_the_same_name():
         (lambda t: transforms.scale_rate(t, 0), "factor is 0; it must be a finite number above 0"),
         (lambda t: transforms.scale_rate(t, float("nan")), "factor is nan"),
         (lambda t: transforms.scale_rate(t, 1e-300), "factor is 1e-300; it must be large enough"),
-        (lambda t: transforms.stretch_to(t, 1e300), r"duration_s is 1e\+300"),
         (lambda t: transforms.window(t, 1e300), r"start_s is 1e\+300; it must be 0 to"),
         (lambda t: transforms.window(t, 0, float("inf")), "end_s is inf"),
-        (lambda t: transforms.stretch_to(t, -1), "duration_s is -1"),
         (lambda t: transforms.shift(t, -2.0), r"offset_s is -2\.0; it must be at least -1\.0 s"),
         (lambda t: transforms.window(t, -1), "start_s is -1"),
         (lambda t: transforms.window(t, 1, 1), r"end_s is 1; it must be above start_s \(1\)"),
@@ -156,8 +153,6 @@ def test_nothing_left_is_an_error_that_says_why():
         cut = transforms.limit(transforms.scale_rate(trace, 2), 3)
         with pytest.raises(TraceError, match=said):
             whole(transforms.window(cut, 5, 6))
-    with pytest.raises(ConfigError, match="cannot be stretched: all its requests arrive at 0"):
-        transforms.stretch_to(plain(0, 0), 5)
 
 
 # --- fingerprints ---

@@ -19,8 +19,6 @@ from testbed.traces.transforms.timing import (
     shift,
     speed_up,
     spread,
-    stretch_to,
-    time_warp,
 )
 
 __all__ = [
@@ -44,8 +42,6 @@ __all__ = [
     "shift",
     "speed_up",
     "spread",
-    "stretch_to",
     "thin",
-    "time_warp",
     "window",
 ]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from testbed.traces.arrange import arrange
 from testbed.traces.parts import rename_part
-from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
+from testbed.traces.schema import MAX_NS, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
 
 S = TypeVar("S", Trace, StreamedTrace)
@@ -35,16 +35,6 @@ def derived(
     made = list(rows())
     said = note if counted is None else counted()
     return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
-
-
-def last_ns(trace: TraceSource) -> int:
-    """Returns the last arrival. Iterates over a streamed trace once."""
-    if isinstance(trace, Trace):
-        return trace.rows[-1].arrival_ns
-    last = 0
-    for row in trace:
-        last = row.arrival_ns
-    return last
 
 
 def marked(row: TraceRequest, prefix: str, suffix: str) -> TraceRequest:

@@ -68,8 +68,6 @@ TRANSFORMS: dict[str, Transform] = {
     ),
     "thin": Transform(selection.thin, "keeps each session or conversation with probability `fraction`", draws="units"),
     "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
-    "time_warp": Transform(timing.time_warp, "moves arrivals by a curve through `points` [from_s, to_s]"),
-    "stretch_to": Transform(timing.stretch_to, "scales time so that the last request comes at `duration_s`"),
     "shift": Transform(timing.shift, "moves all arrivals by `offset_s`"),
     "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
     "arrivals": Transform(

@@ -10,7 +10,7 @@ from testbed.checks import require
 from testbed.errors import ConfigError
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, S, derived, last_ns
+from testbed.traces.transforms.common import MAX_S, S, derived
 from testbed.traces.transforms.units import UnitOf, units_of
 from testbed.wording import count
 
@@ -33,8 +33,8 @@ def window(trace: S, start_s: float = 0.0, end_s: float | None = None) -> S:
                 yield row._replace(arrival_ns=row.arrival_ns - start_ns)
 
     note = f"cut to {start_s:.15g} s … {'the end' if end_s is None else f'{end_s:.15g} s'}"
-    if isinstance(trace, Trace) and max(start_ns, end_ns or 0) > last_ns(trace):
-        note += f", and the last request arrives at {last_ns(trace) / 1e9:.6g} s"
+    if isinstance(trace, Trace) and max(start_ns, end_ns or 0) > (last_ns := trace.rows[-1].arrival_ns):
+        note += f", and the last request arrives at {last_ns / 1e9:.6g} s"
     return derived(trace, rows, note)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 
 from testbed.checks import choose, require
 from testbed.errors import ConfigError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.transforms.common import MAX_S, S, derived, finite, last_ns
+from testbed.traces.transforms.common import MAX_S, S, derived, finite
 from testbed.traces.transforms.selection import thinned
 from testbed.traces.transforms.units import session_of
 
@@ -87,64 +86,6 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
         return _rate_scaled(trace, factor, f"{told}: arrival rate x {factor:g}", ("rate", rate))
     require("rate", rate, factor <= 1, f"at most the trace's own {own_rate:g} per second with by=thin")
     return thinned(trace, factor, seed, f"{told}: ")
-
-
-def time_warp(trace: S, points: Sequence[Sequence[float]]) -> S:
-    """Moves arrivals by a piecewise linear curve through `points` (from_s, to_s): from_s rises, to_s never falls. After
-    the last point the last piece goes on.
-
-    The curve starts at (0, 0) unless the first point is at from_s=0. For example [[600, 300], [1200, 1200]]: the first
-    ten minutes pass twice as fast, and the next ten more slowly, such that they end on time.
-    """
-    curve = _curve(points)
-
-    def rows() -> Iterator[TraceRequest]:
-        at = 0
-        for row in trace:
-            while at + 2 < len(curve) and row.arrival_ns >= curve[at + 1][0]:
-                at += 1
-            (from_ns, to_ns), (next_from_ns, next_to_ns) = curve[at], curve[at + 1]
-            moved = to_ns + (row.arrival_ns - from_ns) * (next_to_ns - to_ns) // (next_from_ns - from_ns)
-            require("points", points, moved <= MAX_NS, f"such that the last arrival comes before {MAX_S:.1e} s")
-            yield row._replace(arrival_ns=max(0, moved))
-
-    told = ", ".join(f"[{from_s:g}, {to_s:g}]" for from_s, to_s in points)
-    return derived(trace, rows, f"time warped through [from_s, to_s] {told}", num_requests=trace.num_requests)
-
-
-def _curve(points: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    expected = f"a list of [from_s, to_s], each 0 to {MAX_S:.1e}, each from_s above the one before, no to_s below it"
-    curve: list[tuple[int, int]] = []
-    for point in points:
-        numbers = list(point) if isinstance(point, list | tuple) else []
-        is_pair = len(numbers) == 2 and all(
-            isinstance(number, int | float) and 0 <= number <= MAX_S for number in numbers
-        )
-        require("points", point, is_pair, expected)
-        curve.append((round(numbers[0] * 1e9), round(numbers[1] * 1e9)))
-    if curve and curve[0][0] > 0:
-        curve.insert(0, (0, 0))
-    rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(curve))
-    require("points", points, len(curve) >= 2 and rises, expected)
-    return curve
-
-
-def stretch_to(trace: S, duration_s: float) -> S:
-    """Scales the arrivals linearly so that the last comes at `duration_s` (the first is expected at 0).
-
-    Iterates over a streamed trace once.
-    """
-    require("duration_s", duration_s, 0 < duration_s <= MAX_S, f"above 0, up to {MAX_S:.1e}")
-    end_ns, duration_ns = last_ns(trace), round(duration_s * 1e9)
-    if end_ns == 0:
-        raise ConfigError(f"trace {trace.name!r} cannot be stretched: all its requests arrive at 0")
-
-    def rows() -> Iterator[TraceRequest]:
-        for row in trace:
-            yield row._replace(arrival_ns=(row.arrival_ns * duration_ns + end_ns // 2) // end_ns)
-
-    note = f"arrivals stretched from {end_ns / 1e9:g} s to {duration_s:g} s"
-    return derived(trace, rows, note, num_requests=trace.num_requests)
 
 
 def shift(trace: S, offset_s: float) -> S:

@@ -69,14 +69,6 @@ class SkippingClock(RealTimeClock):
         self._origin_ns -= max(0, until_ns - self.now_ns())
 
 
-class CpuTimeClock(RealTimeClock):
-    """The CPU time of this process, which work of other processes does not increase. Waits by spinning. Steps that
-    compute with one thread take as long as they would on an idle machine."""
-
-    def __init__(self) -> None:
-        super().__init__(time.process_time_ns, lambda seconds: None)
-
-
 class ProbeScaledClock(RealTimeClock):
     """Time as on a machine of constant speed, on which `probe`, a small piece of the engine's own work, takes
     `probe_ns`. Every PROBE_EVERY_NS the probe runs before a step, and later time is scaled by its duration. The clock
@@ -167,7 +159,4 @@ def make_clock(config: RealConfig | VllmConfig, engine: object = None) -> RealTi
                 "that plans no step ahead; choose another backend.pace"
             )
         return ProbeScaledClock(probe, config.probe_ns)
-    clocks: dict[str, type[RealTimeClock]] = {
-        "real_time": RealTimeClock, "as_fast_as_possible": SkippingClock, "cpu_time": CpuTimeClock
-    }  # fmt: skip
-    return clocks[config.pace]()
+    return SkippingClock() if config.pace == "as_fast_as_possible" else RealTimeClock()

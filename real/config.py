@@ -13,7 +13,7 @@ DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_NAMES = ("auto", "flash_attn_3", "flash_attn", "varlen", "triton", "cpu", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-PACES = ("real_time", "as_fast_as_possible", "cpu_time", "probe_scaled")
+PACES = ("real_time", "as_fast_as_possible", "probe_scaled")
 MAX_NUM_REPLICAS = 256
 MAX_NUM_THREADS = 1024  # torch crashes with many more
 
@@ -32,9 +32,9 @@ class RealConfig:
     the model's. attention: `auto` takes the first provider that can run, in the order of ATTENTION_NAMES. load_format:
     `auto` reads safetensors if the model's path is a folder, and generates random weights otherwise. cpu_kv_bytes: KV
     memory if the device is the CPU.
-    num_threads: of torch on the CPU; None: torch's default. pace: `real_time` waits for arrivals; `cpu_time` does so in
-    CPU time of this process; `as_fast_as_possible` moves the clock forward instead. `probe_scaled` does so too, and
-    scales step times to a machine of constant speed: a probe is timed at intervals and compared with probe_ns (None:
+    num_threads: of torch on the CPU; None: torch's default. pace: `real_time` waits for arrivals;
+    `as_fast_as_possible` moves the clock forward instead. `probe_scaled` does so too, and scales step times to a
+    machine of constant speed: a probe is timed at intervals and compared with probe_ns (None:
     its duration at the start). speed: 2.0 replays a trace twice as fast: arrivals and think times are divided by it;
     recorded times stay in the engine's own time. cuda_graphs: steps are captured when the engine starts, and replayed
     (CUDA only). These are steps of only decodes up to max_captured_size rows, and other steps up to max_captured_tokens
@@ -78,8 +78,8 @@ class RealConfig:
         require("backend.speed", self.speed, self.speed > 0, "above 0: 2 replays a trace twice as fast")
         require_whole_or_null("backend.num_threads", self.num_threads, 1, MAX_NUM_THREADS)
         require_whole("backend.num_replicas", self.num_replicas, 1, MAX_NUM_REPLICAS)
-        if self.num_replicas > 1 and self.pace in ("cpu_time", "probe_scaled"):
+        if self.num_replicas > 1 and self.pace == "probe_scaled":
             raise ConfigError(
-                f"backend.pace={self.pace} is the time of one process, and each of backend.num_replicas has its own; "
+                "backend.pace=probe_scaled is the time of one process, and each of backend.num_replicas has its own; "
                 "choose real_time or as_fast_as_possible"
             )

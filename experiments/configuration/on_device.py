@@ -80,12 +80,7 @@ def check_plans_ahead(config: RunConfig) -> None:
 
 
 def check_pace(config: RunConfig) -> None:
-    """Raises ConfigError for pace=probe_scaled without a single engine on a CPU, and for pace=cpu_time with vLLM."""
-    if isinstance(config.backend, VllmConfig) and config.backend.pace == "cpu_time":
-        raise ConfigError(
-            "backend.pace=cpu_time is the CPU time of this process: vLLM has several threads in it, whose times add "
-            "up, and a GPU's is no part of it; choose probe_scaled, real_time or as_fast_as_possible"
-        )
+    """Raises ConfigError for pace=probe_scaled without a single engine on a CPU."""
     if getattr(config.backend, "pace", None) != "probe_scaled":
         return
     ranks = config.tensor_parallel_size

@@ -131,7 +131,7 @@ def of_points(overrides: Sequence[str], keys: Keys) -> list[str]:
 
 def of_one_point(overrides: Sequence[str], library: Library) -> list[str]:
     """Returns the overrides of one point, without keys that its options do not have: in `backend=sim,real
-    backend.pace=cpu_time`, only the points of the real engine get the pace."""
+    backend.pace=probe_scaled`, only the points of the real engine get the pace."""
     items = [parsed(text) for text in overrides]
     keys = _keys(items, library, {})
     return [text for text, item in zip(overrides, items, strict=True) if any(_has(keys, item))]

@@ -151,7 +151,7 @@ def test_a_fleet_that_is_interrupted_keeps_what_its_replicas_committed(tmp_path:
     ("option", "told"),
     [
         ("backend.num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 256"),
-        ("backend.num_replicas=2 backend.pace=cpu_time", "backend.pace=cpu_time is the time of one process"),
+        ("backend.num_replicas=2 backend.pace=probe_scaled", "backend.pace=probe_scaled is the time of one process"),
         ("backend.num_replicas=2 backend.router=leastloaded", "did you mean 'least_loaded'"),
         ("backend.num_replicas=2 model.path=/nowhere", "/nowhere"),
         ("backend.num_replicas=2 cache.num_gpu_blocks=100000000", "bytes are available for each of 2 replicas; lower"),

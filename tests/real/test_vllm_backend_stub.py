@@ -226,7 +226,6 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
             "backend.options has enable_chunked_prefill, watermark",
         ),
         ("backend.options={scheduler_cls:mine.Own}", "backend.options has scheduler_cls, which other keys"),
-        ("backend.pace=cpu_time", "backend.pace=cpu_time is the CPU time of this process: vLLM has several threads"),
         ("sampling.prompt_logprobs=0", "backend=vllm returns no logprobs of prompts"),
         ("cache.num_gpu_blocks=9", "cache.num_gpu_blocks=9 of 4 tokens each hold no request of max_model_len (40)"),
     ],

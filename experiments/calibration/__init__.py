@@ -1,1 +1,1 @@
-"""`testbed calibrate`: profiles the real engine (`calibrate`), and fits cost models to the profile (`command`)."""
+"""`testbed calibrate`: profiles the real engine (`calibrate`), and fits its step times (`command`)."""

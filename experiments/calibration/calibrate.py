@@ -1,4 +1,4 @@
-"""Profiles the real engine and fits the simulator's cost models to the profile.
+"""Profiles the real engine and fits `cost=calibrated` to the profile.
 
 The profile is a set of steps that the ordinary serving loop ran, so a measured step includes all of a step's costs:
 scheduling, input preparation, forward pass, sampling, host overheads. `real.profiler` makes the steps of the grid.
@@ -26,7 +26,6 @@ from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
-from sim.cost.linear import fit_linear, save_fit
 from testbed.core.commands import Recorder, StepView
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
@@ -46,7 +45,7 @@ if TYPE_CHECKING:  # needs numpy, and is only used with the torch engine
     from real.clocks import Clock
     from real.profiler.measure import Profiled, Recorded, Unit
 
-PROFILE_FILE = "profile.parquet"  # in the folder of a calibration
+PROFILE_FILE, FIT_FILE = "profile.parquet", "calibrated-cost.json"  # in the folder of a calibration
 PROFILE_SEED = 1_000_003  # of the profiling traces; experiments are unlikely to use this seed
 
 
@@ -148,7 +147,7 @@ def _manifest(config: RunConfig, backend: Any, command: str) -> ProfileManifest:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The cost model that predicts the left-out steps of a profile best, and the overrides that select it."""
+    """A calibration, the overrides that select it, and its error on left-out steps, in words."""
 
     overrides: list[str]
     description: str
@@ -156,29 +155,17 @@ class Fitted:
 
 
 def fit_and_save(measured: Profile, folder: Path) -> Fitted:
-    """Writes profile.parquet, fits `calibrated` and `linear` to it, and selects the one with the smaller sum of median
-    and P90 error on left-out steps."""
+    """Writes profile.parquet and the fit to it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_profile(folder / PROFILE_FILE, *measured)
-    calibration = calibrate(measured)
-    save_calibration(calibration, folder / "calibrated-cost.json")
-    steps, manifest = [(step.shape, step.total_ns) for step in measured.steps], measured.manifest
-    linear = fit_linear(steps, sliding_window=manifest.sliding_window)
-    about = {name: getattr(manifest, name) for name in ("device", "block_size", "tensor_parallel_size")}
-    about |= {"model": manifest.model["name"], "kv_dtype": manifest.kv_dtype or manifest.dtype}
-    save_fit(linear, folder / "linear-cost.json", **about)
+    calibration, file = calibrate(measured), folder / FIT_FILE
+    save_calibration(calibration, file)
     best = calibration.quality["all"]
-    errors = {
-        "calibrated": (best.median, best.p90),
-        "linear": (linear.median_relative_error, linear.p90_relative_error),
-    }
-    cost = min(errors, key=lambda name: sum(errors[name]))
-    other = "linear" if cost == "calibrated" else "calibrated"
-    overrides = [f"cost={cost}", f"cost.path={folder / f'{cost}-cost.json'}", f"device={manifest.device}"]
     description = (
-        f"{cost} cost fitted to {len(measured.steps)} other steps, cross-validated error {errors[cost][0]:.1%} "
-        f"(median), {errors[cost][1]:.1%} (P90); {other} errs by {errors[other][0]:.1%} and {errors[other][1]:.1%}"
+        f"calibrated cost fitted to {len(measured.steps)} other steps, cross-validated error {best.median:.1%} "
+        f"(median), {best.p90:.1%} (P90)"
     )
+    overrides = ["cost=calibrated", f"cost.path={file}", f"device={measured.manifest.device}"]
     return Fitted(overrides, description, calibration)
 
 

@@ -1,4 +1,4 @@
-"""The command line of `testbed calibrate`: profiles the real engine and fits cost models to the profile."""
+"""The command line of `testbed calibrate`: profiles the real engine and fits its step times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.calibration.calibrate import (
+    FIT_FILE,
     PROFILE_FILE,
     QUICK,
     Extent,
@@ -49,7 +50,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser = Parser(
         name,
         description={
-            "all": "Profile the real engine, fit cost models to it, write both into a folder.",
+            "all": "Profile the real engine, fit cost=calibrated to it, write both into a folder.",
             "profile": "Run the real engine over a grid of steps and ordinary loads; write what steps took.",
             "fit": "Fit cost=calibrated to a profile, cross-validate, write the fit.",
         }[command],
@@ -68,7 +69,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument(
             "--out", type=Path, required=command == "profile",
             help="where to write the profile (.parquet)" if command == "profile"
-            else "folder of profile and fits (runs/calibration-<model>-<time>)",
+            else "folder of profile and fit (runs/calibration-<model>-<time>)",
         )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser
@@ -101,7 +102,7 @@ def _all(options: argparse.Namespace, command: str) -> int:
     extent = _extent(options)
     folder: Path = options.out or _default_folder(options.overrides)
     if folder.is_file():
-        raise RunFolderError(f"{folder} is a file, and --out names a folder of profile and fits; choose another")
+        raise RunFolderError(f"{folder} is a file, and --out names a folder of profile and fit; choose another")
     if folder.exists() and any(folder.iterdir()) and not options.overwrite:
         raise RunFolderError(f"{folder} is not empty; choose another --out or pass --overwrite")
     measurement = _measure(options, command, extent, folder)
@@ -116,8 +117,7 @@ def _all(options: argparse.Namespace, command: str) -> int:
         print(f"no fit       {error}")
         return status
     print(describe(fitted.calibration))
-    print(f"best         {fitted.description}")
-    print(f"fits         {', '.join(str(path) for path in sorted(folder.glob('*-cost.json')))}")
+    print(f"fit          {folder / FIT_FILE}")
     _doubt(quality := fitted.calibration.quality["all"])
     simulation = shlex.join(_simulation(options.overrides, measurement, fitted.overrides))
     print(f"simulate     {_caveat(quality)}{simulation}")

@@ -39,6 +39,9 @@ def saved_config(folder: Path) -> dict[str, Any]:
         group, _, name = key.partition(".")
         if isinstance(raw.get(group), dict):
             raw[group].pop(name, None)
+    cost = raw.get("cost")
+    if isinstance(cost, dict) and cost.get("name") == "linear" and cost.get("path", "") is None:
+        del cost["path"]  # of a file that older versions took
     return raw
 
 

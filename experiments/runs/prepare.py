@@ -26,8 +26,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.base import CostModel
 from sim.cost.calibrated import CalibratedCost
-from sim.cost.config import CalibratedConfig, LinearConfig
-from sim.cost.linear import error_of_fit
+from sim.cost.config import CalibratedConfig
 from sim.front_end import FrontEnd
 from testbed.core.commands import Recorder
 from testbed.core.interfaces import Inbox
@@ -182,9 +181,6 @@ def _error_of(config: RunConfig, cost: CostModel) -> dict[str, float] | None:
     if isinstance(cost, CalibratedCost):
         quality = cost.calibration.quality["all"]
         return {"median": quality.median, "p90": quality.p90}
-    if isinstance(config.cost, LinearConfig) and config.cost.path is not None:
-        errors = error_of_fit(config.cost.path)
-        return None if errors is None else {"median": errors[0], "p90": errors[1]}
     return None
 
 

@@ -17,7 +17,6 @@ from experiments.fits import fit_of
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
-from sim.cost.config import COEFFICIENTS as LINEAR_COEFFICIENTS
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from sim.cost.constant import ConstantCost
 from sim.cost.drawing import filters, is_plain
@@ -82,7 +81,7 @@ def build_cost(config: RunConfig) -> CostModel:
         case ConstantConfig() as options:
             return ConstantCost(options)
         case LinearConfig() as options:
-            return LinearCost(options, config.sliding_window, {"model": config.model.name} | _fitted_with(config))
+            return LinearCost(options, config.sliding_window)
         case CalibratedConfig() as options:
             return CalibratedCost(calibration_of(config, options), options.outside)
         case TablesConfig() as options:
@@ -127,15 +126,14 @@ def _class(cost: CostModel) -> str:
 
 def unread_settings(config: RunConfig) -> list[str]:
     """Returns notes about changed settings of the cost model that have no effect, each with the reason."""
-    cost, notes, is_cpu = config.cost, [], config.device.kind == "cpu"
+    cost, is_cpu = config.cost, config.device.kind == "cpu"
+    notes: list[str] = []
     if isinstance(cost, dict):
         return []  # of a user's own class nothing is known
-    if isinstance(cost, LinearConfig) and cost.path is not None:
-        notes += without_effect("cost", cost, LINEAR_COEFFICIENTS, "cost.path, whose coefficients are taken")
     if not isinstance(cost, RooflineConfig):
         unread = [] if is_plain(config.sampling) else ["sampling"]
         unread += [f"device.{name}" for name in unlike_the_library(config.device, PRICED_FIELDS)]
-        return notes + [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
+        return [f"{key} does not change the step times of cost={config.cost_name}" for key in unread]
     if config.model.architecture in LIKE_LLAMA:
         notes.append(f"{config.model.architecture} is priced as a Llama of its sizes: its small operators differ")
     if isinstance(cost, TablesConfig):
@@ -249,20 +247,9 @@ def _measured(
 
 def fit_file(config: RunConfig) -> Path | None:
     """Returns the file that a run's step times are fitted in or to; None if they come from no such file."""
-    match config.cost:
-        case CalibratedConfig() as options:
-            return Path(options.path or options.profile or fit_of(config.model.name, config.device.name))
-        case LinearConfig(path=str() as path):
-            return Path(path)
+    if isinstance(options := config.cost, CalibratedConfig):
+        return Path(options.path or options.profile or fit_of(config.model.name, config.device.name))
     return None
-
-
-def _fitted_with(config: RunConfig) -> dict[str, Any]:
-    """Returns what a fit must have in common with a run, besides the model and its window."""
-    return {
-        "device": config.device.name, "block_size": config.cache.block_size,
-        "tensor_parallel_size": config.tensor_parallel_size, "kv_dtype": config.cache.kv_dtype or config.model.dtype,
-    }  # fmt: skip
 
 
 def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
@@ -271,8 +258,11 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
     file = str(fit_file(config))
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
     calibration = _calibration(file, options.profile is not None, modified_ns)
-    own = _fitted_with(config)
-    calibration.manifest.check_matches(file, model=config.model, sliding_window=config.sliding_window, **own)
+    calibration.manifest.check_matches(
+        file, model=config.model, device=config.device.name, block_size=config.cache.block_size,
+        tensor_parallel_size=config.tensor_parallel_size, kv_dtype=config.cache.kv_dtype or config.model.dtype,
+        sliding_window=config.sliding_window,
+    )  # fmt: skip
     if options.repeated_saving is not None:
         calibration = replace(calibration, repeated_saving=options.repeated_saving)
     return calibration.scaled(options.host_factor, options.device_factor)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from sim.cost.base import attention_pairs_doubled, decode_skew, pairs_doubled
 from sim.cost.calibrated import COEFFICIENTS, CalibratedCost, Calibration, Coefficients, Curve, Quality, captured_by
-from sim.cost.linear import NUM_REWEIGHTINGS, solve_relative
 from sim.cost.profiled_range import REGIONS, profiled_ranges
 from testbed.core.plan import BatchShape
 from testbed.errors import ProfileError
@@ -27,6 +26,7 @@ from testbed.specs.profiles import MeasuredStep, Profile, ProfileManifest
 MIN_SHAPES = 20
 MAX_PIECES = 12  # of a curve
 MIN_SHAPES_OF_PIECE = 4
+NUM_REWEIGHTINGS = 5  # the weights have settled by then
 Floats = NDArray[np.float64]
 
 
@@ -110,7 +110,7 @@ def _fit(
     ]
     expected = total
     for _ in range(NUM_REWEIGHTINGS):
-        solved = [solve_relative(matrix, targets[:, part], expected) for part, matrix in enumerate(matrices)]
+        solved = [_solve_relative(matrix, targets[:, part], expected) for part, matrix in enumerate(matrices)]
         predicted = sum(matrix @ found for matrix, found in zip(matrices, solved, strict=True))
         expected = np.maximum(predicted, 0.1 * total)
     host, swap, forward, sampler = (found.tolist() for found in solved)
@@ -224,3 +224,17 @@ def _curve(knots: list[int], increments: list[float]) -> Curve:
         value += increment
         points.append((num_rows, value))
     return tuple(points)
+
+
+def _solve_relative(features: Floats, measured: Floats, expected: Floats) -> Floats:
+    """Returns x >= 0 that minimises sum(((features @ x - measured) / expected)**2); 0 for a column of zeros."""
+    from scipy.optimize import nnls  # slow to import, and a simulation does not need it
+
+    relative = features / expected[:, None]
+    scale = np.abs(relative).max(axis=0, initial=0.0)
+    used = scale > 0
+    found = np.zeros(features.shape[1])
+    if used.any():
+        solution, _ = nnls(relative[:, used] / scale[used], measured / expected, maxiter=50 * features.shape[1])
+        found[used] = solution / scale[used]
+    return found

@@ -89,10 +89,7 @@ class CalibratedConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Coefficients in seconds. The defaults have the magnitude of an 8B model in bfloat16 on one H100.
-
-    path: a file written by save_fit; its coefficients replace those given here.
-    """
+    """Coefficients in seconds. The defaults have the magnitude of an 8B model in bfloat16 on one H100."""
 
     base_s: float = 6e-3  # each step: reading the weights, launches, host
     per_prefill_token_s: float = 2.5e-5
@@ -101,15 +98,11 @@ class LinearConfig:
     per_prefill_attention_pair_s: float = 1e-9
     per_swapped_block_s: float = 4e-5
     per_copied_block_s: float = 1.5e-6
-    path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in COEFFICIENTS:
-            value = getattr(self, name)
-            require(f"cost.{name}", value, 0 <= value <= 1e6, "from 0 to 1e6 seconds")
-
-
-COEFFICIENTS = tuple(item.name for item in fields(LinearConfig) if item.name != "path")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            require(f"cost.{item.name}", value, 0 <= value <= 1e6, "from 0 to 1e6 seconds")
 
 
 @dataclass(frozen=True, slots=True)

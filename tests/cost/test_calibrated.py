@@ -12,7 +12,7 @@ from sim.cost.calibrated import CalibratedCost, Calibration, Coefficients, Quali
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration, save_calibration
 from sim.cost.config import CalibratedConfig, LinearConfig, RooflineConfig
-from sim.cost.linear import LinearCost, fit_linear
+from sim.cost.linear import LinearCost
 from sim.cost.profiled_range import RangeWatch, outside, profiled_ranges
 from sim.cost.roofline import RooflineCost
 from testbed.core.commands import StepView
@@ -146,8 +146,7 @@ def test_a_fit_to_a_roofline_predicts_shapes_that_it_has_not_seen(max_captured_t
     said = manifest(captured_decodes=512, captured_tokens=max_captured_tokens)
     profile = Profile(said, measured(truth, grid()))
     fit = calibrate(profile)
-    linear = fit_linear([(step.shape, step.total_ns) for step in profile.steps])
-    assert fit.quality["all"].p90 < 0.02 < 0.1 < linear.p90_relative_error
+    assert fit.quality["all"].p90 < 0.02
     assert set(fit.quality) == {"all", "decode", "prefill", "mixed"}
     errors = sorted(
         abs(CalibratedCost(fit).price(shape).total_ns / truth.price(shape).total_ns - 1) for shape in grid(seed=8)

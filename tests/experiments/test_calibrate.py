@@ -39,7 +39,7 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert all(step.spans.schedule_ns > 0 and step.spans.prepare_ns > 0 for step in profile.steps)
     calibration = load_calibration(folder / "calibrated-cost.json")
     assert set(calibration.quality) == {"all", "decode", "prefill", "mixed"}
-    for expected in ("relative error of shapes that were left out", "profile.parquet: ", "linear-cost.json"):
+    for expected in ("relative error of shapes that were left out", "profile.parquet: ", "calibrated-cost.json"):
         assert expected in said.out
     (command,) = [line for line in said.out.splitlines() if line.startswith("simulate")]
     caveat, run, words = command.partition("testbed run ")
@@ -47,7 +47,7 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert ("only to try it out" in caveat) == ("LARGE ERROR" in said.out), "on a busy host"
     assert main(["run", *shlex.split(words), *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     assert manifest_of(tmp_path / "run")["num_gpu_blocks"] == 64
-    assert manifest_of(tmp_path / "run")["cost"] in ("calibrated", "linear")
+    assert manifest_of(tmp_path / "run")["cost"] == "calibrated"
     again = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
 
@@ -64,7 +64,7 @@ def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--overwrite"], "is a file, and --out names a folder of profile and fits; choose another"),
+        (["--overwrite"], "is a file, and --out names a folder of profile and fit; choose another"),
         (["cost=calibrated"], "that is the fit that `testbed calibrate` makes; leave cost out here"),
     ],
 )

@@ -11,8 +11,6 @@ from analysis.reports.report import report_from_folders
 from experiments.cli import main
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
-from sim.cost.config import LinearConfig
-from sim.cost.linear import LinearFit, save_fit
 from sim.cost.roofline import RooflineCost
 from testbed import compiled
 from testbed.core.outcome import Spans
@@ -191,13 +189,13 @@ def test_what_a_file_of_operators_must_say(tmp_path, capsys, change):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_linear_fit_of_another_window_is_one_line(tmp_path, capsys):
-    fit = LinearFit(LinearConfig(), 0.0, 0.0, 14, 5, sliding_window=32)
-    save_fit(fit, tmp_path / "fit.json")
-    options = [*FEW, "cost=linear", f"cost.path={tmp_path / 'fit.json'}"]
-    assert run(tmp_path / "run", *options)[0] == 1
-    assert "fit.json was fitted with sliding_window 32, and the run has null; set cache." in capsys.readouterr().err
-    assert run(tmp_path / "again", *options, "cache.sliding_window=32")[0] == 0
+def test_an_older_folder_whose_linear_cost_names_no_file_is_repeated(tmp_path):
+    _, folder = run(tmp_path / "run", *FEW, "cost=linear")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("  base_s:", "  path: null\n  base_s:"))
+    assert main(["run", f"from={folder}", f"hydra.run.dir={tmp_path / 'again'}"]) == 0
+    config.write_text(config.read_text().replace("path: null\n  base_s", "path: fit.json\n  base_s"))
+    assert main(["run", f"from={folder}", f"hydra.run.dir={tmp_path / 'fitted'}"]) == 1, "its prices are not these"
 
 
 def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from xxhash import xxh64_hexdigest
@@ -16,8 +15,6 @@ from experiments.wiring.costs import build_cost, unread_settings
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import load_calibration
-from sim.cost.config import LinearConfig
-from sim.cost.linear import LinearFit, save_fit
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
@@ -112,33 +109,3 @@ def test_a_fit_and_its_profile_are_told_apart(capsys):
     assert f"if it is a fit, give it as cost.path={fit}" in capsys.readouterr().err
     assert main(["run", "cost=calibrated", f"cost.path={profile}"]) == 1
     assert f"if it is a profile: cost.profile={profile}" in capsys.readouterr().err
-    assert main(["run", "cost=linear", f"cost.path={fit}"]) == 1
-    assert "fit it again, or use it with cost=calibrated" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_linear_fit_says_its_error_and_is_of_its_model_alone(tmp_path, capsys):
-    measured = LinearFit(LinearConfig(), 0.04, 0.2, num_steps=100, num_folds=5)
-    save_fit(measured, tmp_path / "fit.json", model="qwen3_8b", block_size=16)
-    options = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "trace.num_requests=4"]
-    assert main(["run", *options, "model=qwen3_8b", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    assert "cost=linear (left-out steps: 4.0% off, P90 20.0%), " in capsys.readouterr().out
-    page = report_from_folders([tmp_path / "run"], tmp_path / "page.html").with_suffix(".md").read_text()
-    assert "| step times | good | fitted to measured steps; those left out of the fit are 4.0 % off" in page
-    assert main(["run", *options, "model=qwen3_0.6b"]) == 1
-    assert "was fitted with model 'qwen3_8b', and the run has 'qwen3_0.6b'; choose what" in capsys.readouterr().err
-
-
-def test_a_linear_fit_is_of_its_device_ranks_and_blocks_alone(tmp_path: Path) -> None:
-    measured = {"device": "h100", "block_size": 16, "tensor_parallel_size": 1, "kv_dtype": "bfloat16"}
-    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json", model="qwen3_0.6b", **measured)
-    options = ["model=qwen3_0.6b", "cost=linear", f"cost.path={tmp_path / 'fit.json'}"]  # device=h100 is the default
-    build_cost(compose_config(options))
-    for other, said in (
-        ("device=a100", "device 'h100', and the run has 'a100'"),
-        ("cache.block_size=32", "block_size 16, and the run has 32"),
-        ("device.tensor_parallel_size=2", "tensor_parallel_size 1, and the run has 2"),
-        ("cache.kv_dtype=fp8_e4m3", "kv_dtype 'bfloat16', and the run has 'fp8_e4m3'"),
-    ):
-        with pytest.raises(ConfigError, match=rf"fit.json was fitted with {said}; choose what was measured"):
-            build_cost(compose_config([*options, other]))

@@ -62,7 +62,7 @@ def test_a_value_of_another_type_is_named_with_what_was_expected(override: str, 
         ),
         (
             ["cost=constant", "cost.path=fit.json"],
-            "cost.path is a key of cost=tables or calibrated or linear; leave it out, or choose cost=tables",
+            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables",
         ),
         (
             ["trace.spread_batches=true"],

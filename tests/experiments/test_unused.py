@@ -7,8 +7,6 @@ import pytest
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.unused import unused_settings, without_classes
-from sim.cost.config import LinearConfig
-from sim.cost.linear import LinearFit, save_fit
 from testbed.traces.classes import ClassFields
 from tests.experiments.kit import latest, say
 from tests.experiments.test_models_from_files import SHAPE
@@ -82,13 +80,11 @@ def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
 
 
 def test_what_has_no_effect_is_said(tmp_path, capsys):
-    save_fit(LinearFit(LinearConfig(), 0.0, 0.0, 14, 5), tmp_path / "fit.json")
-    linear = ["cost=linear", f"cost.path={tmp_path / 'fit.json'}", "cost.base_s=1", "device.num_sms=9"]
+    linear = ["cost=linear", "cost.base_s=1", "device.num_sms=9"]
     fleet = ["backend.num_replicas=2", "backend.replicas_per_link=2"]
     roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
     for number, (options, expected) in enumerate((
-        (linear, ["cost.base_s has no effect with cost.path, whose coefficients are taken",
-                  "device.num_sms does not change the step times of cost=linear"]),
+        (linear, ["device.num_sms does not change the step times of cost=linear"]),
         (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
         ([*fleet, "backend.swap_overlap=true"], []),
         (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",

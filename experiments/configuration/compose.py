@@ -20,7 +20,6 @@ from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register, structured_options
-from experiments.configuration.device_file import read_device_file
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
@@ -170,35 +169,29 @@ def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:
 
 
 def _refuse_unread(node: DictConfig, overrides: Sequence[str], keys: Keys) -> None:
-    """Raises ConfigError for a key beside `model.path` or `device.path` that their files give: in an override, or in a
-    file of the user's own (except a model or a device that a path from elsewhere replaces)."""
-    for group, where in _GIVEN_BY_FILES.items():
-        path = OmegaConf.select(node, f"{group}.path", throw_on_missing=False)
-        if not isinstance(path, str):
-            continue
-        given = {key: place for key, place in _beside(group, keys).items() if key in keys.all}
-        for item in map(parsed, filter(is_value, overrides)):
-            given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
-        for key, place in given.items():
-            of_group, _, name = key.partition(".")  # a model's files give all of it
-            if of_group == group and name not in ("", "path") and (group == "model" or name in read_device_file(path)):
-                raise ConfigError(f"{place}{key} has no effect with {group}.path, {where}")
+    """Raises ConfigError for a key of the model beside `model.path`, whose files give all of it: in an override, or in
+    a file of the user's own (except a model that a path from elsewhere replaces)."""
+    if not isinstance(OmegaConf.select(node, "model.path", throw_on_missing=False), str):
+        return
+    given = {key: place for key, place in _beside_path(keys).items() if key in keys.all}
+    for item in map(parsed, filter(is_value, overrides)):
+        given |= {key: "" for key, _ in _given(item.key_or_group, item.value())}
+    for key, place in given.items():
+        group, _, name = key.partition(".")
+        if group == "model" and name not in ("", "path"):
+            raise ConfigError(
+                f"{place}{key} has no effect with model.path, whose files give it: leave it out, or change it in a "
+                "copy of config.json (backend.dtype sets what an engine computes in)"
+            )
 
 
-def _beside(group: str, keys: Keys) -> dict[str, str]:
-    """Returns where each key is in the user's files: in those of the group only if one of these gives its path."""
-    own = [option for one, option, _ in keys.own_files() if one == group]
-    files = tuple(f"{file}, line " for option in own for file, _ in keys.library.files(group, option))
+def _beside_path(keys: Keys) -> dict[str, str]:
+    """Returns where each key is in the user's files: in those of models only if one of these gives model.path."""
+    own = [option for group, option, _ in keys.own_files() if group == "model"]
+    files = tuple(f"{file}, line " for option in own for file, _ in keys.library.files("model", option))
     places = {key: place for key, (place, _) in keys.places.items()}
-    is_own = places.get(f"{group}.path", "").startswith(files)
+    is_own = places.get("model.path", "").startswith(files)
     return {key: place for key, place in places.items() if is_own or not place.startswith(files)}
-
-
-_GIVEN_BY_FILES = {
-    "model": "whose files give it: leave it out, or change it in a copy of config.json (backend.dtype sets what an "
-    "engine computes in)",
-    "device": "whose file gives it: leave it out, or change it there",
-}
 
 
 def _set(node: DictConfig, item: Override) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from experiments.configuration.device_file import device_of
 from experiments.configuration.settings import (
     GONE,
     AgenticTraceConfig,
@@ -276,7 +275,7 @@ class RunConfig:
                 f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is "
                 "known; leave one of them out"
             )
-        device = device_of(raw["device"])
+        device = freeze(DeviceSpec, "device", raw["device"])
         return cls(
             backend=_placed(freeze(BACKENDS[name], "backend", raw["backend"]), device),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),

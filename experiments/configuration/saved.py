@@ -26,7 +26,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def saved_config(folder: Path) -> dict[str, Any]:
     """Returns the resolved configuration of a run folder as it was when the run started, without keys that no longer
-    exist (GONE). Raises RunFolderError if there is none, or if it is damaged."""
+    exist (GONE), unless one names a file. Raises RunFolderError if there is none, or if it is damaged."""
     file = folder / "config.yaml"
     if folder.is_file():
         raise RunFolderError(f"{folder} is a file; name the folder of a run, as {folder.parent}")
@@ -37,7 +37,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
     raw = read_said(file)
     for key in GONE:
         group, _, name = key.partition(".")
-        if isinstance(raw.get(group), dict):
+        if isinstance(raw.get(group), dict) and not isinstance(raw[group].get(name), str):
             raw[group].pop(name, None)
     cost = raw.get("cost")
     if isinstance(cost, dict) and cost.get("name") == "linear" and cost.get("path", "") is None:

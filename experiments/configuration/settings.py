@@ -11,8 +11,9 @@ from testbed.checks import MAX_SEED, choose, require, require_whole, require_who
 from testbed.errors import ConfigError
 
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded tokens, only their number, nothing
-GONE = {  # removed keys, and why they are no longer needed; ignored in older run folders
+GONE = {  # removed keys, and why they are no longer needed
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
+    "device.path": "is gone: a device of your own is my_conf/device/mine.yaml, as --config-dir=my_conf device=mine",
 }
 
 PROFILED = "PROFILED STEPS"  # begins the note that record.profile has spoilt times

@@ -22,6 +22,7 @@ from analysis.reading.frames import json_safe
 from analysis.reports.fidelity_findings import alike_said, pace_said, probe_of, unlike_clocks
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
+from experiments.configuration.options import options
 from experiments.configuration.saved import unlike_the_engine
 from experiments.console import milliseconds, percent, table
 from experiments.fidelity.fitting import Fit, fit, halves, is_time, overrides_of
@@ -117,7 +118,7 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
     """A note if the device of the run is not the simulated one, judged by name, or if it has no data sheet."""
     said, device = load.measured.manifest.get("device"), config.device
     known = None if said is None else device_of_run(str(said))
-    is_own = device.kind == "cpu" or device.path is not None  # drivers report no name that we know
+    is_own = device.kind == "cpu" or device.name not in options("device")  # drivers report no name that we know
     if said is not None and known != device.name and (known is not None or not is_own):
         return (f"measured on {said!r}, and simulated as device={device.name}: say which it is with device=…",)
     if device.kind == "cpu" and config.raw["cost"].get("name") == "roofline":

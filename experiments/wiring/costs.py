@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
-from experiments.configuration.device_file import read_device_file
+from experiments.configuration.options import Library
 from experiments.configuration.own_class import instantiate
 from experiments.configuration.saved import read_manifest
 from experiments.fits import fit_of
@@ -156,14 +156,13 @@ def unread_settings(config: RunConfig) -> list[str]:
 def unlike_the_library(device: DeviceSpec, names: tuple[str, ...]) -> list[str]:
     """Returns those of the fields in which a device differs from the library's device of the same name."""
     known = _library_device(device.name)
-    return [name for name, value in known.items() if name in names and getattr(device, name) != value]
+    return [name for name in names if known is not None and getattr(device, name) != getattr(known, name)]
 
 
 @lru_cache(maxsize=64)
-def _library_device(name: str) -> dict[str, Any]:
-    """The fields of the library's device; none if it has no such device. Cached, as every run of a sweep asks."""
-    file = files("experiments.conf") / "device" / f"{name}.yaml"
-    return read_device_file(str(file)) if file.is_file() else {}
+def _library_device(name: str) -> DeviceSpec | None:
+    """The library's device of this name, if there is one. Cached, as every run of a sweep asks."""
+    return compose_config([f"device={name}"]).device if name in Library().names("device") else None
 
 
 def without_effect(group: str, settings: Any, names: Iterable[str], why: str) -> list[str]:

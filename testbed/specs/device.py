@@ -17,8 +17,6 @@ INTERCONNECTS = ("nvlink", "pcie_p2p", "pcie_host")
 class DeviceSpec:
     """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
 
-    path: a YAML file of your own with these fields; a field that it leaves out keeps the value of the chosen device.
-
     An attention kernel over prompts assigns each tile of query rows of one head to one multiprocessor, which iterates
     over the keys. A tile that is not full takes as long as a full one; a decode in a step with prefills is such a tile.
     A kernel that packs heads (FlashAttention-3) puts the rows of all heads that share K and V into one tile.
@@ -52,7 +50,6 @@ class DeviceSpec:
     kernel_factor: float = 1.0  # fitted: multiplies the predicted time of kernels other than collectives
     step_overhead_ns: int = 500_000  # host work and launches of a step that the device waits for
     source: str = ""
-    path: str | None = None
 
     def __post_init__(self) -> None:
         for field, expected in DEVICE_FIELDS.items():

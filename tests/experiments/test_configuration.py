@@ -419,12 +419,6 @@ def test_a_card_without_nvlink_gets_no_rate_of_another_s(name):
     assert given.device.interconnect_bytes_per_s == 3e10
 
 
-def test_a_device_file_has_the_last_word_on_the_link_too(tmp_path):
-    (file := tmp_path / "mine.yaml").write_text("interconnect_bytes_per_s: 50e9\n")
-    given = compose_config(["device=l40s", "device.interconnect=nvlink", f"device.path={file}"])
-    assert given.device.interconnect_bytes_per_s == 50e9
-
-
 def test_kv_memory_of_a_cpu_may_be_large():
     assert compose_config(["backend=real", "backend.cpu_kv_bytes=4294967296"]).backend.cpu_kv_bytes == 2**32
 

@@ -5,112 +5,62 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import main
-from experiments.configuration.compose import compose_config, compose_from
-from experiments.configuration.device_file import read_device_file
-from testbed.errors import ConfigError, DeviceError
+from experiments.configuration.compose import compose_config
+from experiments.configuration.options import read_option
+from testbed.errors import ConfigError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
 
 
-def written(folder: Path, text: str) -> Path:
-    file = folder / "mine.yaml"
+def mine(folder: Path, text: str, name: str = "device/mine") -> str:
+    """Writes an option of one's own; returns the override that finds it."""
+    file = folder / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    return file
+    return f"hydra.searchpath=['file://{folder}']"
 
 
-def test_a_file_replaces_what_it_has(tmp_path):
-    file = written(tmp_path, "# ours\nname: mine\nmemory_bytes: 48e9\nflops_per_s: 2.5e14\nstep_overhead_ns: 7\n")
-    device = compose_config([f"device.path={file}", "device=a100"]).device
-    assert (device.name, device.memory_bytes, device.flops_per_s, device.step_overhead_ns) == (
-        "mine",
-        48 * 10**9,
-        2.5e14,
-        7,
-    )
-    assert device.memory_bytes_per_s == 2.039e12  # the chosen device's
+def test_an_own_device_has_what_its_file_says_and_the_rest_of_the_one_it_begins_with(tmp_path):
+    text = "defaults: [a100, _self_]\nname: mine\nmemory_bytes: 48000000000\nflops_per_s: 2.5e14\n"
+    device = compose_config([mine(tmp_path, text), "device=mine", "device.step_overhead_ns=7"]).device
+    assert (device.name, device.memory_bytes, device.flops_per_s) == ("mine", 48 * 10**9, 2.5e14)
+    assert device.memory_bytes_per_s == 2.039e12  # the a100's
+    assert device.step_overhead_ns == 7
 
 
-def test_what_a_file_gives_cannot_be_set_beside_it(tmp_path):
-    """It would have no effect, and two arms that differ in it would be the same."""
-    path = f"device.path={written(tmp_path, 'flops_per_s: 2.5e14')}"
-    for given in ("device.flops_per_s=1e14", "device={flops_per_s: 1e14}"):
-        with pytest.raises(
-            ConfigError, match=r"^device\.flops_per_s has no effect with device\.path, whose file gives it"
-        ):
-            compose_config([given, path])
-    assert compose_config([path, "device.step_overhead_ns=7"]).device.step_overhead_ns == 7
-    assert compose_config([path, "device.path=null", "device.flops_per_s=1e14"]).device.flops_per_s == 1e14
-    with pytest.raises(ConfigError, match=r"device\.flops_per_s has no effect"):
-        compose_from(compose_config([path]).raw, ["device.flops_per_s=1e14"])
+def test_a_device_file_beside_the_folder_is_a_thing_of_the_past(tmp_path, capsys):
+    assert main(["run", "device.path=mine.yaml", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    assert "device.path is gone: a device of your own is my_conf/device/mine.yaml, as" in capsys.readouterr().err
+    assert main(["run", "trace.num_requests=2", f"hydra.run.dir={tmp_path / 'old'}"]) == 0
+    text = (config := tmp_path / "old" / "config.yaml").read_text()
+    for path, status in (("null", 0), ("mine.yaml", 1)):  # of a folder that is older
+        config.write_text(text.replace("\ndevice:\n", f"\ndevice:\n  path: {path}\n"))
+        assert main(["run", f"from={tmp_path / 'old'}", f"hydra.run.dir={tmp_path / path}"]) == status
+    assert "device.path is gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["device.path=file.yaml", "experiment=measured"])
-def test_a_file_replaces_what_an_own_device_has_wherever_its_path_is_given(tmp_path, monkeypatch, given):
-    monkeypatch.chdir(tmp_path)
-    Path("file.yaml").write_text("step_overhead_ns: 7\n")
-    own = {"device/mine": "defaults: [h100, _self_]\nname: mine\nstep_overhead_ns: 5\n"}
-    own |= {"experiment/measured": "# @package _global_\ndevice: {path: file.yaml}\n"}
-    for name, text in own.items():
-        Path(name).parent.mkdir()
-        Path(f"{name}.yaml").write_text(text)
-    searched = f"hydra.searchpath=['file://{tmp_path}']"
-    assert compose_config([searched, "device=mine", given]).device.step_overhead_ns == 7
-    Path("device/mine.yaml").write_text(f"{own['device/mine']}path: file.yaml\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml, line 3: device\.step_overhead_ns has no effect with"):
-        compose_config([searched, "device=mine"])
-
-
-def test_the_librarys_own_files_are_device_files():
+def test_the_librarys_own_files_say_all_of_a_device():
     folder = Path(__file__).parents[2] / "experiments" / "conf" / "device"
     for file in folder.glob("*.yaml"):
-        found = read_device_file(file)
+        found = read_option(file)
         of_nvlink = {f"interconnect_{name}" for name in ("efficiency", "latency_ns")}
-        assert set(found) == set(DEVICE_FIELDS) - (of_nvlink if found["interconnect"] != "nvlink" else set())
+        without = of_nvlink if found["interconnect"] != "nvlink" else set()
+        assert set(found) == {"defaults", *DEVICE_FIELDS} - without
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("field", "value", "message"),
     [
-        ("memory_bytes: lots", "memory_bytes is 'lots'; it must be a whole number of bytes, from 1 to 1e18"),
-        ("memory_bytes: -80e9", "memory_bytes is '-80e9'; it must be a whole number of bytes, from 1 to 1e18"),
-        ("memory_bytes: 1.5", "memory_bytes is '1.5'; it must be a whole number of bytes"),
-        ("memory_bytes: '80e9'", "memory_bytes is '80e9'"),
-        ("memory_bytes:", "memory_bytes is ''"),
-        ("memory_bytes: [1, 2]", "memory_bytes is not a single value"),
-        ("memory_bytes: true", "memory_bytes is 'true'"),
-        ("flops_per_s: .nan", "flops_per_s is '.nan'; it must be a number from 1 to 1e30"),
-        ("flops_per_s: .inf", "flops_per_s is '.inf'; it must be a number from 1 to 1e30"),
-        ("compute_efficiency: 70", "compute_efficiency is '70'; it must be a share from 1e-6 to 1"),
-        ("flops_per_s: 1e-300", "flops_per_s is '1e-300'; it must be a number from 1 to 1e30"),
-        ("flops_per_s: " + "9" * 400, "flops_per_s is '9999"),
-        ("memory_bytes: " + "9" * 5000, "memory_bytes is '9999"),
-        ("name: {" + "a: {" * 5000, "not YAML: nested too deeply"),
-        ("? [1, 2]\n: 3", "unknown field 'not a name'"),
-        ("kind: tpu", "kind is 'tpu'; it must be one of cuda, cpu"),
-        ("host_link_latency_ns: -1", "host_link_latency_ns is '-1'; it must be a whole number of ns, from 0 to 1,000,"),
-        ("name: 3", "name is '3'; it must be a name"),
-        ("memory_byte: 3", "unknown field 'memory_byte'; did you mean 'memory_bytes'?"),
-        ("kind: cuda\nkind: cuda", "kind stands twice"),
-        ("kind: [", "not YAML: "),
+        ("memory_bytes", 1.5, "memory_bytes is 1.5; it must be a whole number of bytes"),
+        ("memory_bytes", True, "memory_bytes is true; it must be a whole number of bytes, from 1 to 1e18"),
+        ("compute_efficiency", 70, "compute_efficiency is 70; it must be a share from 1e-6 to 1"),
+        ("kind", "tpu", "kind is 'tpu'; it must be one of cuda, cpu"),
+        ("host_link_latency_ns", -1, "host_link_latency_ns is -1; it must be a whole number of ns, from 0 to 1,000,"),
+        ("name", 3, "name is 3; it must be a name"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, capsys, line, message):
-    file = written(tmp_path, f"# ours\n\nsource: us\n{line}\n")
-    assert main(["run", f"device.path={file}", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert len(err) < 600 + len(str(file))
-    place = "" if "deeply" in message else f", line {5 if 'twice' in message or 'not YAML' in message else 4}"
-    assert f"{file}{place}: {message}" in err
-
-
-def test_what_is_no_device_file_is_refused(tmp_path):
-    with pytest.raises(DeviceError, match=r"device\.path: no file at .*absent\.yaml"):
-        read_device_file(tmp_path / "absent.yaml")
-    with pytest.raises(DeviceError, match=r"mine\.yaml: expected fields of a device"):
-        read_device_file(written(tmp_path, "- 1\n"))
-    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DeviceError, match=r"mine\.yaml"):
-        read_device_file(tmp_path / "mine.yaml")
+def test_a_bad_value_is_named_with_what_it_must_be(field, value, message):
+    with pytest.raises(ConfigError, match=rf"^device\.{message}"):
+        DeviceSpec(**{"name": "d", field: value})
 
 
 @pytest.mark.parametrize("field", ["memory_bytes", "memory_bytes_per_s", "flops_per_s", "interconnect_bytes_per_s",

@@ -36,14 +36,14 @@ from experiments.configuration.overrides import (
     with_swept,
 )
 from experiments.configuration.saved import read_config, read_manifest, unlike_the_engine
-from experiments.console import UsageError, from_here
+from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.repeat import measured_anew, repeating, same_decisions
 from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
 from hydra_plugins.testbed_sweeper import PointsSweeper
-from testbed.errors import ConfigError, TestbedError
+from testbed.errors import ConfigError
 from testbed.foreign_text import nearest
 
 
@@ -68,7 +68,7 @@ def run_app(arguments: list[str]) -> int:
             flags.append("-m")  # before Hydra composes: it rejects several values of `experiment` without this flag
         swept = with_swept(overrides) if sweeps else overrides
         keys = check_values(swept, is_sweep=sweeps)
-        overrides = emptied(_for_sweeper(overrides, of_points(overrides, keys)) if sweeps else overrides)
+        overrides = emptied(of_points(overrides, keys) if sweeps else overrides)
     _check_environment(overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # Hydra's plugin search does not find it in an editable installation
@@ -138,18 +138,6 @@ def _placed(overrides: list[str]) -> tuple[Path, list[str], list[str]]:
     return folder, of_hydra, [item for item in overrides if item not in of_hydra]
 
 
-def _for_sweeper(overrides: list[str], of_points: list[str]) -> list[str]:
-    """Returns the overrides for Hydra. Raises ConfigError if a key is only for some points, but the sweeper is not ours
-    and sets every key at every point."""
-    others = [item for item in overrides if item.startswith("hydra/sweeper=") and item != "hydra/sweeper=testbed"]
-    partial = [item for item, made in zip(overrides, of_points, strict=True) if item != made]
-    if others and partial:
-        raise ConfigError(
-            f"{partial[0]}: some of the swept options have no such key; leave out {others[0]}, or the key"
-        )
-    return of_points
-
-
 RUN_DIR = "hydra.run.dir"
 _OF_SWEEPS = ("hydra.sweep", "hydra/sweep", "hydra.launcher", "hydra/launcher")
 _SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
@@ -213,19 +201,14 @@ class _WithoutFraming:
         return getattr(self._stream, name)
 
 
-def _job(node: DictConfig) -> dict[str, Any] | None:
-    """The function that Hydra calls: a single run or, under a sweeper other than ours, one point.
-
-    In a sweep each failure is printed, because Hydra raises only the first one.
-    """
+def _job(node: DictConfig) -> dict[str, Any]:
+    """The function that Hydra calls for a single run. Ours is the only sweeper: it calls no function for a point."""
     info = HydraConfig.get()
     folder = Path(info.runtime.output_dir)
     try:
-        return _run_point(node, folder) if info.mode is RunMode.MULTIRUN else _run_once(node, folder)
-    except TestbedError as error:
         if info.mode is RunMode.MULTIRUN:
-            print(f"failed       {folder}: {error}")
-        raise
+            raise ConfigError("the points of a sweep are found by hydra/sweeper=testbed alone: leave another one out")
+        return _run_once(node, folder)
     finally:
         with suppress(OSError):
             folder.rmdir()  # Hydra made it; remove it if it is empty
@@ -238,7 +221,8 @@ def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # of `_run_hydras`
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
-    return _finish(_executed(_config_of(node), folder, of_hydra))
+    config, given = _config_of(node), _given("task")
+    return _finish(_execute(config, folder, shlex.join(["testbed", "run", *of_hydra, *given]), given))
 
 
 def _config_of(node: DictConfig) -> RunConfig:
@@ -253,46 +237,6 @@ def _given(kind: str) -> list[str]:
     """Returns the overrides of a kind (task, hydra) as given, without resolving interpolations in their text."""
     overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
     return not_emptied([str(item) for item in overrides])
-
-
-def _run_point(node: DictConfig, folder: Path) -> dict[str, Any] | None:
-    register()  # a launcher may have started this process
-    info, config = HydraConfig.get(), _config_of(node)
-    named_folder("hydra.sweep.dir", info.sweep.dir)
-    place = _place_of_point(config, folder, info.sweep.subdir != ".")
-    if place is None:
-        return None
-    try:  # no overrides of Hydra: the recorded command must repeat this point only, not start a sweep
-        result = _executed(config, place, [])
-    except TestbedError as error:
-        given = _given("task")
-        Origin.of(given).say_failed(place, config, str(error), shlex.join(["testbed", "run", *given]))
-        raise
-    return _finish(result)
-
-
-def _executed(config: RunConfig, folder: Path, of_hydra: list[str]) -> RunResult:
-    given = _given("task")
-    command = shlex.join(["testbed", "run", *of_hydra, *given])
-    return _execute(config, folder, command, given)
-
-
-def _place_of_point(config: RunConfig, folder: Path, is_named: bool) -> Path | None:
-    """Returns the folder for a point of another sweeper, after moving older content aside; None if it is done."""
-    from experiments.runs.identity import identity_of
-    from experiments.sweeps.points import Known, holds_another, is_done, refuse_others  # not at the top, as above
-
-    identity = identity_of(config)
-    folder = folder if is_named else folder / identity.name
-    if config.overwrite:
-        return folder
-    if is_done(folder, identity):
-        print(f"done before  {from_here(folder)}")
-        return None
-    refuse_others([folder] if holds_another(folder, config) else [])
-    for why, place in Known(folder.parent).make_room(folder, identity):
-        print(f"set aside    ({why}): {from_here(place)}")
-    return folder
 
 
 def _finish(result: RunResult) -> dict[str, Any]:

@@ -25,11 +25,10 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 
 MAX_POINTS = 100_000
-_EXTRAS = {  # launchers and sweepers of other packages, and what to install for each
+_EXTRAS = {  # launchers of other packages, and what to install for each
     "joblib": "'.[joblib]' in the repository",
     **dict.fromkeys(("ray", "ray_aws"), "'.[ray]' in the repository"),
     **dict.fromkeys(("submitit_local", "submitit_slurm"), "'.[slurm]' in the repository"),
-    "optuna": "hydra-optuna-sweeper",
 }
 
 
@@ -298,7 +297,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
                 f"{item.input_line} {what}; expected key=value, and for {group} one of: {', '.join(names)}"
             )
         option = value.removesuffix(".yaml")
-        if group in ("hydra/launcher", "hydra/sweeper") and option not in names and option in _EXTRAS:
+        if group == "hydra/launcher" and option not in names and option in _EXTRAS:
             raise ConfigError(f"{item.input_line} needs a package that is not installed: pip install {_EXTRAS[option]}")
         if names and option not in names and library.file(group, option) is None:
             keys = [key for key, policies in POLICIES.items() if value in policies]
@@ -315,7 +314,7 @@ _EMPTY = "=null"
 
 def emptied(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides for Hydra, with `key=null` before each policy that is given as a class. Hydra would merge
-    the class into the preset's class and parameters. With a sweeper other than ours, its output shows these."""
+    the class into the preset's class and parameters."""
     made: list[str] = []
     for item in overrides:
         key, _, value = item.partition("=")

@@ -69,7 +69,7 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     Raises TestbedError with a one-line message, and KeyboardInterrupt.
     """
     if config.hydra.callbacks or config.hydra.job.chdir:
-        raise ConfigError("hydra.callbacks and hydra.job.chdir act on each point by itself: add hydra/sweeper=basic")
+        raise ConfigError("hydra.callbacks and hydra.job.chdir act on jobs, which run many points each: leave them out")
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     if any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")

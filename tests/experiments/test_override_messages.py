@@ -262,10 +262,9 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
     [
         ("launcher=ray", "'.[ray]' in the repository"),
         ("launcher=submitit_slurm", "'.[slurm]' in the repository"),
-        ("sweeper=optuna", "hydra-optuna-sweeper"),
     ],
 )
-def test_a_launcher_or_sweeper_that_is_not_installed_names_what_to_install(
+def test_a_launcher_that_is_not_installed_names_what_to_install(
     plugin: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.configuration.options.Library.names", lambda library, group: ["basic"])

@@ -248,22 +248,17 @@ def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
-def test_another_sweeper_s_points_are_ours_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batches = "hydra.sweeper.max_batch_size=2"
-    assert "choose hydra/sweeper=basic" in sweep(capsys, tmp_path / "s", POINTS, batches).error()
-    said = sweep(capsys, tmp_path / "s", POINTS, "hydra/sweeper=basic", batches)
-    assert said.status == 0, said.err
-    folders = {run.path.name for run in load_sweep(tmp_path / "s").runs}
-    assert "done before  3 of 3" in sweep(capsys, tmp_path / "s", POINTS).out, "the points have the same names"
-    assert {run.path.name for run in load_sweep(tmp_path / "s").runs} == folders
-    assert said.out.count("complete") == 3
-
-
-def test_what_acts_on_each_point_names_the_sweeper_that_does_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("hydra/sweeper=basic", "the points of a sweep are found by hydra/sweeper=testbed alone"),
+        ("hydra.job.chdir=true", "act on jobs, which run many points each: leave them out"),
+    ],
+)
+def test_what_acts_on_each_point_by_itself_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, told: str
 ) -> None:
-    said = sweep(capsys, tmp_path / "s", POINTS, "hydra.job.chdir=true")
-    assert "add hydra/sweeper=basic" in said.error()
+    assert told in sweep(capsys, tmp_path / "s", POINTS, more).error()
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -375,15 +370,6 @@ def test_what_cannot_be_made_is_said_before_any_point_runs(
     assert said in error
     assert error.endswith("(2 of 4 points are refused, and none was run)")
     assert not (tmp_path / "s").exists()
-
-
-def test_a_point_of_another_sweeper_that_does_not_begin_is_missed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", "scheduler.victim=most_blocks,nope", "hydra/sweeper=basic")
-    ((folder, why),) = load_sweep(tmp_path / "s").incomplete
-    assert why.startswith("scheduler.victim is 'nope'")
-    assert manifest_of(folder)["status"] == "failed"
 
 
 def test_files_of_traces_are_looked_for_before_any_point_runs(

@@ -1,6 +1,6 @@
 """The Hydra plugin for experiments/sweeps/sweep.py: the sweeper that experiments/conf/config.yaml chooses.
 
-It is in this package because Hydra finds plugins only in this namespace. `hydra/sweeper=…` chooses another sweeper.
+It is in this package because Hydra finds plugins only in this namespace.
 """
 
 from __future__ import annotations

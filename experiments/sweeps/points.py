@@ -30,7 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.saved import read_manifest, saved_config
+from experiments.configuration.saved import read_manifest
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
@@ -50,17 +50,16 @@ _NAME = re.compile(r"([0-9a-f]{12})-[0-9a-f]{8}")  # the name of a point's folde
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point. label: its swept overrides. root: the sweep's folder. folder: its name in root; None: Identity.name."""
+    """A point. label: its swept overrides. root: the sweep's folder."""
 
     label: str
     command: str
     raw: dict[str, Any]
     root: str
-    folder: str | None
     origin: Origin
 
     def place(self, identity: Identity) -> Path:
-        return Path(self.root, identity.name if self.folder is None else self.folder)
+        return Path(self.root, identity.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +119,6 @@ def _has_its_end(file: Path) -> bool:
             return file.suffix != ".parquet" or (opened.seek(-4, os.SEEK_END) > 0 and opened.read() == b"PAR1")
     except OSError:
         return False
-
-
-def holds_another(folder: Path, config: RunConfig) -> bool:
-    """Whether a finished run of another configuration is in a folder that the user named."""
-    if not (folder / "done").exists():
-        return False
-    asked = identity_of(config).config
-    kept = read_manifest(folder).get("identity")
-    if isinstance(kept, dict) and kept.get("config") == asked:  # config.yaml may differ after vLLM's own scheduler
-        return False
-    try:
-        return identity_of(RunConfig.from_container(saved_config(folder))).config != asked
-    except TestbedError:
-        return True
-
-
-def refuse_others(folders: list[Path]) -> None:
-    """Raises RunFolderError if there are folders with runs of another configuration."""
-    if folders:
-        raise RunFolderError(
-            f"{', '.join(map(str, folders))} {'holds a finished run' if len(folders) == 1 else 'hold finished runs'} "
-            "of another configuration; choose another hydra.sweep.dir, or pass overwrite=true"
-        )
 
 
 # --- jobs ---

@@ -18,12 +18,11 @@ from pathlib import Path
 from time import sleep
 from typing import Any, cast
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
@@ -44,9 +43,7 @@ from experiments.sweeps.points import (
     Point,
     Share,
     board_in,
-    holds_another,
     is_done,
-    refuse_others,
     say_killed,
     say_not_begun,
 )
@@ -73,6 +70,12 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     if any(item.startswith("hydra.run.dir=") for item in of_hydra):
         raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
+    into: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if into["subdir"] != ".":
+        raise ConfigError(
+            "hydra.sweep.subdir: a point's folder is named by what the point is, so that no other run passes for it; "
+            "leave it out (docs/sweeps.md)"
+        )
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
     choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))
     command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
@@ -99,20 +102,6 @@ class _Sweep:
     combinations: list[tuple[str, list[str]]]
     root: Path
 
-    @property
-    def names_folders(self) -> bool:
-        """Whether the user names the points' folders with hydra.sweep.subdir."""
-        sweep: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
-        return str(sweep["subdir"]) != "."
-
-    def subfolder(self, overrides: list[str], number: int) -> str:
-        """Returns the value of hydra.sweep.subdir for a point."""
-        point = self.context.config_loader.load_sweep_config(self.master, overrides)
-        with open_dict(point):
-            point.hydra.job.num = number
-        HydraConfig.instance().set_config(point)
-        return str(point.hydra.sweep.subdir)
-
 
 # --- what to run ---
 
@@ -133,8 +122,7 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
 def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> str:
     """Returns the command that repeats the sweep in the same folder."""
     of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
-    named = [item for item in of_hydra if item.startswith("hydra.sweep.subdir=")]
-    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}", *named])
+    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
 
 
 def _searched(of_hydra: list[str]) -> list[str]:
@@ -164,7 +152,6 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     searched = _searched(sweep.of_hydra)
     for number, (label, overrides) in enumerate(sweep.combinations):
         raw = compose_raw([*searched, *overrides])
-        folder = sweep.subfolder(overrides, number) if sweep.names_folders else None
         command = shlex.join(["testbed", "run", *searched, *overrides])
         try:
             config = RunConfig.from_container(raw)
@@ -177,7 +164,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
                 makeable.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of_point(overrides, sweep.command, swept, number)
-            points.append((Point(label, command, raw, str(sweep.root), folder, origin), config))
+            points.append((Point(label, command, raw, str(sweep.root), origin), config))
         except TestbedError as error:
             refused.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
     if refused:
@@ -214,10 +201,6 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[
     aside: list[tuple[str, Path]] = []
     failed: list[Outcome] = []
     num_restated = 0
-    if sweep.names_folders:
-        places = [(Path(point.root, point.folder or ""), config) for point, config in points]
-        _refuse_shared([(place, point.label) for (place, _), (point, _) in zip(places, points, strict=True)])
-        refuse_others([place for place, config in places if not config.overwrite and holds_another(place, config)])
     for point, config in points:
         identity = identity_of(config)
         folder = point.place(identity)
@@ -234,18 +217,6 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[
         point.origin.state(folder, point.command)
     _say_found(len(points), list(done), aside, num_restated)
     return [replace(point, origin=point.origin.moved(after)) for point in todo.values()], failed
-
-
-def _refuse_shared(places: list[tuple[Path, str]]) -> None:
-    """Raises ConfigError if hydra.sweep.subdir gives two points one folder: the second would replace the first."""
-    taken: dict[Path, str] = {}
-    for place, label in places:
-        if place in taken:
-            raise ConfigError(
-                f"hydra.sweep.subdir names {place} for '{taken[place]}' and for '{label}'; add what tells them apart, "
-                "as ${seed}, or leave it out"
-            )
-        taken[place] = label
 
 
 def _say_found(num_points: int, done: list[Path], aside: list[tuple[str, Path]], num_restated: int) -> None:

@@ -19,7 +19,6 @@ from experiments.observe import stock
 from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import is_locked, locked
-from experiments.sweeps.points import holds_another
 from real.clocks import RealTimeClock
 from testbed.core.request import Request
 from testbed.errors import ConfigError
@@ -228,7 +227,6 @@ def test_a_run_is_simulated_by_the_rules_of_the_version_that_ran(
     assert load_run(sim).config["scheduler"] == found
     asked = compose_config(settings(tmp_path / "run"))
     assert load_run(tmp_path / "run").manifest["identity"]["config"] == identity_of(asked).config
-    assert not holds_another(tmp_path / "run", asked)
 
 
 def test_a_profile_is_of_what_vllm_computed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

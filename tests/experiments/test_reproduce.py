@@ -61,15 +61,6 @@ def test_what_a_sweep_is_judged_by_anew_is_what_makes_it_again(
     assert "report.question=some?" in second
 
 
-def test_folders_that_the_user_named_are_named_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    named = "hydra.sweep.subdir=of-${seed}"
-    assert sweep(capsys, tmp_path / "s", "seed=0,1", named).status == 0
-    (command,) = commands_in(tmp_path / "s")
-    assert shlex.split(command)[-1] == named
-    said = say(capsys, *shlex.split(command)[1:])
-    assert "done before  2 of 2 points" in said.out
-
-
 def test_a_point_that_another_command_names_otherwise_is_made_again_by_that_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

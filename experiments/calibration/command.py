@@ -22,10 +22,10 @@ from experiments.calibration.calibrate import (
 from experiments.commands.listing import clock_line
 from experiments.configuration.compose import compose_config
 from experiments.configuration.overrides import refuse_repeated, with_searched
+from experiments.configuration.saved import read_manifest
 from experiments.console import Parser, refuse_existing
 from experiments.runs.run import INTERRUPTED
 from experiments.runs.run_folder import require_writable
-from experiments.wiring.costs import profile_at
 from sim.cost.calibrated import Quality
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
@@ -33,7 +33,7 @@ from sim.cost.config import CalibratedConfig
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, ProfileError, RunFolderError
 from testbed.records.schema import POOR_FIT
-from testbed.specs.profiles import Profile, write_profile
+from testbed.specs.profiles import Profile, read_profile, write_profile
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +77,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def _fit(options: argparse.Namespace, command: str) -> int:
     require_whole("--folds", options.folds, 2, 20)
-    calibration = calibrate(profile_at(options.profile), options.folds)
+    calibration = calibrate(_profile_at(options.profile), options.folds)
     if options.out is not None:
         save_calibration(calibration, options.out)
     print(describe(calibration))
@@ -85,6 +85,14 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     if options.out is not None:
         print(f"wrote {options.out}; use it {_caveat(quality)}with cost=calibrated cost.path={options.out}")
     return 0
+
+
+def _profile_at(file: Path) -> Profile:
+    """Reads a profile. Raises ProfileError if there is none, with the reason if a run in vLLM could not write one."""
+    why = None if file.exists() else read_manifest(file.parent).get("no_profile")
+    if why:
+        raise ProfileError(f"no profile at {file}: the run there left none ({why})")
+    return read_profile(file)
 
 
 def _profile(options: argparse.Namespace, command: str) -> int:
@@ -150,7 +158,7 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: 
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")
-    if isinstance(config.cost, CalibratedConfig) and not (config.cost.path or config.cost.profile):
+    if isinstance(config.cost, CalibratedConfig) and config.cost.path is None:
         raise ConfigError(
             "cost=calibrated: that is the fit that `testbed calibrate` makes; leave cost out here, and give the fit to "
             "`testbed run` as cost.path"

@@ -70,7 +70,7 @@ COSTS: dict[str, type] = {
 CostConfig = RooflineConfig | CalibratedConfig | LinearConfig | ConstantConfig | RecordedConfig | dict[str, Any]
 BACKENDS: dict[str, type] = {"sim": SimConfig, "real": RealConfig, "vllm": VllmConfig}
 GROUPS = ("backend", "scheduler", "cache", "trace", "model", "device", "cost", "sampling", "record", "slo", "report")
-FILE_KEYS = ("path", "lengths_from", "tokenizer", "run", "profile")  # keys, at any depth, that name files of a run
+FILE_KEYS = ("path", "lengths_from", "tokenizer", "run")  # keys, at any depth, that name files of a run
 CLASSES = ("cost", "trace")  # groups that may be a user's own class
 # sampling parameters that apply to text; runs of traces produce no text and do not have these keys
 OF_TEXTS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "length_penalty")

@@ -13,6 +13,7 @@ from testbed.errors import ConfigError
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded tokens, only their number, nothing
 GONE = {  # removed keys, and why they are no longer needed
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
+    "cost.profile": "is gone: `testbed calibrate fit <profile>.parquet --out <fit>.json` makes what cost.path takes",
     "device.path": "is gone: a device of your own is my_conf/device/mine.yaml, as --config-dir=my_conf device=mine",
 }
 

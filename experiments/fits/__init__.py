@@ -19,6 +19,6 @@ def fit_of(model: str, device: str) -> Path:
         names = ", ".join(one.stem.replace("-", " on ") for one in sorted(FOLDER.glob("*.json")))
         raise ConfigError(
             f"cost=calibrated: no fit for {model} on {device} comes with the testbed (there are {names}); measure one "
-            "with `testbed calibrate` and give cost.path=<fit>.json, or cost.profile=<profile>.parquet"
+            "with `testbed calibrate` and give cost.path=<fit>.json"
         )
     return file

@@ -12,7 +12,6 @@ from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
 from experiments.configuration.options import Library
 from experiments.configuration.own_class import instantiate
-from experiments.configuration.saved import read_manifest
 from experiments.fits import fit_of
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
@@ -25,13 +24,12 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from sim.cost.tables import Measured, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.errors import ConfigError, ModelError, ProfileError
+from testbed.errors import ConfigError, ModelError
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import LIKE_LLAMA, read_hf_config, why_uncounted
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
-from testbed.specs.profiles import Profile, read_profile
 from testbed.specs.quantization import fp8_scheme
 
 MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
@@ -245,9 +243,9 @@ def _measured(
 
 
 def fit_file(config: RunConfig) -> Path | None:
-    """Returns the file that a run's step times are fitted in or to; None if they come from no such file."""
+    """Returns the file of the fit that a run's step times are of; None if they come from no fit."""
     if isinstance(options := config.cost, CalibratedConfig):
-        return Path(options.path or options.profile or fit_of(config.model.name, config.device.name))
+        return Path(options.path or fit_of(config.model.name, config.device.name))
     return None
 
 
@@ -256,7 +254,7 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
     another model, device or KV cache."""
     file = str(fit_file(config))
     modified_ns = Path(file).stat().st_mtime_ns if Path(file).is_file() else 0
-    calibration = _calibration(file, options.profile is not None, modified_ns)
+    calibration = _calibration(file, modified_ns)
     calibration.manifest.check_matches(
         file, model=config.model, device=config.device.name, block_size=config.cache.block_size,
         tensor_parallel_size=config.tensor_parallel_size, kv_dtype=config.cache.kv_dtype or config.model.dtype,
@@ -268,21 +266,9 @@ def calibration_of(config: RunConfig, options: CalibratedConfig) -> Calibration:
 
 
 @lru_cache(maxsize=8)
-def _calibration(file: str, is_profile: bool, modified_ns: int) -> Calibration:
-    """Reads a calibration, or fits a profile. Cached, as a run needs it twice: for its step times and its policies."""
-    if not is_profile:
-        return load_calibration(file)
-    from sim.cost.calibration import calibrate  # scipy
-
-    return calibrate(profile_at(Path(file)))
-
-
-def profile_at(file: Path) -> Profile:
-    """Reads a profile. Raises ProfileError if there is none, with the reason if a run in vLLM could not write one."""
-    why = None if file.exists() else read_manifest(file.parent).get("no_profile")
-    if why:
-        raise ProfileError(f"no profile at {file}: the run there left none ({why})")
-    return read_profile(file)
+def _calibration(file: str, modified_ns: int) -> Calibration:
+    """Reads a calibration. Cached, as a run needs it twice: for its step times and its policies."""
+    return load_calibration(file)
 
 
 class CostEstimator:

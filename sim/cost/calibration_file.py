@@ -53,7 +53,10 @@ def load_calibration(path: str | Path) -> Calibration:
         wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
         raise ProfileError(f"cost.path: {wrong}; {_WRITES}")
     if file.suffix == ".parquet":
-        raise ProfileError(f"cost.path: {path} is no fit, which is a .json; if it is a profile: cost.profile={path}")
+        raise ProfileError(
+            f"cost.path: {path} is no fit, which is a .json; if it is a profile: `testbed calibrate fit {path} --out "
+            "<fit>.json`"
+        )
     document = json_object(file.read_bytes(), f"cost.path: {path}", ProfileError, f"; {_WRITES}")
     if (found := document.get("format")) != FORMAT:
         raise ProfileError(

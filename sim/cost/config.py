@@ -57,14 +57,13 @@ class TablesConfig(RooflineConfig):
 
 @dataclass(frozen=True, slots=True)
 class CalibratedConfig:
-    """profile: a file of measured steps, fitted when it is loaded; path: the fit that `testbed calibrate fit` wrote.
-    Neither: the fit that comes with the testbed for this model on this device (experiments/fits).
+    """path: the fit that `testbed calibrate` wrote; null: the one that comes with the testbed for this model on this
+    device (experiments/fits).
 
     The factors adapt a fit to another machine: its host time, and everything else. repeated_saving: as in Calibration;
     None: the fit's.
     """
 
-    profile: str | None = None
     path: str | None = None
     outside: str = "warn"  # a step outside the profiled range: warn, refuse, allow
     host_factor: float = 1.0
@@ -80,10 +79,6 @@ class CalibratedConfig:
             require(f"cost.{name}", value, 0.001 <= value <= 1000, "from 0.001 to 1000")
         saving = self.repeated_saving
         require("cost.repeated_saving", saving, saving is None or 0 <= saving <= 1, "null, or a share from 0 to 1")
-        if self.profile is not None and self.path is not None:
-            raise ConfigError(
-                "cost=calibrated takes cost.profile=<profile>.parquet or cost.path=<fit>.json; both are set"
-            )
         choose("cost.outside", self.outside, OUTSIDE)
 
 

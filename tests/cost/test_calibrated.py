@@ -313,7 +313,6 @@ def test_no_fit_and_no_json_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"profile": "a", "path": "b"}, "both are set"),
         ({"path": "b", "outside": "panic"}, r"cost\.outside is 'panic'; choose one of warn, refuse, allow"),
     ],
 )

@@ -217,6 +217,13 @@ def profile(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def fit(profile) -> Path:
+    file = profile.with_suffix(".json")
+    assert main(["calibrate", "fit", str(profile), "--out", str(file)]) == 0
+    return file
+
+
 def calibrated(*overrides: str) -> list[str]:
     return [*FEW, *SMALL, "model.dtype=bfloat16", "cost=calibrated", *overrides]
 
@@ -238,16 +245,14 @@ def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
     assert "exists; choose another --out or pass --overwrite" in capsys.readouterr().err
     options = calibrated("record.operators=true")
     _, loaded = run(tmp_path / "loaded", *options, f"cost.path={fit}")
-    _, fitted = run(tmp_path / "fitted", *options, f"cost.profile={profile}")
-    assert load_operators(loaded) == load_operators(fitted)
     assert int(operator_table(load_operators(loaded))["total"].sum()) == spans_of(loaded)
     assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_noise(tmp_path, profile, capsys):
+def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_noise(tmp_path, fit, capsys):
     options = calibrated("cost.outside=allow")
-    _, folder = run(tmp_path / "run", *options, f"cost.profile={profile}")
+    _, folder = run(tmp_path / "run", *options, f"cost.path={fit}")
     error = json.loads((folder / "manifest.json").read_text())["cost_error"]
     assert 0 < error["median"] < error["p90"] < 0.1
     told = f"cost=calibrated (left-out steps: {error['median']:.1%} off, P90 {error['p90']:.1%}), scheduler="
@@ -263,7 +268,7 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     said = capsys.readouterr().out
     assert "note         LARGE ERROR: steps left out of the calibrated fit are " in said
     assert "; use it (only to try it out: with this error it compares no policies) with cost=calibrated " in said
-    _, folder = run(tmp_path / "noisy", *options, f"cost.profile={file}")
+    _, folder = run(tmp_path / "noisy", *options, f"cost.path={tmp_path / 'noisy.json'}")
     page = report_from_folders([folder], tmp_path / "noisy.html").with_suffix(".md").read_text()
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
@@ -277,8 +282,8 @@ def test_a_cpu_has_no_data_sheet_to_trust(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys):
-    far = ["trace.prompt={kind: constant, value: 3000}", f"cost.profile={profile}"]
+def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, fit, capsys):
+    far = ["trace.prompt={kind: constant, value: 3000}", f"cost.path={fit}"]
     status, folder = run(tmp_path / "warned", *calibrated(*far))
     assert status == 0
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -303,14 +308,14 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, profile, capsys
     assert "leaves the profiled range: " in capsys.readouterr().err
 
 
-def test_a_profile_of_another_model_device_or_block_size_is_one_line(tmp_path, profile, capsys):
+def test_a_fit_to_another_model_device_or_block_size_is_one_line(tmp_path, fit, capsys):
     for change, words in (
         ("model=llama3.1_8b", "is of model 'small'"),
         ("device=a100", "measured with device h100, and the run has a100"),
         ("cache.block_size=32", "measured with block_size 16, and the run has 32"),
     ):
         status, _ = run(tmp_path / "x", *FEW, *(SMALL if "model" not in change else []), "cost=calibrated", change,
-                        f"cost.profile={profile}")  # fmt: skip
+                        f"cost.path={fit}")  # fmt: skip
         assert status == 1
         err = capsys.readouterr().err
         assert words in err
@@ -324,8 +329,10 @@ def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, caps
     few = ["--quick", "--repeats", "1", "--requests", "4", "--max-seconds", "3"]
     assert main(["calibrate", "profile", *options, *few, "--out", str(file)]) == 0
     assert "steps of " in capsys.readouterr().out
+    fit = tmp_path / "fit.json"
+    assert main(["calibrate", "fit", str(file), "--out", str(fit)]) == 0
     status, folder = run(
-        tmp_path / "run", *TINY, *SHORT, "cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.profile={file}"
+        tmp_path / "run", *TINY, *SHORT, "cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.path={fit}"
     )
     assert status == 0
     assert json.loads((folder / "manifest.json").read_text())["cost"] == "calibrated"

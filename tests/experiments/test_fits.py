@@ -105,7 +105,9 @@ def test_what_a_fit_does_not_read_is_noted(capsys):
 
 def test_a_fit_and_its_profile_are_told_apart(capsys):
     fit, profile = FITS[0], FITS[0].with_suffix(".parquet")
-    assert main(["run", "cost=calibrated", f"cost.profile={fit}"]) == 1
+    assert main(["calibrate", "fit", str(fit)]) == 1
     assert f"if it is a fit, give it as cost.path={fit}" in capsys.readouterr().err
+    assert main(["run", "cost=calibrated", f"cost.profile={profile}"]) == 1
+    assert "cost.profile is gone: `testbed calibrate fit <profile>.parquet --out <fit>.json`" in capsys.readouterr().err
     assert main(["run", "cost=calibrated", f"cost.path={profile}"]) == 1
-    assert f"if it is a profile: cost.profile={profile}" in capsys.readouterr().err
+    assert f"if it is a profile: `testbed calibrate fit {profile} --out" in capsys.readouterr().err

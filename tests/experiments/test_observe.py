@@ -112,7 +112,6 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     errors = {line["metric"]: line["error"] for line in judged["errors"]}
     assert abs(errors["e2e_s.mean"]) < 0.1
     assert abs(errors["e2e_s.p50"]) < 0.1
-    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.profile={folder / 'profile.parquet'}"]) == 0
     told, manifest = json.loads(fit.read_text()), json.loads((folder / "manifest.json").read_text())
     told["manifest"]["device_description"] = "AMD EPYC, 7 threads"
     fit.write_text(json.dumps(told))

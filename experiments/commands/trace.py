@@ -20,7 +20,7 @@ from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
 from testbed.traces.readers.open_text import format_suffix
 from testbed.traces.schema import TraceSource
-from testbed.traces.serialize import write_csv, write_jsonl
+from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace
 from testbed.traces.summary import WINDOWS_S, TraceSummary, summarise
 from testbed.wording import count
@@ -28,7 +28,7 @@ from testbed.wording import count
 USAGE = """usage: testbed trace <command> ...
 
   inspect <format> <file>               what is in a trace
-  convert <format> <file> <out>         to our own schema: .jsonl, .csv (.gz, .zst), .parquet by the name of <out>
+  convert <format> <file> <out>         to our own schema: .jsonl (.gz, .zst) or .parquet by the name of <out>
   synthesise <out> [key=value ...]      writes a generated trace: trace=synthetic, keys as of `testbed run`
   freeze <out>.parquet [key=value ...]  any trace of `testbed run`, drawn and transformed, as one Parquet file
   <format> <file>                       the same as inspect
@@ -72,7 +72,7 @@ def _convert(arguments: list[str]) -> int:
     says = "Write a trace in our own schema; it is read back with the same fingerprint."
     parser = Parser("testbed trace convert", description=says)
     _add_source(parser)
-    parser.add_argument("out", type=Path, help="a new .jsonl, .csv (.gz, .zst) or .parquet")
+    parser.add_argument("out", type=Path, help="a new .jsonl (.gz, .zst) or .parquet")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(arguments)
     _check_out(options.out, options.overwrite, [options.file])
@@ -131,10 +131,9 @@ def _write_to(trace: TraceSource, out: Path) -> tuple[int, str]:
     if out.suffix == ".parquet":
         info = freeze_trace(trace, out, lambda rows: progressing(rows, "freeze", "req", trace.num_requests))
         return info.num_requests, info.fingerprint
-    write = write_csv if format_suffix(out) == ".csv" else write_jsonl
     with progress("write", "req", trace.num_requests) as bar:
         counted = CountedTrace(trace, lambda row: bar.update())
-        write(counted, out)
+        write_jsonl(counted, out)
     return counted.num_read, str(counted.fingerprint)
 
 
@@ -226,8 +225,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_out(out: Path, overwrite: bool, sources: list[Any]) -> None:
-    if format_suffix(out) not in (".jsonl", ".csv", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
-        raise ConfigError(f"{out}: unknown extension; name it .jsonl, .csv (.gz or .zst behind it) or .parquet")
+    if format_suffix(out) not in (".jsonl", ".parquet") or out.name.endswith((".parquet.gz", ".parquet.zst")):
+        raise ConfigError(f"{out}: unknown extension; name it .jsonl (.gz or .zst behind it) or .parquet")
     refuse_existing(out, overwrite, "file")
     if any(is_same_file(out, Path(source)) for source in sources):
         raise RunFolderError(f"{out} is what is read; choose another file")

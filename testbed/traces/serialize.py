@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterator
@@ -10,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from testbed.errors import TraceError
 from testbed.traces.readers.open_text import open_bytes
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
 
@@ -55,41 +52,9 @@ def write_jsonl(trace: TraceSource, path: str | Path) -> None:
     """Writes a trace row by row, compressed by its extension. read_jsonl reads it back with the same fingerprint."""
     with _text_file(Path(path)) as out:
         for row in trace:
-            out.write(json.dumps(_fields(row), separators=(",", ":")) + "\n")
-
-
-def write_csv(trace: TraceSource, path: str | Path) -> None:
-    """Like write_jsonl, as a CSV: all columns, lists as JSON, absent values as empty cells.
-
-    Raises TraceError for a name that would be read back as another one.
-    """
-    with _text_file(Path(path)) as out:
-        writer = csv.DictWriter(out, (*FIELDS, *EXACT_FIELDS), lineterminator="\n")
-        writer.writeheader()
-        for row in trace:
-            cells = _fields(row)
-            _check_kept(cells)
-            writer.writerow(
-                {
-                    name: json.dumps(value, separators=(",", ":")) if isinstance(value, list | dict) else value
-                    for name, value in cells.items()
-                }
-            )
-
-
-def _check_kept(cells: dict[str, Any]) -> None:
-    for name, value in cells.items():
-        if isinstance(value, str) and (value != value.strip() or "\n" in value or "\r" in value):
-            raise TraceError(
-                f"request {cells['request_id']!r}: {name} is {value!r}, and a CSV keeps no line break in a name and "
-                "no blank around it; write a .jsonl or .parquet"
-            )
-
-
-def _fields(row: TraceRequest) -> dict[str, Any]:
-    fields = row_to_json(row)
-    fields.pop("place", None)  # the reader gives the place in the new file
-    return fields
+            fields = row_to_json(row)
+            fields.pop("place", None)  # the reader gives the place in the new file
+            out.write(json.dumps(fields, separators=(",", ":")) + "\n")
 
 
 @contextmanager

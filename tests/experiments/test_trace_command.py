@@ -51,7 +51,7 @@ def test_inspect_tells_of_sessions_tenants_and_batches(capsys: pytest.CaptureFix
     )
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst", "t.csv", "t.csv.gz", "t.parquet"])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst", "t.parquet"])
 def test_a_converted_trace_has_the_same_fingerprint(
     capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path, name: str
 ) -> None:
@@ -66,8 +66,9 @@ def test_a_converted_trace_has_the_same_fingerprint(
 
 def test_what_is_read_is_not_written_over(capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path) -> None:
     before = azure.read_bytes()
-    same = say(capsys, "convert", "azure", azure, azure, "--overwrite", status=1)
-    assert f"{azure} is what is read; choose another file" in same
+    say(capsys, "convert", "azure", azure, own := tmp_path / "own.jsonl")
+    same = say(capsys, "convert", "jsonl", own, own, "--overwrite", status=1)
+    assert f"{own} is what is read; choose another file" in same
     frozen = tmp_path / "t.parquet"
     say(capsys, "freeze", frozen, "trace=azure", f"path={azure}")
     kept = frozen.read_bytes()
@@ -79,12 +80,12 @@ def test_what_is_read_is_not_written_over(capsys: pytest.CaptureFixture[str], az
     bad.write_text(azure.read_text() + "no row\n")
     say(capsys, *again, "trace=azure", f"path={bad}", "stream=true", status=1)
     assert (azure.read_bytes(), frozen.read_bytes()) == (before, kept)
-    hidden, beside = tmp_path / ".a.csv", tmp_path / ".b.csv"
+    hidden, beside = tmp_path / ".a.jsonl", tmp_path / ".b.jsonl"
     hidden.write_bytes(before)
     beside.write_text("keep me")
-    there = {*tmp_path.iterdir(), tmp_path / "a.csv", tmp_path / "b.csv"}
-    say(capsys, "convert", "azure", hidden, tmp_path / "a.csv")
-    say(capsys, "convert", "azure", azure, tmp_path / "b.csv")
+    there = {*tmp_path.iterdir(), tmp_path / "a.jsonl", tmp_path / "b.jsonl"}
+    say(capsys, "convert", "azure", hidden, tmp_path / "a.jsonl")
+    say(capsys, "convert", "azure", azure, tmp_path / "b.jsonl")
     assert (hidden.read_bytes(), beside.read_text(), {*tmp_path.iterdir()}) == (before, "keep me", there)
 
 
@@ -121,7 +122,7 @@ def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixt
         (["azure", "x", "--limit", "0"], "--limit is 0; it must be at least 1"),
         (["azure", "x", "--tokenizer", "t"], "--tokenizer goes with sharegpt only"),
         (["azure", "x", "--block-size", "0"], "--block-size is 0"),
-        (["convert", "azure", "x", "out.txt"], "out.txt: unknown extension; name it .jsonl, .csv"),
+        (["convert", "azure", "x", "out.txt"], "out.txt: unknown extension; name it .jsonl (.gz"),
         (["freeze", "out.jsonl"], "out.jsonl: a trace is frozen to a Parquet file"),
         (["synthesise", "out.jsonl", "rat=3"], "unknown key 'trace.rat'; did you mean 'trace.rate'?"),
         (["synthesise", "out.jsonl", "rate=0"], "trace.rate is 0"),

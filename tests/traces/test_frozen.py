@@ -13,7 +13,7 @@ from testbed.traces.generators import SyntheticConfig, generate, stream_generate
 from testbed.traces.readers import open_trace, read_trace
 from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import Trace
-from testbed.traces.serialize import row_to_json, write_csv, write_jsonl
+from testbed.traces.serialize import row_to_json, write_jsonl
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.transforms import scale_rate
 
@@ -130,7 +130,7 @@ def test_jsonl_is_written_and_read_back(tmp_path, name):
 
 
 @given(st.integers(0, 5), st.booleans())
-def test_csv_and_exact_parts_lose_nothing(seed, exact):
+def test_explicit_and_exact_parts_lose_nothing(seed, exact):
     import tempfile
     from array import array
     from pathlib import Path
@@ -142,20 +142,16 @@ def test_csv_and_exact_parts_lose_nothing(seed, exact):
     rows[0] = rows[0]._replace(prompt=(ids,), output=ids, priority=2, cancel_after_ns=5, deadline_ns=7, cache_salt="s")
     trace = Trace("x", tuple(rows))
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "t.csv.gz"
-        write_csv(trace, file)
-        assert fingerprint(read_trace("csv", file)) == fingerprint(trace)
+        file = Path(folder) / "t.jsonl.gz"
+        write_jsonl(trace, file)
+        assert fingerprint(read_trace("jsonl", file)) == fingerprint(trace)
     assert [row_from_fields(row_to_json(row, exact_parts=exact), row.place) for row in rows] == rows
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\rb", " a", "a\t"])
-def test_a_name_that_a_csv_would_change_is_not_written_to_one(tmp_path, name):
+def test_a_name_is_kept_whatever_it_is(tmp_path, name):
     row = next(iter(generate(CHAT, 1).rows))
     for field in ("request_id", "tenant", "session_id", "cache_salt"):
         trace = Trace("x", (row._replace(**{field: name}),))
-        with pytest.raises(TraceError, match=rf"request '.*': {field} is '.*; write a \.jsonl or \.parquet"):
-            write_csv(trace, tmp_path / "t.csv")
-        assert not list(tmp_path.iterdir())
         write_jsonl(trace, tmp_path / "t.jsonl")
         assert fingerprint(read_trace("jsonl", tmp_path / "t.jsonl")) == fingerprint(trace)
-        (tmp_path / "t.jsonl").unlink()

@@ -124,10 +124,6 @@ class LLM:
         """Returns the recommendation of the checkpoint's generation_config.json; defaults: temperature 1, 16 tokens."""
         return default_sampling(self._folder)
 
-    def get_tokenizer(self) -> Any:
-        """Returns the tokenizer of transformers; None if there is none."""
-        return None if self.tokenizer is None else self.tokenizer.inner
-
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, so that each measurement begins in the same state."""
         self._running().scheduler.reset_prefixes()

@@ -1,6 +1,8 @@
-"""Look-up of devices and models of the library for `testbed tables`."""
+"""Look-up of devices and models of the library."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import options
@@ -26,8 +28,10 @@ def found(group: str, entry: str | None, called: str) -> str:
     return entry
 
 
+@lru_cache(maxsize=64)
 def device_spec(name: str) -> DeviceSpec | None:
-    """The data sheet of a device of the library; None if the library does not have it."""
+    """The data sheet of a device of the library; None if the library does not have it. Cached, as every run of a sweep
+    asks."""
     return compose_config([f"device={name}"]).device if name in options("device") else None
 
 

@@ -8,11 +8,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from experiments.configuration.compose import compose_config
 from experiments.configuration.config import RunConfig
-from experiments.configuration.options import Library
 from experiments.configuration.own_class import instantiate
 from experiments.fits import fit_of
+from experiments.tables.devices import device_spec
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
@@ -153,14 +152,8 @@ def unread_settings(config: RunConfig) -> list[str]:
 
 def unlike_the_library(device: DeviceSpec, names: tuple[str, ...]) -> list[str]:
     """Returns those of the fields in which a device differs from the library's device of the same name."""
-    known = _library_device(device.name)
+    known = device_spec(device.name)
     return [name for name in names if known is not None and getattr(device, name) != getattr(known, name)]
-
-
-@lru_cache(maxsize=64)
-def _library_device(name: str) -> DeviceSpec | None:
-    """The library's device of this name, if there is one. Cached, as every run of a sweep asks."""
-    return compose_config([f"device={name}"]).device if name in Library().names("device") else None
 
 
 def without_effect(group: str, settings: Any, names: Iterable[str], why: str) -> list[str]:

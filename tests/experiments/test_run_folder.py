@@ -9,7 +9,6 @@ import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -319,36 +318,6 @@ def test_an_idle_run_jumps_to_the_next_arrival(tmp_path: Path) -> None:
     config = config_of((*TINY, "cost=constant", "cost.step_s=1"), record__decisions=True)
     execute(config, tmp_path / "run", trace=trace_of(tmp_path, rows))
     assert [line["time_s"] for line in decisions_of(tmp_path / "run")] == [3, 4, 10, 11]
-
-
-def test_a_queue_of_one_server_waits_as_queueing_theory_says(tmp_path: Path) -> None:
-    """M/D/1: service of one step, Poisson arrivals; the mean wait is rho / (2 (1 - rho)) services.
-
-    An idle server starts at once here, as in the theory: the loop's instants are the arrivals' own.
-    """
-    rho, service_s, num = 0.7, 0.01, 12_000
-    options = (
-        *TINY,
-        "cost=constant",
-        "trace.prompt={kind: constant, value: 4}",
-        "trace.output={kind: constant, value: 1}",
-    )
-    settings: dict[str, Any] = {
-        "cost__step_s": service_s,
-        "scheduler__max_num_seqs": 1,
-        "trace__num_requests": num,
-        "trace__rate": rho / service_s,
-        "record__token_times": False,
-        "seed": 11,
-    }
-    execute(config_of(options, **settings), tmp_path / "run")
-    requests = table_of(tmp_path / "run").to_pandas()
-    waits = (requests["first_scheduled_ns"] - requests["arrival_ns"]).to_numpy() / 1e9 / service_s
-    batches = waits[num % 40 :].reshape(40, -1).mean(axis=1)  # waits in a row are not independent
-    error = batches.std(ddof=1) / np.sqrt(len(batches))
-    assert abs(waits.mean() - rho / (2 * (1 - rho))) < 4 * error
-    assert error < 0.12
-    assert (requests["e2e_s"] / service_s - waits).to_numpy() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_group_can_be_exchanged_when_a_run_is_repeated(

@@ -12,7 +12,6 @@ from typing import Any
 
 from testbed.foreign_text import shown
 
-BLOCK = (128, 128)
 _KEPT = re.compile(
     r"(re:)?.*(lm_head|embed_tokens|norm|(mlp|block_sparse_moe)\.gate)\$?"
 )  # modules that no scheme here converts
@@ -30,7 +29,7 @@ class Fp8Scheme:
 
 PER_TENSOR = Fp8Scheme(None, None)
 PER_CHANNEL = Fp8Scheme(1, None)  # a scale for each output feature
-PER_BLOCK = Fp8Scheme(*BLOCK, "weight_scale_inv")
+PER_BLOCK = Fp8Scheme(128, 128, "weight_scale_inv")
 
 
 def fp8_scheme(raw: dict[str, Any]) -> Fp8Scheme | str | None:
@@ -57,11 +56,13 @@ def _fp8(config: dict[str, Any]) -> Fp8Scheme | str:
     fmt, scale_fmt = config.get("fmt", "e4m3"), config.get("scale_fmt", "float")
     if (fmt, scale_fmt) != ("e4m3", "float"):
         return f"FP8 weights in {shown(fmt)} with scales in {shown(scale_fmt)} (not e4m3 and float)"
-    if size is None:
-        return PER_TENSOR
+    return PER_TENSOR if size is None else _of_blocks(size, "weight_scale_inv")
+
+
+def _of_blocks(size: Any, scale_name: str) -> Fp8Scheme | str:
     if not (isinstance(size, list) and len(size) == 2 and all(type(one) is int and 1 <= one <= 2**20 for one in size)):
         return f"FP8 weights in blocks of {shown(size)}"
-    return Fp8Scheme(size[0], size[1], "weight_scale_inv")
+    return Fp8Scheme(size[0], size[1], scale_name)
 
 
 def _compressed(config: dict[str, Any]) -> Fp8Scheme | str:
@@ -75,8 +76,8 @@ def _compressed(config: dict[str, Any]) -> Fp8Scheme | str:
     is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     if kind != ("float", 8, True) or config.get("kv_cache_scheme") or not is_dense:
         return "weights quantised by compressed-tensors as other than symmetric float of 8 bits"
-    strategy, block = weights.get("strategy"), weights.get("block_structure")
-    if strategy == "block" and block == [*BLOCK]:
-        return Fp8Scheme(*BLOCK)
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        return _of_blocks(weights.get("block_structure"), "weight_scale")
     found = {"tensor": PER_TENSOR, "channel": PER_CHANNEL}.get(strategy) if isinstance(strategy, str) else None
     return found or f"weights quantised by compressed-tensors per {shown(strategy)} (not tensor, channel, block)"

@@ -20,7 +20,7 @@ from real.loader import SINGLE_FILE
 from testbed.errors import ModelError
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import ModelSpec
-from testbed.specs.quantization import BLOCK, PER_BLOCK, PER_CHANNEL, PER_TENSOR, Fp8Scheme, fp8_scheme
+from testbed.specs.quantization import PER_BLOCK, PER_CHANNEL, PER_TENSOR, Fp8Scheme, fp8_scheme
 from tests.real.engine_helpers import ARCHITECTURES, row, step_logits, tiny_backend, tiny_spec
 from tests.real.thread_ranks import on_ranks
 
@@ -29,7 +29,7 @@ SCHEMES = {
     "a channel": PER_CHANNEL,
     "blocks of 128": PER_BLOCK,
     "blocks that end within heads and ranks": Fp8Scheme(10, 7, "weight_scale_inv"),
-    "blocks of compressed-tensors": Fp8Scheme(*BLOCK, "weight_scale"),
+    "blocks of compressed-tensors": Fp8Scheme(20, 12, "weight_scale"),
 }
 PROMPT = [3, 500, 17, 256, 255, 1, 499, 88, 9]
 TABLE = [9, 3, 17]
@@ -203,6 +203,14 @@ GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "str
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}, "ignore": ["lm_head"]}
 
 
+def compressed(strategy: str, **weights: object) -> dict[str, object]:
+    """COMPRESSED with another strategy, and what else it says of the weights."""
+    return {
+        **COMPRESSED,
+        "config_groups": {"a": {**GROUP, "weights": {**GROUP["weights"], "strategy": strategy, **weights}}},
+    }
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -212,6 +220,8 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0":
         ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, PER_TENSOR),
         (COMPRESSED, PER_TENSOR),
         ({**COMPRESSED, "ignore": ["lm_head", "re:.*block_sparse_moe.gate"]}, PER_TENSOR),  # Mixtral
+        (compressed("block", block_structure=[64, 32]), Fp8Scheme(64, 32, "weight_scale")),
+        (compressed("block"), "FP8 weights in blocks of None"),
         ({**COMPRESSED, "ignore": ["re:.*lm_head"], "sparsity_config": {"format": "dense"}}, PER_TENSOR),
         ({}, None),
         ({"quant_method": "gptq", "bits": 4}, "weights quantised by 'gptq' (not fp8 or compressed-tensors)"),
@@ -226,8 +236,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0":
          "symmetric float of 8 bits"),
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, "weights quantised by compressed-tensors in other "
          "groups than one of all linear layers"),
-        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "weights": {**GROUP["weights"], "strategy": "group"}}}},
-         "weights quantised by compressed-tensors per 'group' (not tensor, channel, block)"),
+        (compressed("group"), "weights quantised by compressed-tensors per 'group' (not tensor, channel, block)"),
     ],
 )  # fmt: skip
 def test_configs_of_others_are_read_or_named(config, expected):

@@ -216,6 +216,28 @@ def test_the_rule_about_circles_sees_what_it_should() -> None:
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == ["b", "c", "d"]
 
 
+OWNERS = {  # of what a sequence is: the class that writes it, once the sequence is made
+    "num_tokens": "Sequence", "num_computed_tokens": "Sequence", "num_in_flight_tokens": "Sequence",
+    "num_placeholders": "Sequence", "state": "Sequence", "siblings": "Sequence", "is_prefilling": "Running",
+    "num_preemptions": "Preempting", "last_step": "Step", "finish_reason": "Scheduler", "chain": "Prefixes",
+    "num_cached_tokens": "Prefixes", "cpu_table": "SwapSpace",
+}  # fmt: skip
+
+
+def test_each_state_of_a_sequence_has_one_writer() -> None:
+    writers: dict[str, set[str]] = {name: set() for name in OWNERS}
+    files = [path for path in FILES if path.parent in (ROOT / "testbed" / "core", ROOT / "testbed" / "blocks")]
+    for one in [node for path in files for node in tree_of(path).body if isinstance(node, ast.ClassDef)]:
+        methods = [
+            node for node in one.body if isinstance(node, ast.FunctionDef) and node.name not in ("__init__", "fork")
+        ]
+        for node in [node for method in methods for node in ast.walk(method)]:
+            is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNERS
+            if is_written and (ast.unparse(node.value) != "self" or one.name in ("Sequence", "KVSequence")):
+                writers[node.attr].add(one.name)
+    assert writers == {name: {owner} for name, owner in OWNERS.items()}
+
+
 def test_no_policy_sees_the_true_length_of_an_output() -> None:
     """What a policy believes of the future comes from the configured oracle."""
     hidden = {"forced_output", "is_forced", "token_limit", "foreseen_end", "tokens", "output_token_ids"}

@@ -82,6 +82,10 @@ class Running:
         seq.is_prefilling = False
         self.prefilling.pop(seq.seq_id, None)
 
+    def took_back(self, seq: Sequence) -> None:
+        """The tokens of plans in flight were taken back: the prefill may be unfinished again."""
+        seq.is_prefilling = seq.num_computed_tokens < max(seq.num_prompt_tokens, seq.num_tokens - 1)
+
     def finds_no_room(self, seq: Sequence) -> bool:
         """Counts that the only running unit found no free blocks. Returns True the third time at the same position with
         no progress of any request in between. Once may be chance: the next time, more of its prefix may be cached."""

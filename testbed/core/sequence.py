@@ -154,7 +154,6 @@ class Sequence(KVSequence):
         self.num_computed_tokens -= self.num_in_flight_tokens
         self.num_tokens -= self.num_placeholders
         self.num_in_flight_tokens = self.num_placeholders = 0
-        self.is_prefilling = self.num_computed_tokens < max(self.num_prompt_tokens, self.num_tokens - 1)
 
     def advance(self, num_tokens: i64) -> bool:
         """Counts `num_tokens` more as computed; returns whether all are computed now, so that a token is emitted."""

@@ -30,9 +30,8 @@ class Commit:
 
     def new_seq_ids(self, num_ids: int) -> int:
         """Reserves `num_ids` consecutive sequence ids and returns the first."""
-        first = self.next_seq_id
         self.next_seq_id += num_ids
-        return first
+        return self.next_seq_id - num_ids
 
     def plan_ahead(self, batch: Batch) -> None:
         """Advances the counts of a batch that is still in flight, so that the next step is decided as if it had run."""

@@ -79,12 +79,9 @@ class Running:
         self.swapped[seq.unit_id] = seq
 
     def prefilled(self, seq: Sequence) -> None:
-        seq.is_prefilling = False
-        self.prefilling.pop(seq.seq_id, None)
-
-    def took_back(self, seq: Sequence) -> None:
-        """The tokens of plans in flight were taken back: the prefill may be unfinished again."""
+        """Ends a prefill or, if a victim's tokens in flight were taken back, notes that it is unfinished again."""
         seq.is_prefilling = seq.num_computed_tokens < max(seq.num_prompt_tokens, seq.num_tokens - 1)
+        self.prefilling.pop(seq.seq_id, None)
 
     def finds_no_room(self, seq: Sequence) -> bool:
         """Counts that the only running unit found no free blocks. Returns True the third time at the same position with

@@ -95,6 +95,8 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         raw["num_experts"] = raw["num_local_experts"]
     if architecture == _MIXTRAL:
         raw["moe_intermediate_size"] = raw["intermediate_size"]
+    if raw.get("sliding_window") == 0 and raw.get("use_sliding_window") is False:
+        raw["sliding_window"] = None  # as transformers writes a Qwen2-MoE's window that is off
     _check_values(file, architecture, raw)
     is_opt = architecture == "OPTForCausalLM"
     has_bias = raw.get("enable_bias", True) if is_opt else architecture not in _OWN_BIASES

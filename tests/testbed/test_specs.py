@@ -99,6 +99,9 @@ def test_a_window_and_a_narrow_embedding_are_read(tmp_path: Path) -> None:
     assert load_hf_config(config)["sliding_window"] == 4096
     config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 4096, **shape}))
     assert load_hf_config(config)["sliding_window"] is None  # Qwen's is not used unless its config says so
+    off = {"sliding_window": 0, "use_sliding_window": False}  # as transformers writes it
+    config.write_text(json.dumps({"architectures": ["Qwen2MoeForCausalLM"], **off, **shape}))
+    assert load_hf_config(config)["sliding_window"] is None
     config.write_text(
         json.dumps({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32, "ffn_dim": 9, **shape})
     )

@@ -14,10 +14,12 @@ from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.preemption import Auto, Recompute, Swap
 from tests.testbed.core_kit import (
     add,
+    commit,
     drain,
     make_limits,
     make_request,
     make_scheduler,
+    preempted,
     rows,
     step,
     step_with,
@@ -197,3 +199,17 @@ def test_beams_that_have_not_parted_are_recomputed() -> None:
     _, (done,) = step_with(scheduler, out(1, 7), out(2, 8))
     assert outputs_of(done) == [[5, 7], [6, 8]]
     assert_nothing_held(scheduler)
+
+
+def test_a_prefill_that_was_to_end_with_a_step_in_flight_is_unfinished_again_when_it_is_swapped_out() -> None:
+    scheduler = make_scheduler(num_blocks=5, num_cpu_blocks=8, limits=make_limits(budget=8, plans=2), preemption=Swap())
+    add(scheduler, make_request("a", 2, 12))
+    scheduler.plan(0)
+    add(scheduler, make_request("b", 13, 2, sampling=SamplingParams(temperature=1.0, n=2)))
+    plans = []
+    while scheduler.has_work:
+        plans.append(scheduler.plan(0))
+        commit(scheduler)
+    assert [rows(plan) for plan in plans[:3]] == [[("a", 1), ("b", 7)], [("a", 1), ("b", 6)], [("a", 1)]]
+    assert preempted(plans[2]) == ["b"]
+    assert [dict(rows(plan))["b"] for plan in plans[3:] if "b" in dict(rows(plan))] == [6, 1]

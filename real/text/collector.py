@@ -56,7 +56,7 @@ class _Live:
         return bool(self.asked.request.sampling.stop)
 
 
-class Progress(NamedTuple):
+class NewText(NamedTuple):
     """What the steps since the last `take` have added."""
 
     pieces: list[Piece]
@@ -90,10 +90,10 @@ class Collector(Recorder):
         self._pieces: list[Piece] = []
         self._outputs: list[RequestOutput] = []
 
-    def take(self) -> Progress:
-        progress = Progress(self._pieces, self._outputs)
+    def take(self) -> NewText:
+        new = NewText(self._pieces, self._outputs)
         self._pieces, self._outputs = [], []
-        return progress
+        return new
 
     # --- stop strings ---
 

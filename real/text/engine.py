@@ -15,7 +15,7 @@ from types import FrameType
 
 from real.clocks import RealTimeClock
 from real.driver import Computed, Drive, Work
-from real.text.collector import Collector, Progress
+from real.text.collector import Collector, NewText
 from real.text.outputs import TextRequest
 from real.text.tokenizer import Tokenizer
 from testbed.core.commands import Abort, Arrive, Event, Recorder
@@ -163,8 +163,8 @@ class TextEngine:
 
     def serve(
         self, requests: Sequence[TextRequest], *, streams: bool = False, watchers: Sequence[Recorder] = ()
-    ) -> Generator[Progress, None, None]:
-        """Serves these requests to their end. Yields progress after every step that made a piece or an output.
+    ) -> Generator[NewText, None, None]:
+        """Serves these requests to their end. Yields what is new after every step that made a piece or an output.
 
         streams: whether to make pieces. watchers: recorders that get the loop's events. Raises TestbedError if the
         engine is busy, or was stopped in the middle of a step.
@@ -181,9 +181,9 @@ class TextEngine:
         try:
             while not drive.is_over:
                 self._turn(drive)
-                progress = collector.take()
-                if progress.pieces or progress.outputs:
-                    yield progress
+                new = collector.take()
+                if new.pieces or new.outputs:
+                    yield new
         finally:
             if not self._is_in_turn:
                 inbox.give_up()

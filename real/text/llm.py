@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from real.text.collector import Progress
+from real.text.collector import NewText
 from real.text.engine import TextEngine
 from real.text.outputs import Piece, RequestOutput, TextRequest
 from real.text.prompts import Prompt, check_text, read_prompts
@@ -177,11 +177,11 @@ class LLM:
         bar = ThroughputBar(len(requests)) if use_tqdm else None
         try:
             with closing(self._serve(requests, on_piece is not None, [] if bar is None else [bar])) as steps:
-                for progress in steps:
+                for new in steps:
                     if on_piece is not None:
-                        for piece in progress.pieces:
+                        for piece in new.pieces:
                             on_piece(piece)
-                    for output in progress.outputs:
+                    for output in new.outputs:
                         place = places[output.request_id]
                         outputs[place] = output
                         if on_output is not None:
@@ -193,12 +193,12 @@ class LLM:
 
     def _stream(self, requests: list[TextRequest]) -> Iterator[Piece]:
         with closing(self._serve(requests, True, [])) as steps:
-            for progress in steps:
-                yield from progress.pieces
+            for new in steps:
+                yield from new.pieces
 
     def _serve(
         self, requests: list[TextRequest], streams: bool, watchers: list[Recorder]
-    ) -> Generator[Progress, None, None]:
+    ) -> Generator[NewText, None, None]:
         engine = self._running()
         if self._status_s is not None:
             watchers = [*watchers, StatusLine(self._status_s, engine.scheduler.blocks, _say)]

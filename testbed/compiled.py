@@ -2,8 +2,8 @@
 
 Both have the same source. mypyc compiles the files that pyproject.toml lists (`[tool.testbed]`) to extension modules.
 setup.py puts these into `testbed/_compiled/<tag>/`, where Python finds them only through the finder below, with a
-manifest of their sources and sizes. If a source has changed since, or a module is missing or has another size, all
-files run interpreted, and one line on stderr reports it. So a compiled module that is older than its source is never
+manifest of both. If a source has changed since, or a module is missing or is not the one that was built, all files
+run interpreted, and one line on stderr reports it. So a compiled module that is older than its source is never
 used silently, and compiled and interpreted modules are never mixed.
 
 TESTBED_COMPILED=0: interpreted. =1: compiled, or an error. Not set: compiled if the modules are there and up to date.
@@ -141,49 +141,41 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def write_manifest(root: str, folder: str, sources: Iterable[str], **described: Any) -> None:
-    """Writes the sources of the modules in `folder`, and the modules' sizes. sources: files, relative to root."""
+    """Writes what the modules in `folder` and their sources are. sources: files, relative to root."""
     found = {source: _state(os.path.join(root, source)) for source in sources}
-    sizes = {name: _size_of(folder, name) for name in _built(described)}
+    built = {name: _state(file_of(folder, name)) for name in _built(described)}
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump(described | {"sizes": sizes, "sources": found}, file, indent=1)
+        json.dump(described | {"built": built, "sources": found}, file, indent=1)
 
 
 def changed_sources(root: str, made: dict[str, Any]) -> list[str]:
-    """Returns the sources that have changed since the build. A file with the same size and time counts as unchanged."""
-    changed = []
-    for source, (size, time_ns, digest) in made["sources"].items():
-        path = os.path.join(root, source)
-        try:
-            now = os.stat(path)
-            is_same = now.st_size == size and (now.st_mtime_ns == time_ns or digest_of(path) == digest)
-        except OSError:
-            is_same = False
-        if not is_same:
-            changed.append(source)
-    return changed
+    """Returns the sources that have changed since the build."""
+    return [source for source, state in made["sources"].items() if not _is_still(os.path.join(root, source), state)]
 
 
 def damaged_modules(folder: str, made: dict[str, Any]) -> list[str]:
-    """Returns the built modules, the library first, that are missing or no longer have the size that was built."""
-    sizes = made.get("sizes", {})
-    return [name for name in _built(made) if sizes.get(name, -1) != _size_of(folder, name)]
+    """Returns the built modules, the library first, that are missing or not as they were built."""
+    built = made.get("built", {})
+    return [name for name in _built(made) if name not in built or not _is_still(file_of(folder, name), built[name])]
 
 
 def _built(made: dict[str, Any]) -> tuple[str, ...]:
     return (made["library"], *made["modules"]) if made.get("modules") else ()
 
 
-def _size_of(folder: str, module: str) -> int | None:
-    """Returns the size in bytes; None if the file is missing."""
-    try:
-        return os.stat(file_of(folder, module)).st_size
-    except OSError:
-        return None
-
-
 def _state(path: str) -> tuple[int, int, str]:
     state = os.stat(path)
     return state.st_size, state.st_mtime_ns, digest_of(path)
+
+
+def _is_still(path: str, state: tuple[int, int, str]) -> bool:
+    """Whether a file is what `_state` saw. One with the same size and time counts as unchanged."""
+    size, time_ns, digest = state
+    try:
+        now = os.stat(path)
+        return now.st_size == size and (now.st_mtime_ns == time_ns or digest_of(path) == digest)
+    except OSError:
+        return False
 
 
 def digest_of(path: str) -> str:

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 
 from sim.cost.base import CostModel
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
@@ -274,10 +274,10 @@ class FewPrefills:
             num_tokens = step.next_chunk(seq)
             if not num_tokens or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
-            verdict = step.can_swap_in(seq)  # NEVER has ended it
-            if verdict is Verdict.LATER:
+            status = step.can_swap_in(seq)  # NEVER has ended it
+            if status is AllocStatus.LATER:
                 return
-            if verdict is Verdict.OK:
+            if status is AllocStatus.OK:
                 step.bring_in(seq)
                 step.resume(seq, num_tokens)
 
@@ -297,12 +297,12 @@ class FewPrefills:
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
             num_tokens = min(seq.num_tokens - hit.num_tokens, step.token_budget)
-            verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)  # NEVER has ended it, and says why
-            if verdict is Verdict.LATER:
+            status = step.can_admit(seq, hit.num_tokens + num_tokens, hit)  # NEVER has ended it, and says why
+            if status is AllocStatus.LATER:
                 if step.make_room():
                     continue
                 return None
-            if verdict is Verdict.OK:
+            if status is AllocStatus.OK:
                 step.admit(seq, hit, num_tokens)
         return None
 

@@ -11,7 +11,7 @@ from testbed.blocks.kv_sequence import KVSequence
 from testbed.errors import ConfigError
 
 
-class Verdict(Enum):
+class AllocStatus(Enum):
     """Whether a sequence can be admitted or swapped: now, later, or never."""
 
     OK = auto()

@@ -10,7 +10,7 @@ from mypy_extensions import i64
 
 from testbed.blocks.config import KVRules, check_pool_sizes
 from testbed.blocks.copy_on_write import CopyOnWrite
-from testbed.blocks.demand import Demand, Verdict
+from testbed.blocks.demand import AllocStatus, Demand
 from testbed.blocks.eviction import evictor
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.interfaces import EvictionPolicy
@@ -97,10 +97,10 @@ class BlockManager:
             f"pool has {self.num_gpu_blocks}"
         )
 
-    def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> Verdict:
+    def can_admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit, *, is_idle: bool) -> AllocStatus:
         """Whether the watermark stays free if the sequence gets blocks for its first `num_tokens` tokens."""
         if self.never_fits_reason(seq):
-            return Verdict.NEVER
+            return AllocStatus.NEVER
         rules, watermark = self.rules, self.watermark_blocks
         if (is_idle and not rules.watermark_when_idle) or (seq.num_preemptions and not rules.watermark_for_resumed):
             watermark = 0
@@ -111,7 +111,7 @@ class BlockManager:
         if rules.admission_counts_hits:
             needed -= len(hit.blocks)
             available -= hit.num_unreferenced
-        return Verdict.OK if available - needed >= watermark else Verdict.LATER
+        return AllocStatus.OK if available - needed >= watermark else AllocStatus.LATER
 
     def admit(self, seq: KVSequence, num_tokens: int, hit: PrefixHit) -> None:
         """Gives the sequence a block table: the hit's blocks, then new ones for its first `num_tokens` tokens."""

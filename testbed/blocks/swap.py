@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from testbed.blocks.chain import CacheEntry
 from testbed.blocks.copy_on_write import CopyOnWrite
-from testbed.blocks.demand import Demand, Verdict
+from testbed.blocks.demand import AllocStatus, Demand
 from testbed.blocks.gpu_blocks import GPUBlocks
 from testbed.blocks.kv_sequence import RELEASED, KVSequence, num_distinct
 from testbed.blocks.pool import BlockPool, Pair
@@ -88,15 +88,15 @@ class Swapping:
 
     # --- out ---
 
-    def can_swap_out(self, unit: Unit) -> Verdict:
+    def can_swap_out(self, unit: Unit) -> AllocStatus:
         """Whether the CPU pool has room for these sequences. NEVER: they need more blocks than the whole pool."""
         num_blocks = num_distinct([one.block_table for one in unit])
         if not self._counts_all:
             on_cpu = [self._cpu.num_held(one, self._prefixes.num_merged_blocks(one)) for one in unit]
             num_blocks = sum([self._num_counted(one, one.block_table) for one in unit]) - sum(on_cpu)
         if num_blocks > self._cpu.pool.num_blocks:
-            return Verdict.NEVER
-        return Verdict.OK if num_blocks <= self._cpu.pool.num_free else Verdict.LATER
+            return AllocStatus.NEVER
+        return AllocStatus.OK if num_blocks <= self._cpu.pool.num_free else AllocStatus.LATER
 
     def swap_out(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences to the CPU; returns the (GPU, CPU) pairs to copy."""
@@ -112,7 +112,7 @@ class Swapping:
 
     # --- in ---
 
-    def can_swap_in(self, unit: Unit) -> Verdict:
+    def can_swap_in(self, unit: Unit) -> AllocStatus:
         """Whether the blocks of swapped-out sequences, and one more for each to grow, leave the watermark free."""
         if self._counts_all:
             num_blocks = num_distinct([one.cpu_table for one in unit]) + max(len(unit), self._num_growing(unit))
@@ -120,9 +120,9 @@ class Swapping:
             num_blocks = sum([self._num_counted(one, one.cpu_table) - self._num_on_gpu(one) for one in unit])
         watermark = self._watermark_blocks
         if num_blocks + watermark > self._gpu.pool.num_blocks:
-            return Verdict.NEVER
+            return AllocStatus.NEVER
         num_free = self._gpu.num_free - len(self._copies.unmoved_blocks())
-        return Verdict.OK if num_free - num_blocks >= watermark else Verdict.LATER
+        return AllocStatus.OK if num_free - num_blocks >= watermark else AllocStatus.LATER
 
     def swap_in(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences back to the GPU; returns the (CPU, GPU) pairs to copy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mypy_extensions import i64
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.core.batch import Batch
@@ -174,12 +174,12 @@ class Step:
         """Preempts a running sequence, by recompute or by swap as the policy prefers and memory allows."""
         self.leaving.preempt(seq)
 
-    def can_swap_in(self, seq: Sequence) -> Verdict:
+    def can_swap_in(self, seq: Sequence) -> AllocStatus:
         """Whether a swapped-out sequence can get its blocks back. With NEVER, it has already ended as ignored."""
-        verdict = self.blocks.swapping.can_swap_in(seq.together)
-        if verdict is Verdict.NEVER:
+        status = self.blocks.swapping.can_swap_in(seq.together)
+        if status is AllocStatus.NEVER:
             self.leaving.give_up_swapped(seq)
-        return verdict
+        return status
 
     def bring_in(self, seq: Sequence) -> None:
         """Swaps a sequence in; it continues at its position."""
@@ -188,13 +188,13 @@ class Step:
         self.swapped_in += (seq.request_id,)
         self._running.start(seq)
 
-    def take_back(self, seq: Sequence, num_tokens: int) -> Verdict:
-        """Swaps a sequence in and schedules its next `num_tokens` tokens, if its blocks fit; returns the verdict."""
-        verdict = self.can_swap_in(seq)
-        if verdict is Verdict.OK:
+    def take_back(self, seq: Sequence, num_tokens: int) -> AllocStatus:
+        """Swaps a sequence in and schedules its next `num_tokens` tokens, if its blocks fit; returns the status."""
+        status = self.can_swap_in(seq)
+        if status is AllocStatus.OK:
             self.bring_in(seq)
             self.resume(seq, num_tokens)
-        return verdict
+        return status
 
     def resume(self, seq: Sequence, num_tokens: int) -> None:
         """Schedules the next `num_tokens` tokens of a sequence just swapped in. `can_swap_in` tested a decode's growth.
@@ -220,23 +220,23 @@ class Step:
 
     # --- admission ---
 
-    def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> Verdict:
+    def can_admit(self, seq: Sequence, num_tokens: int, hit: PrefixHit) -> AllocStatus:
         """Whether the waiting sequence's first `num_tokens` tokens get blocks and the admission policy allows it. With
         LATER, `blocked_by` has the cause. With NEVER, the sequence has already ended as ignored."""
         running = self._running.units
         length = seq.num_prompt_tokens if self.blocks.rules.length_limit == "prompt" else num_tokens
         if length > self.limits.max_model_len:
             self.ignore(seq, self.limits.too_long_reason(seq.num_prompt_tokens))
-            return Verdict.NEVER
-        verdict = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not running)
-        if verdict is Verdict.NEVER:
+            return AllocStatus.NEVER
+        status = self.blocks.can_admit(seq, num_tokens, hit, is_idle=not running)
+        if status is AllocStatus.NEVER:
             self.ignore(seq, self.blocks.never_fits_reason(seq))
-        elif verdict is Verdict.LATER:
+        elif status is AllocStatus.LATER:
             self.blocked(BlockedBy.KV_BLOCKS)
         elif not allows(self._policies.admission, seq, running.values()):
             self.blocked(BlockedBy.ADMISSION)
-            return Verdict.LATER
-        return verdict
+            return AllocStatus.LATER
+        return status
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> None:
         """Moves a waiting sequence to the running ones and schedules `num_tokens` tokens after its prefix-cache hit."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.manager import BlockManager
 from testbed.core.sequence import Sequence
 from tests.testbed.core_kit import make_request
 
-OK, LATER, NEVER = Verdict.OK, Verdict.LATER, Verdict.NEVER
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 
 def sequence(seq_id: int, tokens: int | Seq[int]) -> Sequence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.prefixes import NO_HIT
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
@@ -23,9 +23,9 @@ from tests.testbed.core_kit import (
 )
 
 
-def verdict(
+def status(
     num_tokens: int, *, used: int = 0, is_idle: bool = False, chunk: int | None = None, **options: object
-) -> Verdict:
+) -> AllocStatus:
     """Of a prompt in a pool of 10 blocks of 4 tokens with a watermark of 2 blocks, `used` of them taken."""
     blocks = make_blocks(num_blocks=10, block_size=4, watermark=0.2, caching=False, **options)  # type: ignore[arg-type]
     if used:
@@ -38,35 +38,35 @@ def verdict(
 @pytest.mark.parametrize(
     ("num_tokens", "used", "expected"),
     [
-        (16, 4, Verdict.OK),  # 10 - 4 - 4 = 2: exactly the watermark is left
-        (17, 4, Verdict.LATER),  # one token more needs a block more
-        (32, 0, Verdict.OK),  # 10 - 8 = 2
-        (33, 0, Verdict.NEVER),  # not even in an empty pool
-        (33, 9, Verdict.NEVER),
-        (32, 1, Verdict.LATER),
-        (1, 7, Verdict.OK),
-        (1, 8, Verdict.LATER),
-        (1, 10, Verdict.LATER),
+        (16, 4, AllocStatus.OK),  # 10 - 4 - 4 = 2: exactly the watermark is left
+        (17, 4, AllocStatus.LATER),  # one token more needs a block more
+        (32, 0, AllocStatus.OK),  # 10 - 8 = 2
+        (33, 0, AllocStatus.NEVER),  # not even in an empty pool
+        (33, 9, AllocStatus.NEVER),
+        (32, 1, AllocStatus.LATER),
+        (1, 7, AllocStatus.OK),
+        (1, 8, AllocStatus.LATER),
+        (1, 10, AllocStatus.LATER),
     ],
 )
-def test_an_admission_leaves_the_watermark(num_tokens: int, used: int, expected: Verdict) -> None:
-    assert verdict(num_tokens, used=used) is expected
+def test_an_admission_leaves_the_watermark(num_tokens: int, used: int, expected: AllocStatus) -> None:
+    assert status(num_tokens, used=used) is expected
 
 
 def test_some_systems_lift_the_watermark_while_nothing_runs() -> None:
     rules = KVRules(watermark_when_idle=False)
-    assert verdict(40, is_idle=True, rules=rules) is Verdict.OK
-    assert verdict(41, is_idle=True, rules=rules) is Verdict.NEVER
-    assert verdict(40, is_idle=False, rules=rules) is Verdict.LATER, "it fits once the others are gone"
-    assert verdict(40, is_idle=True) is Verdict.NEVER
+    assert status(40, is_idle=True, rules=rules) is AllocStatus.OK
+    assert status(41, is_idle=True, rules=rules) is AllocStatus.NEVER
+    assert status(40, is_idle=False, rules=rules) is AllocStatus.LATER, "it fits once the others are gone"
+    assert status(40, is_idle=True) is AllocStatus.NEVER
 
 
 def test_a_first_chunk_needs_blocks_for_itself_or_for_the_whole_length() -> None:
     chunk = KVRules(allocate="chunk")
-    assert verdict(32, chunk=4, used=7, rules=chunk) is Verdict.OK  # 10 - 7 - 1 = 2
-    assert verdict(32, chunk=4, used=7, rules=KVRules("chunk", full_length_must_fit=True)) is Verdict.LATER
-    assert verdict(32, chunk=4, used=7, rules=KVRules("whole")) is Verdict.LATER
-    assert verdict(33, chunk=4, rules=chunk) is Verdict.NEVER
+    assert status(32, chunk=4, used=7, rules=chunk) is AllocStatus.OK  # 10 - 7 - 1 = 2
+    assert status(32, chunk=4, used=7, rules=KVRules("chunk", full_length_must_fit=True)) is AllocStatus.LATER
+    assert status(32, chunk=4, used=7, rules=KVRules("whole")) is AllocStatus.LATER
+    assert status(33, chunk=4, rules=chunk) is AllocStatus.NEVER
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,15 @@ def test_hit_blocks_need_no_room_but_stop_counting_as_free() -> None:
     again = Sequence(1, make_request("b", range(12)), 4096)
     hit = blocks.lookup(again)
     assert (hit.num_tokens, hit.num_unreferenced) == (8, 0)
-    assert blocks.can_admit(again, 12, hit, is_idle=False) is Verdict.OK  # 2 free, 1 needed, 1 left
+    assert blocks.can_admit(again, 12, hit, is_idle=False) is AllocStatus.OK  # 2 free, 1 needed, 1 left
     blocks.free(first)
     hit = blocks.lookup(again)
     assert (hit.num_tokens, hit.num_unreferenced) == (8, 2)
-    assert blocks.can_admit(again, 12, hit, is_idle=False) is Verdict.OK  # 4 free, 2 of them hit, 1 needed, 1 left
+    assert blocks.can_admit(again, 12, hit, is_idle=False) is AllocStatus.OK  # 4 free, 2 of them hit, 1 needed, 1 left
     longer = Sequence(2, make_request("c", [*range(8), *range(50, 55)]), 4096)
-    assert blocks.can_admit(longer, 13, blocks.lookup(longer), is_idle=False) is Verdict.NEVER  # 4 blocks and 1 kept
+    assert (
+        blocks.can_admit(longer, 13, blocks.lookup(longer), is_idle=False) is AllocStatus.NEVER
+    )  # 4 blocks and 1 kept
 
 
 def test_a_watermark_that_does_not_hold_for_a_request_alone_is_no_reason_against_it() -> None:

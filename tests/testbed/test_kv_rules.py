@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import NO_HIT
 from testbed.core.sequence import Sequence
@@ -30,7 +30,7 @@ from tests.testbed.kv_kit import LATER, OK, compute, num_hit, sequence
 
 
 @pytest.mark.parametrize(("applies", "expected"), [(True, LATER), (False, OK)])
-def test_the_watermark_for_those_that_were_preempted(applies: bool, expected: Verdict) -> None:
+def test_the_watermark_for_those_that_were_preempted(applies: bool, expected: AllocStatus) -> None:
     """10 blocks, 2 of them the watermark, 4 in use: 5 more leave 1."""
     rules = KVRules(watermark_for_resumed=applies)
     blocks = make_blocks(num_blocks=10, block_size=4, watermark=0.2, caching=False, rules=rules)

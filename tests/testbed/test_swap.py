@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, BatchShape, BlockedBy, PreemptionMode, PrefillChunk, Rows
@@ -29,7 +29,7 @@ from tests.testbed.core_kit import (
     step,
 )
 
-OK, LATER, NEVER = Verdict.OK, Verdict.LATER, Verdict.NEVER
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 
 # --- block manager ---
@@ -79,7 +79,9 @@ def test_a_swapped_sequence_that_is_freed_gives_its_cpu_blocks_back() -> None:
 @pytest.mark.parametrize(
     ("num_cpu_blocks", "taken", "expected"), [(3, 0, OK), (5, 3, LATER), (6, 3, OK), (2, 0, NEVER)]
 )
-def test_a_swap_out_needs_as_many_cpu_blocks_as_are_held(num_cpu_blocks: int, taken: int, expected: Verdict) -> None:
+def test_a_swap_out_needs_as_many_cpu_blocks_as_are_held(
+    num_cpu_blocks: int, taken: int, expected: AllocStatus
+) -> None:
     blocks = make_blocks(num_cpu_blocks=num_cpu_blocks, block_size=4)
     if taken:
         blocks.swapping.swap_out(holding(blocks, 0, 4 * taken).together)
@@ -97,7 +99,7 @@ def test_a_swap_out_needs_as_many_cpu_blocks_as_are_held(num_cpu_blocks: int, ta
         (0, 0.7, NEVER),  # not even on an empty pool
     ],
 )
-def test_a_swap_in_leaves_the_watermark_and_a_block_to_grow(used: int, watermark: float, expected: Verdict) -> None:
+def test_a_swap_in_leaves_the_watermark_and_a_block_to_grow(used: int, watermark: float, expected: AllocStatus) -> None:
     blocks = make_blocks(num_blocks=10, num_cpu_blocks=4, block_size=4, watermark=watermark, caching=False)
     seq = holding(blocks, 0, 10)
     blocks.swapping.swap_out(seq.together)
@@ -309,7 +311,7 @@ def test_full_blocks_are_counted_with_one_to_grow_for_each_sequence() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(6, LATER), (7, OK)])
 def test_a_block_that_a_copy_of_this_step_is_still_to_be_made_from_is_not_there_for_a_swap_in(
-    num_blocks: int, expected: Verdict
+    num_blocks: int, expected: AllocStatus
 ) -> None:
     """A device swaps in before it copies. Of the group's two, one copies block 1 and the other is gone: it is free, and
     what it holds is read after the swap. The swapped-out sequence wants 2 blocks and one to grow."""

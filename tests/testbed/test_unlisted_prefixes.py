@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.blocks.config import KVRules
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.blocks.eviction import FIFO, LFU, LRU
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
@@ -110,7 +110,7 @@ class World:
     def admit(self, seq: Sequence) -> None:
         blocks, hit = self.blocks, self.look_up(seq)
         num_tokens = self.rng.randint(hit.num_tokens + 1, seq.num_tokens)
-        if blocks.can_admit(seq, num_tokens, hit, is_idle=False) is not Verdict.OK:
+        if blocks.can_admit(seq, num_tokens, hit, is_idle=False) is not AllocStatus.OK:
             return
         blocks.admit(seq, num_tokens, hit)
         seq.restart(hit.num_tokens)
@@ -156,13 +156,13 @@ class World:
             self.blocks.forget(seq)
 
     def swap_out(self, seq: Sequence) -> None:
-        if self.blocks.swapping.can_swap_out(seq.together) is Verdict.OK:
+        if self.blocks.swapping.can_swap_out(seq.together) is AllocStatus.OK:
             self.seen.append(self.blocks.swapping.swap_out(seq.together))
             self.running.remove(seq)
             self.swapped.append(seq)
 
     def swap_in(self, seq: Sequence) -> None:
-        if self.blocks.swapping.can_swap_in(seq.together) is Verdict.OK:
+        if self.blocks.swapping.can_swap_in(seq.together) is AllocStatus.OK:
             self.seen.append(self.blocks.swapping.swap_in(seq.together))
             self.swapped.remove(seq)
             self.running.append(seq)

@@ -6,7 +6,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
@@ -93,12 +93,12 @@ class DecodeFirst:
     def _swap_in(self, step: Step) -> list[Sequence]:
         brought: list[Sequence] = []
         for seq in step.swapped():
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.NEVER:
+            status = step.can_swap_in(seq)
+            if status is AllocStatus.NEVER:
                 continue
             num_tokens = step.next_chunk(seq)
             is_full = step.num_running + seq.num_seqs > step.limits.max_num_seqs
-            if verdict is Verdict.LATER or is_full or not num_tokens:
+            if status is AllocStatus.LATER or is_full or not num_tokens:
                 break
             step.bring_in(seq)
             brought.append(seq)
@@ -119,10 +119,10 @@ class DecodeFirst:
                 continue
             hit = step.blocks.lookup(seq)
             num_tokens = self._chunk(step, seq.num_tokens - hit.num_tokens, share)
-            verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
-            if verdict is Verdict.NEVER:
+            status = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
+            if status is AllocStatus.NEVER:
                 continue
-            if verdict is Verdict.LATER:
+            if status is AllocStatus.LATER:
                 if step.make_room():
                     continue
                 return None

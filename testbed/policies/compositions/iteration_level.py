@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -34,7 +34,7 @@ class IterationLevel:
             is_alone = step.token_budget == step.limits.max_num_batched_tokens
             if num_tokens * seq.num_together > step.token_budget and not is_alone:
                 return
-            if step.take_back(seq, num_tokens) is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is AllocStatus.LATER:
                 return
 
     def _admit(self, step: Step) -> None:
@@ -50,11 +50,11 @@ class IterationLevel:
             is_alone = step.token_budget == step.limits.max_num_batched_tokens
             if num_tokens > step.token_budget and not is_alone:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
-            verdict = step.can_admit(seq, seq.num_tokens, hit)
-            if verdict is Verdict.LATER:
+            status = step.can_admit(seq, seq.num_tokens, hit)
+            if status is AllocStatus.LATER:
                 if step.make_room():
                     continue
                 return None
-            if verdict is Verdict.OK:
+            if status is AllocStatus.OK:
                 step.admit(seq, hit, num_tokens)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -48,10 +48,10 @@ class PrefillDecodeSplit:
             if step.token_budget == 0:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             hit = step.blocks.lookup(seq)
-            verdict = step.can_admit(seq, seq.num_tokens, hit)
-            if verdict is Verdict.LATER:
+            status = step.can_admit(seq, seq.num_tokens, hit)
+            if status is AllocStatus.LATER:
                 return None
-            if verdict is Verdict.NEVER:
+            if status is AllocStatus.NEVER:
                 continue
             missing = seq.num_tokens - hit.num_tokens
             if missing > step.token_budget and step.batch.seqs:
@@ -69,7 +69,7 @@ class PrefillDecodeSplit:
             num_tokens = step.next_chunk(seq)
             if not num_tokens:
                 return
-            if step.take_back(seq, num_tokens) is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is AllocStatus.LATER:
                 return
 
     def _decode(self, step: Step) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
@@ -81,10 +81,10 @@ class PrefillFirst:
                     f"({step.limits.max_num_batched_tokens}), and prefill_first does not split a prompt",
                 )
                 continue
-            verdict = step.can_admit(seq, seq.num_tokens, hit)
-            if verdict is Verdict.NEVER:
+            status = step.can_admit(seq, seq.num_tokens, hit)
+            if status is AllocStatus.NEVER:
                 continue
-            if verdict is Verdict.LATER:
+            if status is AllocStatus.LATER:
                 if step.make_room():
                     continue
                 return None
@@ -110,10 +110,10 @@ class PrefillFirst:
     def _swap_in(self, step: Step) -> None:
         swapped = step.swapped()
         for seq in sorted(swapped, key=_arrival) if self._sorts_by_arrival else swapped:
-            verdict = step.can_swap_in(seq)
-            if verdict is Verdict.NEVER:
+            status = step.can_swap_in(seq)
+            if status is AllocStatus.NEVER:
                 continue
-            if verdict is Verdict.LATER or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
+            if status is AllocStatus.LATER or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
             step.bring_in(seq)
             step.resume(seq, seq.num_tokens - seq.num_computed_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
 
@@ -33,7 +33,7 @@ class Static:
 
     def _swap_in(self, step: Step) -> None:
         for seq in step.swapped():
-            if step.take_back(seq, seq.num_tokens - seq.num_computed_tokens) is Verdict.LATER:
+            if step.take_back(seq, seq.num_tokens - seq.num_computed_tokens) is AllocStatus.LATER:
                 return
 
     def _admit(self, step: Step) -> None:
@@ -44,9 +44,9 @@ class Static:
             num_tokens = seq.num_tokens - hit.num_tokens
             if num_tokens > step.token_budget and step.batch.seqs:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
-            verdict = step.can_admit(seq, seq.num_tokens, hit)
-            if verdict is Verdict.LATER:
+            status = step.can_admit(seq, seq.num_tokens, hit)
+            if status is AllocStatus.LATER:
                 return None
-            if verdict is Verdict.OK:
+            if status is AllocStatus.OK:
                 step.admit(seq, hit, num_tokens)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import i64, mypyc_attr
 
-from testbed.blocks.demand import Verdict
+from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.state import RUNNING
 from testbed.core.step import Step
@@ -51,7 +51,7 @@ class Unified:
                 return
             if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
                 return
-            if step.take_back(seq, num_tokens) is Verdict.LATER:
+            if step.take_back(seq, num_tokens) is AllocStatus.LATER:
                 return
 
     def _admit(self, step: Step, threshold: int) -> None:
@@ -66,12 +66,12 @@ class Unified:
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
             hit = step.blocks.lookup(seq)
             num_tokens = min(_capped(seq.num_tokens - hit.num_tokens, threshold), step.token_budget)
-            verdict = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
-            if verdict is Verdict.LATER:
+            status = step.can_admit(seq, hit.num_tokens + num_tokens, hit)
+            if status is AllocStatus.LATER:
                 if step.make_room():
                     continue
                 return None
-            if verdict is Verdict.OK:
+            if status is AllocStatus.OK:
                 step.admit(seq, hit, num_tokens)
         return None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from analysis.output import whole
 from experiments.calibration.calibrate import (
     FIT_FILE,
     PROFILE_FILE,
@@ -79,7 +80,9 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     require_whole("--folds", options.folds, 2, 20)
     calibration = calibrate(_profile_at(options.profile), options.folds)
     if options.out is not None:
-        save_calibration(calibration, options.out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with whole(options.out) as part:
+            save_calibration(calibration, part)
     print(describe(calibration))
     _doubt(quality := calibration.quality["all"])
     if options.out is not None:

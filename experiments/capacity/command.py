@@ -15,6 +15,7 @@ from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import interval_text, verdict_text
 from analysis.measures.capacity import LIMITS
 from analysis.measures.statistics import mean_of_all
+from analysis.output import written
 from analysis.reading.frames import json_safe
 from experiments.capacity.found import Capacity, Found, Replicate
 from experiments.capacity.search import MAX_DOUBLINGS
@@ -109,11 +110,12 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
         "policies": json_safe([_row(one, changes.get(one.arm.name)) for one in found.found]),
     }
     write_json(out / RESULT, result)
-    found.points.to_csv(out / TABLE, index=False)
-    (out / TEXT).write_text(
-        f"# Capacity\n\n`{command}`\n\n" + "\n".join(lines) + f"\n\n![goodput and attainment]({FIGURE}.png)\n",
-        encoding="utf-8",
-    )
+    with written(out / TABLE) as file:
+        found.points.to_csv(file, index=False)
+    with written(out / TEXT) as file:
+        file.write(
+            f"# Capacity\n\n`{command}`\n\n" + "\n".join(lines) + f"\n\n![goodput and attainment]({FIGURE}.png)\n"
+        )
     units = " or ".join(dict.fromkeys(one.arm.unit for one in found.found))
     curves = {
         one.arm.name: [(value * one.arm.per_value, load) for value, load in one.tried if load.is_whole]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from analysis.load import Run, load_sweep, relative, swept_keys
 from analysis.naming import labels_of, level_names
+from analysis.output import written
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, refuse_existing
 from experiments.fidelity import comparing, study_report
@@ -195,7 +196,6 @@ def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figur
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RESULT, {"command": options.command, **result})
-    (out / TEXT).write_text(
-        f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n", encoding="utf-8"
-    )
+    with written(out / TEXT) as file:
+        file.write(f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n")
     save(figure, out / FIGURE)

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from analysis.output import written
 from experiments.configuration.saved import read_manifest
 from experiments.console import refuse_existing
 from experiments.fidelity.measured import is_copy
@@ -136,4 +137,5 @@ def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> No
         f"{describe_versions()['llm-serving-testbed']}:",
         "",
     ]
-    page.write_text("\n".join([before + BEGIN, *head, *lines, END]) + after, encoding="utf-8")
+    with written(page.resolve()) as file:  # a link stays one
+        file.write("\n".join([before + BEGIN, *head, *lines, END]) + after)

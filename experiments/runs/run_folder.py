@@ -203,8 +203,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     try:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 
@@ -238,6 +239,7 @@ _NO_ROOM = {
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
     errno.EFBIG: ("File too large for this shell or file system", "raise the limit (ulimit -f)"),
+    errno.EMFILE: ("too many open files", "raise the limit (ulimit -n)"),
 }
 _OF_NO_FILE = (errno.ENOMEM, errno.EAGAIN)  # of a process that cannot be started
 
@@ -245,12 +247,14 @@ _OF_NO_FILE = (errno.ENOMEM, errno.EAGAIN)  # of a process that cannot be starte
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
     """Context that adds the name of `target` to an OSError without a file name, as some libraries raise it, or of a
-    temporary file that cannot be made beside it."""
+    temporary file that cannot be made beside it, or was in a temporary folder that is gone."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
             is_of_target = error.errno not in _OF_NO_FILE
+        elif error.errno in _NO_ROOM:
+            is_of_target = not os.path.lexists(os.path.dirname(os.path.abspath(error.filename)))
         else:
             is_of_target = error.errno in (errno.EACCES, errno.EROFS) and _is_absent_beside(error.filename, target)
         if is_of_target:

@@ -50,6 +50,7 @@ def _import(arguments: list[str]) -> int:
     if options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: operator tables are a Parquet file; name it <out>.parquet")
     refuse_existing(options.out, options.overwrite)
+    from experiments.runs.run_folder import writing
     from experiments.tables.devices import device_spec
     from experiments.tables.doubts import checked
     from experiments.tables.summary import doubt_lines
@@ -57,7 +58,8 @@ def _import(arguments: list[str]) -> int:
     tables = _read_source(options)
     tables = checked(tables, device_spec(tables.device))
     command = shlex.join(["testbed", "tables", "import", *arguments])
-    write_operator_tables(options.out, tables, command, date=datetime.now(UTC).isoformat(timespec="seconds"))
+    with writing(options.out):
+        write_operator_tables(options.out, tables, command, date=datetime.now(UTC).isoformat(timespec="seconds"))
     print(f"{options.out}: {tables.rows.num_rows:,} points of {tables.device} ({tables.device_description})")
     for line in doubt_lines(tables):
         print(line)

@@ -26,7 +26,7 @@ _KEYS = (
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Writes a fit to a file, whole or not at all. Coefficients and curves are in ns."""
+    """Writes a fit to a file. Coefficients and curves are in ns."""
     document = {
         "format": FORMAT,
         "manifest": asdict(calibration.manifest),
@@ -38,11 +38,7 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
         "prefill_curve": calibration.prefill_curve,
         "ranges": calibration.ranges,
     }
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    Path(path).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load_calibration(path: str | Path) -> Calibration:

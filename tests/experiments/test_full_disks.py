@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shlex
 import subprocess
@@ -161,3 +162,58 @@ def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
             with pytest.raises(OSError, match=r"t\.parquet") as caught:
                 attempt()
             assert caught.value.errno == errno.ENOSPC
+
+
+def test_what_is_replaced_by_a_whole_file_is_as_it_was_after_a_failure(tmp_path: Path) -> None:
+    from analysis.output import whole
+
+    out = tmp_path / "page.md"
+    out.write_text("mine")
+    out.chmod(0o600)
+    with pytest.raises(OSError, match="No space") as failed, whole(out):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert failed.value.filename == str(out)
+    assert out.read_text() == "mine"
+    with whole(out) as part:
+        part.write_text("new")
+    assert (out.read_text(), out.stat().st_mode & 0o777) == ("new", 0o600)
+    assert os.listdir(tmp_path) == ["page.md"]
+
+
+def test_a_figure_on_a_full_disk_is_named_and_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    from analysis.plots.style import save
+
+    save(Figure(), tmp_path / "bars")
+    old = (tmp_path / "bars.png").read_bytes()
+
+    def full(self: Figure, file: Path, **more: Any) -> None:
+        file.write_bytes(b"\x89PNG")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(OSError, match=r"/bars\.png'"):
+        save(Figure(), tmp_path / "bars")
+    assert (tmp_path / "bars.png").read_bytes() == old
+    assert sorted(os.listdir(tmp_path)) == ["bars.png", "bars.svg"]
+
+
+def test_a_document_that_gets_a_comparison_is_whole_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experiments.fidelity.outputs import BEGIN, END, write_page
+
+    page, link = tmp_path / "mine.md", tmp_path / "link.md"
+    page.write_text(f"mine\n{BEGIN}\n{END}\n")
+    link.symlink_to(page)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", FullDisk(lambda *_: None, after=0).__get__(None, object))
+        with pytest.raises(OSError, match=r"/mine\.md'"):
+            write_page(link, [], ["new"])
+    assert page.read_text() == f"mine\n{BEGIN}\n{END}\n"
+    write_page(link, [], ["new"])
+    assert link.is_symlink()
+    assert "\nnew\n" in page.read_text()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from analysis.output import written
 from experiments.configuration.saved import read_manifest
@@ -38,24 +39,31 @@ def refuse_inside(inputs: Sequence[Path], runs: Path) -> None:
 @contextmanager
 def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
     """Context in which a command writes its outputs into `out`, in place of those of an earlier command. If it does not
-    complete, its own are removed and the earlier ones are there again; nothing else is touched. Raises RunFolderError
-    if another process writes there, or has done so since without being asked to `overwrite`."""
+    complete, its own are removed and the earlier ones are there again (or beside it, in a hidden folder, if they cannot
+    be moved back); nothing else is touched. Raises RunFolderError if another process writes there, or has done so since
+    without being asked to `overwrite`."""
     out = out.resolve()  # the lock lies beside it, however it is spelled
     if not out.name:
         raise ConfigError(f"--out {out} cannot be made anew; choose a folder in it")
-    with _new_folders(out), _alone(out), TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
+    with _new_folders(out), _alone(out):
         refuse_existing(out, overwrite)
         earlier = list(_earlier(out))
-        _move(earlier, out, Path(aside))
-        others = set(_written(out))
+        aside = Path(mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        others: set[Path] | None = None
         try:
+            _move(earlier, out, aside)
+            others = set(_written(out))
             yield
         except BaseException:
             with undisturbed():
-                for path in sorted(set(_written(out)) - others, reverse=True):  # what is in a folder before the folder
+                own = set() if others is None else set(_written(out)) - others
+                for path in sorted(own, reverse=True):  # what is in a folder before the folder
                     path.rmdir() if path.is_dir() else path.unlink()
-                _move([Path(aside, path.relative_to(out)) for path in earlier], Path(aside), out)
+                moved = [aside / path.relative_to(out) for path in earlier]
+                _move([path for path in moved if path.exists()], aside, out)
+                shutil.rmtree(aside)  # not reached if something is still in it
             raise
+        shutil.rmtree(aside)
 
 
 @contextmanager

@@ -217,3 +217,29 @@ def test_a_document_that_gets_a_comparison_is_whole_before_and_after(
     write_page(link, [], ["new"])
     assert link.is_symlink()
     assert "\nnew\n" in page.read_text()
+
+
+def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experiments.fidelity.outputs import RESULT, renewed
+    from experiments.runs.run_folder import write_json
+
+    out = tmp_path / "out"
+    (run_there := out / "runs" / "chat" / "simulated").mkdir(parents=True)
+    (out / RESULT).write_text("earlier")
+    write_json(run_there / "manifest.json", {"command": "testbed fidelity a"})
+    make = Path.mkdir
+
+    def full(self: Path, **more: Any) -> None:
+        if self.name == "chat":  # there is room for the file beside it
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(self, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.mkdir", full)
+        with pytest.raises(OSError, match="No space"), renewed(out, overwrite=True):
+            pass
+    assert (out / RESULT).read_text() == "earlier"
+    assert (run_there / "manifest.json").exists()
+    assert os.listdir(tmp_path) == ["out"]

@@ -23,6 +23,13 @@ def schema_of(columns: dict[str, str]) -> Any:
     return pa.schema([(name, _TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
 
 
+class _Writer(pq.ParquetWriter):  # type: ignore[misc]  # Arrow has no types
+    """A writer that is given up without its `close`, which could fail again and print that: after an error."""
+
+    def __del__(self) -> None:
+        pass
+
+
 class ParquetFile:
     """A Parquet file, complete once it is closed. columns: names and types. worker: one thread, which writes.
 
@@ -32,7 +39,7 @@ class ParquetFile:
     def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor) -> None:
         self._schema = schema_of(columns)
         texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely repeat
-        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
+        self._writer = _Writer(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path
         self._worker = worker
         self._group: Future[None] | None = None  # the last group's write
@@ -71,8 +78,7 @@ class ParquetFile:
             raise self._failed(error) from None
 
     def _failed(self, error: OSError) -> OSError:
-        """Returns the error with the file's name. Gives the file up, as closing it would raise another error."""
-        self._writer.is_open = False
+        """Returns the error with the file's name."""
         return OSError(error.errno, error.strerror or str(error), str(self._path))
 
 

@@ -243,3 +243,25 @@ def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
     assert (out / RESULT).read_text() == "earlier"
     assert (run_there / "manifest.json").exists()
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_run_whose_files_cannot_be_made_prints_no_stack_trace(tmp_path: Path) -> None:
+    """Arrow's writers are given up then; they close themselves as they go, and print that this failed again."""
+    script = f"""
+import errno
+from experiments import cli
+from experiments.runs import run
+from testbed.records import parquet
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+run.write_json = full
+parquet.pq.ParquetWriter.close = full
+raise SystemExit(cli.main(["run", *{TINY!r}, "trace.num_requests=2", "hydra.run.dir={tmp_path / "run"}"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "compiled core" not in line] == [
+        f"error: the disk is full ({tmp_path / 'run'}); free some space and run again"
+    ]

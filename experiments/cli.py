@@ -12,7 +12,15 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from experiments.console import Parser, folder_named, go_on_unheard, refuse_existing, take_any_character, words
+from experiments.console import (
+    Parser,
+    folder_named,
+    go_on_unheard,
+    open_closed_streams,
+    refuse_existing,
+    take_any_character,
+    words,
+)
 from experiments.runs.collector import THRESHOLD
 from testbed.errors import ConfigError, TestbedError
 
@@ -39,6 +47,9 @@ USAGE = """usage: testbed <command> ...
 """
 
 
+_NO_THREAD = ("can't start new thread", "Failed to launch worker thread")  # as Python and Arrow say it
+
+
 def _here() -> str:
     try:
         return os.getcwd()
@@ -48,6 +59,7 @@ def _here() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    open_closed_streams()
     take_any_character()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -88,6 +100,11 @@ def main(argv: list[str] | None = None) -> int:
         from experiments.runs.run_folder import describe_failure
 
         print(f"error: {describe_failure(error)}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not any(words in str(error) for words in _NO_THREAD):
+            raise
+        print(f"error: {error}; raise the limit of threads and processes (ulimit -u), or end some", file=sys.stderr)
         return 1
 
 
@@ -237,7 +254,8 @@ def _timeline(arguments: list[str]) -> int:
     for folder in folders:
         refuse_running(folder)
     with writing(options.out or options.run):
-        print(write_timeline(folders, options.out, window, overwrite=options.overwrite))
+        drawn = write_timeline(folders, options.out, window, overwrite=options.overwrite)
+    print(drawn)
     return 0
 
 

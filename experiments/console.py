@@ -97,6 +97,17 @@ def take_any_character() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def open_closed_streams() -> None:
+    """Opens standard input, output and error to nowhere where they were closed when Python started (`>&-`): nothing
+    can be printed to None, and the next opened file would be taken for them by libraries and other processes."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def visible(text: str) -> str:
     """The text with escapes for the characters that would steer a terminal instead of being seen on it."""
     return "".join(
@@ -106,7 +117,6 @@ def visible(text: str) -> str:
 
 def go_on_unheard() -> None:
     """Discards further standard output; called after a BrokenPipeError."""
-    if sys.stdout is not None:  # None if it was closed when Python started
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -56,7 +56,10 @@ class Followed:
         pause_s = _EVERY_S
         while not self._stopped.wait(pause_s):
             began = time.monotonic()
-            self._look()
+            try:
+                self._look()
+            except OSError:  # the folder is gone, or the disk full that the output is written to: `stop` meets it again
+                return
             pause_s = max(_EVERY_S, 50 * (time.monotonic() - began))  # at most 2 %: a point may run in this process
 
     def _look(self) -> None:

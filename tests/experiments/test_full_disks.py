@@ -265,3 +265,34 @@ raise SystemExit(cli.main(["run", *{TINY!r}, "trace.num_requests=2", "hydra.run.
     assert [line for line in done.stderr.splitlines() if "compiled core" not in line] == [
         f"error: the disk is full ({tmp_path / 'run'}); free some space and run again"
     ]
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_failure(tmp_path: Path, closed: str) -> None:
+    command = shlex.join([sys.executable, "-m", "experiments", "run", "trace.num_requests=2"])
+    done = subprocess.run(["bash", "-c", f"exec {command} hydra.run.dir=run {closed}"], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "done").exists()
+
+
+def test_a_sweep_whose_output_finds_the_disk_full_says_so_once(tmp_path: Path) -> None:
+    arguments = ["run", "-m", "trace.num_requests=300", "seed=0,1", f"hydra.sweep.dir={tmp_path}"]
+    command = f"exec {shlex.join([sys.executable, '-u', '-m', 'experiments', *arguments])} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "the disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(list(tmp_path.glob("*/done"))) == 2
+
+
+@pytest.mark.parametrize("words", ["can't start new thread", "Unknown error: Failed to launch worker thread: busy"])
+def test_too_few_threads_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    from experiments import cli
+
+    def refused(arguments: list[str]) -> int:
+        raise RuntimeError(words)
+
+    monkeypatch.setitem(cli.COMMANDS, "list", refused)
+    assert f"{words}; raise the limit of threads and processes (ulimit -u)" in say(capsys, "list").error()

@@ -17,7 +17,7 @@ from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
 from experiments.runs.run_folder import locking
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, RunFolderError
 
 RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
 _FILES = (RESULT, TEXT, f"{FIGURE}.png", f"{FIGURE}.svg")
@@ -60,8 +60,12 @@ def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
                 for path in sorted(own, reverse=True):  # what is in a folder before the folder
                     path.rmdir() if path.is_dir() else path.unlink()
                 moved = [aside / path.relative_to(out) for path in earlier]
-                _move([path for path in moved if path.exists()], aside, out)
-                shutil.rmtree(aside)  # not reached if something is still in it
+                try:
+                    _move([path for path in moved if path.exists()], aside, out)
+                except OSError as error:
+                    why = error.strerror or error
+                    raise RunFolderError(f"{out}: its earlier outputs are in {aside}; move them back ({why})") from None
+                shutil.rmtree(aside)
             raise
         shutil.rmtree(aside)
 

@@ -17,6 +17,7 @@ import pytest
 from analysis.load import load_run
 from experiments import simulate
 from experiments.runs.run_folder import writing
+from testbed.errors import RunFolderError
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of
 from tests.experiments.test_bad_input import GOOD, run
 
@@ -219,6 +220,11 @@ def test_a_document_that_gets_a_comparison_is_whole_before_and_after(
     assert "\nnew\n" in page.read_text()
 
 
+def _fail_as_the_disk_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.rename", FullDisk(Path.rename, after=0))
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +249,11 @@ def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
     assert (out / RESULT).read_text() == "earlier"
     assert (run_there / "manifest.json").exists()
     assert os.listdir(tmp_path) == ["out"]
+    told = r"out: its earlier outputs are in .*; move them back \(No space"
+    with pytest.raises(RunFolderError, match=told), renewed(out, overwrite=True):
+        _fail_as_the_disk_fills(monkeypatch)
+    (aside,) = tmp_path.glob(".out-*")
+    assert (aside / RESULT).read_text() == "earlier"
 
 
 def test_a_run_whose_files_cannot_be_made_prints_no_stack_trace(tmp_path: Path) -> None:

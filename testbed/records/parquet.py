@@ -23,7 +23,7 @@ def schema_of(columns: dict[str, str]) -> Any:
     return pa.schema([(name, _TYPES.get(kind) or pa.type_for_alias(kind)) for name, kind in columns.items()])
 
 
-class _Writer(pq.ParquetWriter):  # type: ignore[misc]  # Arrow has no types
+class _Writer(pq.ParquetWriter):
     """A writer that is given up without its `close`, which could fail again and print that: after an error."""
 
     def __del__(self) -> None:

@@ -219,7 +219,7 @@ class Comparison:
 
     @property
     def is_alike(self) -> bool:
-        """Whether the change is the same in all replicates, and these are too few for an interval."""
+        """Whether the change is the same in all replicates, and these are too few for a claim."""
         return self.verdict == "unknown" and self.estimate is not None and self.estimate.method == ALIKE
 
 

@@ -236,8 +236,9 @@ def effect_size(differences: FloatArray) -> float | None:
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None) -> Verdict:
     """The verdict that an interval supports; `margin` is the equivalence margin on the estimate's own scale.
 
-    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or `p_value` (such as
-    Holm's), if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval.
+    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or `p_value` (corrected),
+    if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval, or ALIKE,
+    which knows of no noise, with such a p-value.
     """
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "unknown"
@@ -247,5 +248,5 @@ def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = Non
         return "equivalent"
     significant = p_value is None or p_value < ALPHA
     if estimate.low <= 0.0 <= estimate.high or not significant:
-        return "inside the noise"
+        return "unknown" if estimate.method == ALIKE else "inside the noise"
     return "higher" if estimate.value > 0 else "lower"

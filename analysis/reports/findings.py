@@ -110,8 +110,7 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "identical": lambda texts, _: f"Identical: {fmt.listing(texts)}.",
     "equivalent": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
     "alike": lambda texts, _: (
-        "No claim is made of what differed equally in so few replicates that chance may do it (up to 5): "
-        f"{fmt.listing(texts)}."
+        f"No claim is made of what differed equally in so few replicates that chance may do it: {fmt.listing(texts)}."
     ),
     "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
     "not comparable": lambda texts, _: (

@@ -67,6 +67,7 @@ def test_a_difference_without_spread_counts_from_as_many_replicates_on_as_chance
     assert estimate.method == ALIKE
     is_rare = 2.0 ** (1 - num) < 0.05
     assert verdict(estimate, 0.02, estimate.p_value) == ("higher" if is_rare else "unknown")
+    assert verdict(estimate, 0.02, 0.0625) == "unknown", "corrected; there is no noise that it is inside of"
     assert estimate.p_value == (2.0 ** (1 - num) if is_rare else None)
     assert is_rare == (num >= 6)
 

@@ -103,13 +103,15 @@ def chosen_by(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _stored(group: str) -> dict[str, Any]:
-    """Returns the nodes of a group in Hydra's ConfigStore, by name with .yaml."""
+    """Returns the nodes of a group in Hydra's ConfigStore, by name with .yaml; of sweepers only ours."""
     register()
     if group.startswith("hydra/"):
         Plugins.instance()  # loading the plugins stores their options
     found: Any = ConfigStore.instance().repo
     for part in group.split("/"):
         found = found.get(part, {}) if isinstance(found, dict) else {}
+    if group == "hydra/sweeper":
+        return {"testbed.yaml": found["testbed.yaml"]}
     return found if isinstance(found, dict) else {}
 
 

@@ -235,7 +235,7 @@ def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("hydra/sweeper=basic", "the points of a sweep are found by hydra/sweeper=testbed alone"),
+        ("hydra/sweeper=basic", "hydra/sweeper has no option 'basic'; valid: testbed"),
         ("hydra.job.chdir=true", "act on jobs, which run many points each: leave them out"),
     ],
 )

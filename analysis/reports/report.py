@@ -341,8 +341,8 @@ def _lacks(runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
 
 def _markdown(text: Any) -> str:
     """Escapes text for Markdown; line ends become spaces. Underscores within a word and brackets without a link are no
-    markup."""
+    markup; what begins an item of a list is, at the start."""
     return _MARKUP.sub(r"\\\g<0>", str(text)).replace("\n", " ")
 
 
-_MARKUP = re.compile(r"[\\`*<>|#~]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])")
+_MARKUP = re.compile(r"[\\`*<>|#~]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])|^[-+](?=\s)|(?<=^\d)[.)](?=\s)")

@@ -50,7 +50,7 @@ def page(sweep, tmp_path_factory):
         [sweep / "ablation", sweep / "pairs"],
         out,
         title="<script>alert(1)</script> [x](http://y)",
-        question="Is a < b & c?",
+        question="1. Is a < b & c?",
     )
     assert path == out
     return path
@@ -85,8 +85,10 @@ def test_links_lead_to_the_run_folders(page):
 def test_what_a_user_wrote_is_escaped(page):
     text = page.read_text()
     assert "<script>" not in text
-    assert "Is a &lt; b &amp; c?" in text
-    assert r"\<script\>alert(1)\</script\> [x\](http://y)" in page.with_suffix(".md").read_text()
+    assert "1. Is a &lt; b &amp; c?" in text
+    twin = page.with_suffix(".md").read_text()
+    assert r"\<script\>alert(1)\</script\> [x\](http://y)" in twin
+    assert r"1\. Is a \< b & c?" in twin, "no list"
 
 
 def test_the_page_never_prints_what_is_no_number(page):

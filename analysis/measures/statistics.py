@@ -236,9 +236,9 @@ def effect_size(differences: FloatArray) -> float | None:
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None) -> Verdict:
     """The verdict that an interval supports; `margin` is the equivalence margin on the estimate's own scale.
 
-    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or `p_value` (corrected),
-    if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval, or ALIKE,
-    which knows of no noise, with such a p-value.
+    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or the corrected
+    `p_value`, if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval,
+    or ALIKE, which knows of no noise, with such a p-value.
     """
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "unknown"

@@ -37,10 +37,13 @@ def change_text(comparison: Comparison) -> str:
 
 
 def reached_text(comparison: Comparison) -> str:
-    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, or none is."""
-    said, value = change_text(comparison), comparison.value
-    has_mean = said.startswith("from ") or value is None
-    return said if has_mean else f"{said}, to {comparison.metric.write(value)}"
+    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, none is, or it
+    went the other way (the change is a mean of ratios, in which a small value counts as much as a large one)."""
+    said, value, base = change_text(comparison), comparison.value, comparison.base
+    if value is None or said.startswith("from "):
+        return said
+    is_opposed = base is not None and comparison.estimate is not None and (value - base) * comparison.estimate.value < 0
+    return said if is_opposed else f"{said}, to {comparison.metric.write(value)}"
 
 
 def difference_text(metric: Metric, difference: float) -> str:

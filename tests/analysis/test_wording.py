@@ -11,7 +11,7 @@ import pytest
 from analysis import format as fmt
 from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, judge
-from analysis.comparison.wording import change_text, interval_text, verdict_text
+from analysis.comparison.wording import change_text, interval_text, reached_text, verdict_text
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate, differences, verdict
 from analysis.reports import findings
@@ -66,6 +66,14 @@ def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     said = interval_text(row).replace("\u00a0", " ")
     assert said == text
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
+
+
+@pytest.mark.parametrize(("value", "said"), [(1.2, "+10 %, to 1.20 s"), (0.9, "+10 %"), (None, "+10 %")])
+def test_the_mean_that_is_reached_is_told_unless_it_went_the_other_way(value: float | None, said: str) -> None:
+    """Of 10 s and 0.1 s, which become 9 s and 0.13 s, the ratios have a mean above 1, and the mean is less."""
+    estimate = Estimate(math.log(1.1), 0.05, 0.2, 5, "paired t", "log_ratio")
+    row = Comparison("arm", LATENCY[0], value, estimate, "higher", base=1.0)
+    assert reached_text(row).replace("\u00a0", " ") == said
 
 
 def test_between_cost_models_nothing_is_better_or_worse():

@@ -130,13 +130,13 @@ def interval_method(rows: Sequence[Comparison], num_replicates: int, single: lis
         return (
             f"Changes are relative: means of log-ratios over {over}, paired on the same "
             "trace, with 95 % Student intervals; of shares, and where a value is 0, they are differences. A change "
-            "counts when its p-value, corrected over arms (Holm) and metrics (Benjamini and Hochberg) at one load, is "
-            "below 0.05 (so does how much a factor's effect depends on the others, and, by Holm, its effect in single "
-            "cells); arms that took the same decisions at every step are one comparison; the intervals are those of "
-            "single comparisons. So an arm that is equal to the baseline is claimed to differ, in any metric, with a "
-            "chance below 5 %, and of an arm that differs 5 % of the claims may be false; over many loads a few false "
-            "claims are to be expected. d is Cohen's d_z, with Hedges' "
-            f"correction: the mean paired difference over its standard deviation.{one}"
+            "counts when its p-value, corrected over arms or factors (Holm) and metrics (Benjamini and Hochberg) at "
+            "one load, is below 0.05 (so does how much a factor's effect depends on the others, and, by Holm, its "
+            "effect in single cells); arms that took the same decisions at every step are one comparison; the "
+            "intervals are those of single comparisons. So an arm that is equal to the baseline is claimed to differ, "
+            "in any metric, with a chance below 5 %, and of the claims on an arm that differs 5 % at most are "
+            "expected to be false; over many loads a few false claims are to be expected. d is Cohen's d_z, with "
+            f"Hedges' correction: the mean paired difference over its standard deviation.{one}"
         )
     if "circular blocks" in methods:
         return f"There is one replicate. Changes are relative; {_ONE_TRACE}"

@@ -125,7 +125,7 @@ MANIFEST_KEYS = (
     "attention_reasons",  # {provider: why it was chosen or not}, real runs only
     "weights",  # safetensors, or dummy: random; real runs only
     "cost",  # cost model, simulated runs only
-    "cost_fit",  # {file, digest}: the file of a calibrated or linear fit, and xxh64 of it, 16 hex digits; null: none
+    "cost_fit",  # {file, digest}: the file of a calibrated fit, and xxh64 of it, 16 hex digits; null: none
     "cost_error",  # {median, p90}: errors of steps left out of a calibrated fit; null: another cost model, or factors
     "cost_notes",  # on step times that the cost model extrapolated, and on a KV pool that the GPU could not hold
     "num_extrapolated_steps",

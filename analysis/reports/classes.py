@@ -63,7 +63,8 @@ def pooled_said(groups: Sequence[Compared]) -> list[str]:
         return [f"{said}."]
     name, group, pooled, row = max(turned, key=lambda one: (one[2].is_claim, one[3].size))
     told = f"{row.arm} is {row.claim} in {row.metric.label} for {name} ({change_text(row)})"
-    over_all = f"{change_text(pooled)} over all requests{'' if pooled.is_claim else ', which is inside the noise'}"
+    noise = f", which is {pooled.verdict}" if pooled.verdict.startswith("inside") else ""
+    over_all = f"{change_text(pooled)} over all requests{noise}"
     both = [arm for arm in group.arms if arm.name in (group.arms[0].name, row.arm)]
     return [f"{said}, and may hide one: {', '.join([*conditions(group.load, both), told])}, at {over_all}."]
 

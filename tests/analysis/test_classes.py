@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
     assert f"may hide one: on this one trace, {arms[1].name} is better in mean TTFT" in told, (
         "the third has no part in it"
     )
+    for verdict, is_told in (("inside the noise", True), ("equivalent", False), ("unknown", False)):
+        group = Compared("", arms, [replace(pooled, verdict=verdict)], (), {"tenant v1.0": found[:1]})
+        assert pooled_said([group])[0].endswith("over all requests, which is inside the noise.") == is_told
     page = report_from_folders([tmp_path / "runs"], tmp_path / "report.html", baseline=arms[0].name).with_suffix(".md")
     text = page.read_text()
     assert text.count("**Class tenant v1.") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from testbed.blocks.chain import CacheEntry
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.blocks.manager import BlockManager
 from testbed.core.outcome import StepResult
@@ -150,7 +151,27 @@ class Life:
 
     def _check(self) -> None:
         self.scheduler.check_invariants()
+        self._check_chains()
         self.counts["operations"] += 1
+
+    def _check_chains(self) -> None:
+        """What a sequence has published is in its blocks, and its chain ends at the last entry."""
+        cache = self.scheduler.blocks._gpu.cache
+        for seq in self.scheduler.unfinished():
+            chain, table = seq.chain, seq.block_table
+            if chain is None or not table:
+                continue
+            assert chain.num_published <= len(table)
+            if chain.entry is not None and not chain.is_broken:
+                assert chain.entry.key == chain.keys[chain.num_published - 1]
+            for index, block in enumerate(table[: chain.num_published]):
+                content = None if block == RELEASED else cache.content_of[block]
+                if isinstance(content, CacheEntry):
+                    assert (content.key, content.content) == (chain.keys[index], chain.contents[index])
+                elif content is not None:
+                    assert content.chain.keys[0] == chain.keys[0]
+                else:
+                    assert block == RELEASED or chain.is_broken or cache._is_newest_found, "a published block is lost"
 
 
 def shuffle_blocks(blocks: BlockManager, seed: int) -> None:

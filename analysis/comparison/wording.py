@@ -5,6 +5,7 @@ Changes are in percent; changes of shares, such as SLO attainment, are in percen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,6 +13,8 @@ from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric
 from analysis.comparison.effects import Effect
 from analysis.naming import factor_name, level_text
+
+_UNLIKE_BY = 1.2
 
 
 def no_more_than(verdicts: Collection[str], margin: float) -> str:
@@ -37,13 +40,24 @@ def change_text(comparison: Comparison) -> str:
 
 
 def reached_text(comparison: Comparison) -> str:
-    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, none is, or it
-    went the other way (the change is a mean of ratios, in which a small value counts as much as a large one)."""
+    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, none is, it went
+    the other way, or its own change `is_unlike` this one."""
     said, value, base = change_text(comparison), comparison.value, comparison.base
-    if value is None or said.startswith("from "):
+    if value is None or said.startswith("from ") or is_unlike(comparison, base):
         return said
     is_opposed = base is not None and comparison.estimate is not None and (value - base) * comparison.estimate.value < 0
     return said if is_opposed else f"{said}, to {comparison.metric.write(value)}"
+
+
+def is_unlike(comparison: Comparison, base: float | None) -> bool:
+    """Whether a change over replicates differs much from the ratio of the means: it is a mean of ratios, in which a
+    small value counts as much as a large one. base: the baseline's mean."""
+    estimate, value = comparison.estimate, comparison.value
+    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("circular blocks"):
+        return False
+    if not value or not base:
+        return False
+    return abs(estimate.value - math.log(value / base)) > math.log(_UNLIKE_BY)
 
 
 def difference_text(metric: Metric, difference: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from analysis.comparison.arms import Arm, counted, infer_arms, stated_replicates
 from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.pairs import Pair, engine_of
-from analysis.comparison.wording import bounds_text, change_text, interval_text, verdict_text, winner_text
+from analysis.comparison.wording import bounds_text, change_text, interval_text, is_unlike, verdict_text, winner_text
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline
 from analysis.measures.metrics import SLO
@@ -59,7 +58,7 @@ def ablation_table(
                 cells.append(Cell(metric.write(mean_over_replicates(arm, metric, slo))))
                 continue
             size = "" if row.effect is None else f"d = {fmt.significant(row.effect, 2)}"
-            sign = _SIGN if _is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
+            sign = _SIGN if is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
             cells.append(_judged(metric.write(row.value), interval_text(row) + sign, verdict_text(row, margin), size))
         rows.append(tuple(cells))
     is_marked = any(note.endswith(_SIGN) for cells in rows for cell in cells for note in cell.notes)
@@ -78,21 +77,11 @@ def _judged(text: str, interval: str, verdict: str, size: str = "") -> Cell:
     return Cell(text, notes, verdict if verdict in ("better", "worse") else "noise")
 
 
-_SIGN, _UNLIKE_BY = f"{fmt.SPACE}†", 1.2
+_SIGN = f"{fmt.SPACE}†"
 _UNLIKE = (
     "† Changes are geometric means over replicates; here they differ from the ratio of the means, as replicates differ "
     "much."
 )
-
-
-def _is_unlike(row: Comparison, base: float | None) -> bool:
-    """Whether a change over replicates differs much from the ratio of the printed means. base: the baseline's mean."""
-    estimate = row.estimate
-    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("circular blocks"):
-        return False
-    if not row.value or not base:
-        return False
-    return abs(estimate.value - math.log(row.value / base)) > math.log(_UNLIKE_BY)
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:

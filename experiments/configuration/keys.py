@@ -87,6 +87,14 @@ class Keys:
                     f"defaults: {begin}"
                 )
 
+    def refuse_hidden(self) -> None:
+        """Raises ConfigError for a chosen option that is also a file of the user's own: the shipped one would be it."""
+        for group, option in ((group, option) for group, options in self.options.items() for option in options):
+            if option is not None and (file := self.library.hidden(group, option)) is not None:
+                raise ConfigError(
+                    f"{file}: {group}={option} is the shipped option of that name; give the file another one"
+                )
+
     def check_overlays(self) -> None:
         """Raises ConfigError for an overlay of the user's own without its first line."""
         for group, _, file in self.own_files():

@@ -62,7 +62,7 @@ class Library:
             name = option if file is None else "_schema"
             return _stored_keys(group, f"{name}.yaml") if f"{name}.yaml" in stored else []
         contents = [content for _, content in self.files(group, file.stem)]
-        bases = [] if "_target_" in contents[-1] else _bases(contents[-1], file.stem)
+        bases = [] if "_target_" in contents[-1] else _bases(contents[-1])
         return self.keys(group, bases[0]) if bases else [key for one in contents for key in _dotted(one, group)]
 
     def owners(self, group: str, key: str) -> list[str]:
@@ -75,19 +75,30 @@ class Library:
         files = self.files(OVERLAYS, name)
         return {group: option for _, content in files for group, option in chosen_by(content).items()}
 
-    def files(self, group: str, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yields the file of an option and its content, preceded by those of the same group in its defaults."""
+    def hidden(self, group: str, option: str) -> Path | None:
+        """Returns the user's own file of an option that Hydra does not take, as a shipped one has its name; or None."""
+        places = (folder / group / f"{option}.yaml" for folder in self.folders)
+        file = next((place for place in places if place.is_file()), None)
+        return file if file is not None and option in options(group) else None
+
+    def files(self, group: str, name: str, inside: tuple[str, ...] = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yields the file of an option and its content, preceded by those of the same group in its defaults. inside:
+        the options that lead here. Raises ConfigError for one that leads back to itself."""
         file = self.file(group, name)
         if file is not None:
+            if name in inside:
+                raise ConfigError(
+                    f"{file} begins with itself ({' → '.join([*inside, name])}); begin with another option"
+                )
             content = read_option(file)
-            for base in _bases(content, name):
-                yield from self.files(group, base.removeprefix(f"/{group}/"))
+            for base in _bases(content):
+                yield from self.files(group, base.removeprefix(f"/{group}/"), (*inside, name))
             yield file, content
 
 
-def _bases(content: Mapping[str, Any], name: str) -> list[str]:
+def _bases(content: Mapping[str, Any]) -> list[str]:
     """Returns the options of its own group that are in an option's defaults."""
-    return [base for base in content.get("defaults", ()) if isinstance(base, str) and base not in ("_self_", name)]
+    return [base for base in content.get("defaults", ()) if isinstance(base, str) and base != "_self_"]
 
 
 def is_group(key: str) -> bool:

@@ -47,6 +47,7 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
                 "key's value is a list"
             )
     keys = _keys(items, library_of(overrides), chosen or {})
+    keys.refuse_hidden()
     keys.check_overlays()
     for key, (place, text) in keys.places.items():
         keys.check_taken(key, text, place)

@@ -122,7 +122,7 @@ def generate(
             printer.close(index, len(came.outputs))
             if came.message:
                 num_ignored += 1
-                print(f"note: {asked[index].place}: {came.message}", file=sys.stderr)
+                print(f"error: {asked[index].place}: {came.message}", file=sys.stderr)
 
         call: dict[str, Any] = {
             "use_tqdm": not stream, "on_piece": shown if stream else None, "on_output": done

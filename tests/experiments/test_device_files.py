@@ -123,3 +123,30 @@ def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_p
     assert f"error: {file} lacks name, " in capsys.readouterr().err
     file.write_text(f"defaults: [{'h100' if group == 'device' else 'tiny'}, _self_]\nname: mine\n{line}\n")
     assert main([*run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "said"),
+    [
+        (
+            {"device/h100": "defaults: [h100, _self_]"},
+            [],
+            "device=h100 is the shipped option of that name; give the file",
+        ),
+        ({"experiment/watermark": "seed: 3"}, ["experiment=watermark"], "experiment=watermark is the shipped option"),
+        ({"device/a": "defaults: [a, _self_]"}, ["device=a"], "a.yaml begins with itself (a → a); begin with another"),
+        ({"device/a": "defaults: [b]", "device/b": "defaults: [a]"}, ["device=a"], "begins with itself (a → b → a)"),
+    ],
+)
+def test_an_option_that_is_shipped_too_or_begins_with_itself_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], chosen: list[str], said: str
+) -> None:
+    for name, text in files.items():
+        file = tmp_path / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert main(["run", f"--config-dir={tmp_path}", *chosen, f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "run").exists()

@@ -63,7 +63,7 @@ def test_a_prompt_that_outgrows_the_memory_is_told_and_fails_the_command(
     given = ("--model", str(folder), *sizes, "--temperature", "0", "--ignore-eos")
     said = say(capsys, "generate", *given, "--max-tokens", "9", "a", "b")
     assert said.status == 1
-    assert [line[:24] for line in said.lines[:2]] == ["note: prompt 0: 9 tokens", "note: prompt 1: 9 tokens"]
+    assert [line[:25] for line in said.lines[:2]] == ["error: prompt 0: 9 tokens", "error: prompt 1: 9 tokens"]
     assert said.lines[2].startswith("2 prompts, "), "the rest is generated"
     assert say(capsys, "generate", *given, "--max-tokens", "3", "a", "b").status == 0
 

@@ -302,6 +302,7 @@ BAD_ROWS = [
     ({"a": 0, "b": 1}, "no known field; expected arrival_time, prompt_tokens, …, found 'a', 'b'$"),
     ({}, "no known field; .* found nothing"),
     ({"timestamp": 0, "input_length": 3, "hash_ids": [1]}, "read it with trace=mooncake"),
+    ({"chat_id": 7, "turn": 1, "input_length": 3, "hash_ids": [1]}, "found chat_id, .*; read it with trace=bailian$"),
 ]
 
 

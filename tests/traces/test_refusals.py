@@ -105,6 +105,12 @@ def test_what_a_file_says_twice_is_refused(tmp_path: Path) -> None:
         read_trace("jsonl", file)
 
 
+CHAT = (
+    '{"chat_id": 7, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 20, "output_length": 4, "type": "text", '
+    '"turn": 1, "hash_ids": [1, 2]}'
+)
+
+
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
@@ -112,6 +118,7 @@ def test_what_a_file_says_twice_is_refused(tmp_path: Path) -> None:
         ("burstgpt.csv", ("Timestamp,Model,Request tokens,Response tokens", "1,m,3,4")),
         ("lengths.csv", ("num_prefill_tokens,num_decode_tokens", "3,4")),
         ("mooncake.jsonl", ('{"timestamp": 0, "input_length": 3, "output_length": 4, "hash_ids": [1]}',)),
+        ("bailian.jsonl", (CHAT,)),
         ("jsonl.jsonl", ('{"arrival_time": 0, "prompt_tokens": 3, "timestamp": 0, "hash_ids": [1]}',)),
     ],
 )

@@ -96,7 +96,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     if not prompt and num_prompt is None:
         raise TraceError(
             f"{place}: neither 'prompt_token_ids' nor 'prompt_tokens' is given; expected one of them, "
-            f"found {', '.join(given)}"
+            f"found {', '.join(given)}{_foreign_hint(given)}"
         )
     think_ns = _optional_ns(given, place, "think")
     arrival_ns = _optional_ns(given, place, "arrival")
@@ -127,9 +127,14 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
 def foreign_format(names: Iterable[str]) -> str | None:
     """Returns the format of READERS that has these fields; None if there is none, or a field is the testbed's own."""
     found = set(names)
-    if found & {*FIELDS, *EXACT_FIELDS}:
+    if found & KNOWN - {"turn"}:  # Bailian's rows have one, too
         return None
     return next((name for name, marks in _FOREIGN.items() if marks <= found), None)
+
+
+def _foreign_hint(names: Iterable[str]) -> str:
+    foreign = foreign_format(names)
+    return "" if foreign is None else f"; read it with trace={foreign}"
 
 
 def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
@@ -163,8 +168,7 @@ def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
     """Returns the error for a record of another schema, with a hint at its format."""
     shown = ", ".join(map(repr, given)) or "nothing"
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    foreign = foreign_format(given)
-    hint = "" if foreign is None else f"; read it with trace={foreign}"
+    hint = _foreign_hint(given)
     if len(given) == 1 and any(separator in next(iter(given)) for separator in ";\t|"):
         hint = "; separate the columns by commas"
     return TraceError(f"{place}: no known field; expected arrival_time, prompt_tokens, …, found {shown}{hint}")

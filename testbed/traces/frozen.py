@@ -14,7 +14,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import Fingerprint
-from testbed.traces.readers.open_parquet import parquet_records
+from testbed.traces.readers.open_parquet import not_parquet, parquet_records
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import TraceRequest, TraceSource
@@ -85,7 +85,7 @@ def frozen_info(path: str | Path) -> FrozenInfo | None:
     try:
         metadata = pq.read_schema(path).metadata or {}
     except pa.ArrowException as error:
-        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+        raise not_parquet(path, error) from None
     if _METADATA not in metadata:
         return None
     try:

@@ -224,6 +224,9 @@ def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
         read_trace("auto", tmp_path / "t.txt")
     with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file"):
         read_trace("auto", tmp_path / "t.parquet")
+    (tmp_path / "t.parquet.gz").write_text("x")
+    with pytest.raises(TraceError, match=r"t\.parquet\.gz: not a Parquet file, which is compressed inside; unpack it"):
+        read_trace("auto", tmp_path / "t.parquet.gz")
     with pytest.raises(TraceError, match="does not exist"):
         read_trace("auto", tmp_path / "t.jsonl")
 

@@ -349,7 +349,7 @@ def test_half_a_character_in_a_conversation_is_named(tmp_path):
 
 
 def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
-    with pytest.raises(TraceError, match=r"token counts are not guessed; set trace\.tokenizer"):
+    with pytest.raises(TraceError, match=r"counts are not guessed; set trace\.tokenizer .*convert sharegpt <file>"):
         read_trace("sharegpt", write(tmp_path, "s.json", "[]"))
 
 

@@ -1,4 +1,4 @@
-"""Reads a Parquet file as records. Owns what is absent in one."""
+"""Reads a Parquet file as records. Owns what is absent in one, and what is said of a file that is none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ def parquet_records(path: str | Path) -> Iterator[Record]:
                     fields = {name: value for name, value in record.items() if not _is_null(name, value)}
                     yield f"{path}:{number}", fields
     except pa.ArrowException as error:
-        raise TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+        raise not_parquet(path, error) from None
+
+
+def not_parquet(path: str | Path, error: Exception) -> TraceError:
+    """Returns what to say of a file that Arrow does not read as Parquet."""
+    if Path(path).suffix.lower() in (".gz", ".zst"):
+        return TraceError(f"{path}: not a Parquet file, which is compressed inside; unpack it first")
+    return TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}")
 
 
 def _is_null(name: str, value: object) -> bool:

@@ -36,7 +36,8 @@ def stream_sharegpt(
     if tokenizer is None:
         raise TraceError(
             f"{path}: ShareGPT holds text, and token counts are not guessed; "
-            "set trace.tokenizer to a local folder with a tokenizer"
+            "set trace.tokenizer to a local folder with a tokenizer; where that is no key, convert the file first: "
+            "testbed trace convert sharegpt <file> <out>.jsonl --tokenizer <folder>"
         )
     num_skipped = 0
 

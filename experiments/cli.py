@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
     except Exception as error:
-        if not any(words in str(error) for words in _NO_THREAD):
+        if not any(said in str(error) for said in _NO_THREAD):
             raise
         print(f"error: {error}; raise the limit of threads and processes (ulimit -u), or end some", file=sys.stderr)
         return 1

@@ -76,10 +76,10 @@ class Library:
         return {group: option for _, content in files for group, option in chosen_by(content).items()}
 
     def hidden(self, group: str, option: str) -> Path | None:
-        """Returns the user's own file of an option that Hydra does not take, as a shipped one has its name; or None."""
-        places = (folder / group / f"{option}.yaml" for folder in self.folders)
-        file = next((place for place in places if place.is_file()), None)
-        return file if file is not None and option in options(group) else None
+        """Returns the user's own file of an option that Hydra does not take, as a shipped file has its name; or None.
+        (A node of the ConfigStore hides none, as a launcher's: Hydra looks for files first.)"""
+        places = [place for folder in self.folders if (place := folder / group / f"{option}.yaml").is_file()]
+        return places[0] if places and self.file(group, option) != places[0] else None
 
     def files(self, group: str, name: str, inside: tuple[str, ...] = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yields the file of an option and its content, preceded by those of the same group in its defaults. inside:

@@ -150,3 +150,14 @@ def test_an_option_that_is_shipped_too_or_begins_with_itself_is_refused(
     assert error.count("\n") == 1
     assert said in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_of_ones_own_may_have_the_name_of_one_that_is_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hydra" / "launcher" / "basic.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("_target_: nowhere.Launcher\n")
+    arguments = ["run", "-m", f"--config-dir={tmp_path}", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    assert main(arguments) == 1
+    assert "nowhere" in capsys.readouterr().err, "Hydra takes the user's"

@@ -38,7 +38,7 @@ class Commit:
         batch.samples = [seq.advance_ahead(batch.counts[index]) for index, seq in enumerate(batch.seqs)]
         for seq in batch.seqs:
             if seq.is_prefilling and seq.num_placeholders:
-                self._running.prefilled(seq)
+                self._running.note_prefill(seq)
 
     def advance(self, batch: Batch, outcomes: tuple[Outcome, ...]) -> tuple[Ending, ...]:
         """Applies the outcomes of an executed batch; returns the sequences that end with it. A sequence that was
@@ -71,7 +71,7 @@ class Commit:
             if seq.state is FINISHED or (not is_there and seq.may_fork):
                 continue  # preempted before its fork: it samples this token again
             if seq.is_prefilling:
-                self._running.prefilled(seq)
+                self._running.note_prefill(seq)
             if seq.group is not None:
                 forking += self._forking(seq, seq.group, outcome)
             reason = self._emit(seq, outcome)

@@ -41,7 +41,7 @@ class Preempting:
         for one in seq.together:
             if one.may_fork and one.num_placeholders:  # it forks only while it runs: this token is sampled again later
                 one.give_up_flight()
-                self._running.prefilled(one)
+                self._running.note_prefill(one)
         wish = self._policies.mode(seq, num_distinct([one.block_table for one in seq.together]))
         wants_swap = (wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0) or _is_search(seq)
         # its table may hold merged blocks of this step, which other rows compute only after the swap-out

@@ -78,8 +78,8 @@ class Running:
             one.enter(SequenceState.SWAPPED)
         self.swapped[seq.unit_id] = seq
 
-    def prefilled(self, seq: Sequence) -> None:
-        """Ends a prefill or, if a victim's tokens in flight were taken back, notes that it is unfinished again."""
+    def note_prefill(self, seq: Sequence) -> None:
+        """Notes whether its prefill is over, or unfinished again, as tokens in flight of a victim are taken back."""
         seq.is_prefilling = seq.num_computed_tokens < max(seq.num_prompt_tokens, seq.num_tokens - 1)
         self.prefilling.pop(seq.seq_id, None)
 

@@ -20,6 +20,7 @@ from testbed.specs.memory import num_blocks_of_budget, num_kv_blocks
 
 WARM_UP_CONTEXT = 1024  # enough for several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for the kernels of measured prefills; the maximum would take seconds on a CPU
+WARM_UP_TILES = (17, 33, 512)  # tokens for which FP8 weights and experts have tiles of other sizes
 
 
 def fitting_num_blocks(
@@ -139,7 +140,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
 
 def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, int]]]:
     """Returns rows (query length, context length) for steps of each kind. On a GPU a kind is a set of kernels: long and
-    short prefills, with and without decodes, few long decodes and many short ones."""
+    short prefills, with and without decodes, few long decodes and many short ones, and numbers of tokens."""
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
     decodes = [(1, 1)] * min(limits.max_num_seqs, limits.max_num_batched_tokens)
     prefill = (num_tokens, num_tokens)
@@ -147,6 +148,8 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
     if is_cuda:
         short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, limits.max_model_len))
         loads += [[prefill, long], [short], [short, *decodes], [long]]
+        most = min(limits.max_num_batched_tokens, limits.max_model_len)
+        loads += [[(num, num)] for num in WARM_UP_TILES if num <= most]
     return loads
 
 

@@ -144,13 +144,16 @@ def num_programs(group: int, num_kv_heads: int) -> int:
     return num_kv_heads * -(-group // group_tile(group))
 
 
-def tiling(head_dim: int, group: int, dtype: torch.dtype) -> Tiling:
-    """Chooses tiles for a head size, the number of query heads of a KV head, and the format of the computation."""
+def tiling(head_dim: int, group: int, dtype: torch.dtype, kv_format: int, on_hopper: bool) -> Tiling:
+    """Chooses tiles for a head size, the number of query heads of a KV head, the formats of computation and cache, and
+    whether the GPU is a Hopper."""
     head_pad = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         return Tiling(group_tile(group), 32 if head_pad <= 64 else 16, 4, 2)
     if head_pad > 128:
         return Tiling(group_tile(group), 32, 4, 3)
+    if kv_format:  # a key has half of the bytes; other GPUs have too little shared memory for 128 large ones
+        return Tiling(group_tile(group), 128 if on_hopper else 8192 // max(64, head_pad), 4, STAGES)
     return Tiling(group_tile(group), 4096 // max(64, head_pad), 4, STAGES)
 
 
@@ -178,8 +181,9 @@ def paged_decode(
     num_kv_heads = kv_cache.shape[3]
     group = num_heads // num_kv_heads
     assert query.stride(2) == output.stride(2) == kv_cache.stride(4) == 1, "the elements of a head lie side by side"
-    tile = tiling(head_dim, group, query.dtype)
-    stored = as_stored(kv_cache, capability(query.device), scoring.k_scale, scoring.v_scale)
+    gpu = capability(query.device)
+    stored = as_stored(kv_cache, gpu, scoring.k_scale, scoring.v_scale)
+    tile = tiling(head_dim, group, query.dtype, stored.kv_format, gpu is not None and gpu[0] == 9)
     head_pad = max(16, triton.next_power_of_2(head_dim))
     num_items = num_rows if parts is None else len(parts.items)
     partial_size = num_items * num_heads * head_dim

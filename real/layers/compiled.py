@@ -10,23 +10,22 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from real.kernels import MIN_CAPABILITY, why_not
+from real.kernels import why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FP8_CAPABILITY = (8, 9)  # the first at which Triton converts e4m3
 MAX_SHAPES = 64  # compilations of a function: for each hidden size and epsilon, one for one token, one for several
 
 
-def compiled_on_cuda(fn: Callable[P, R], least: tuple[int, int] = MIN_CAPABILITY) -> Callable[P, R]:
+def compiled_on_cuda(fn: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that runs `fn` compiled if its first argument, a tensor, is on a GPU, else uncompiled.
 
     It is compiled at its first call with a tensor on a GPU, once for all sizes except 0 and 1, which have compilations
     of their own. A capture must not compile, so each captured size is run once before. Intermediate results are rounded
     to the tensors' format, as by torch's own operators. `fn` stays uncompiled if Triton or the compiler for its
-    launchers is missing, if the compute capability is below 8.0 (where torch.compile does not take bfloat16) or below
-    `least`, and under torch's TORCHDYNAMO_DISABLE=1.
+    launchers is missing, if the compute capability is below 8.0 (where torch.compile does not take bfloat16), and under
+    torch's TORCHDYNAMO_DISABLE=1.
     """
     compiled: Callable[P, R] | None = None
 
@@ -35,7 +34,7 @@ def compiled_on_cuda(fn: Callable[P, R], least: tuple[int, int] = MIN_CAPABILITY
         nonlocal compiled
         first: Any = args[0]
         assert isinstance(first, Tensor)
-        if not first.is_cuda or not can_compile(first.device, least):
+        if not first.is_cuda or not can_compile(first.device):
             return fn(*args, **kwargs)
         if compiled is None:
             compiled = compile_shapes(fn, options={"emulate_precision_casts": True})
@@ -61,6 +60,6 @@ def takes_limit() -> bool:
 
 
 @cache
-def can_compile(device: torch.device, least: tuple[int, int] = MIN_CAPABILITY) -> bool:
-    """Whether torch.compile can build kernels for this GPU with the software that is installed."""
-    return why_not(device) is None and torch.cuda.get_device_capability(device) >= least
+def can_compile(device: torch.device) -> bool:
+    """Whether Triton, also under torch.compile, can build kernels for this GPU with the software that is installed."""
+    return why_not(device) is None

@@ -17,8 +17,9 @@ from torch.nn import functional
 from real.device import Placement
 from real.kernels import why_not
 from real.layers.activation import silu_and_mul
-from real.layers.fp8 import Fp8Layout, Matrix, fp8_matrix, linear_method
+from real.layers.fp8 import fp8_matrix, linear_method
 from real.layers.linear import Kept, Linear, even_part, whole_part
+from real.layers.matrix import Matrix
 from real.layers.slots import Slot
 from testbed.errors import DeviceError
 from testbed.specs.model import ExpertsShape, ModelSpec
@@ -35,12 +36,11 @@ class ExpertProjection(nn.Module):
         super().__init__()
         self._kept, self._scheme, self._method = kept, scheme, linear_method(scheme)
         self._method.create_weights(self, kept, placement, (num,))
-        self._run = 1 if scheme is None else Fp8Layout(scheme, kept).run
 
     @property
     def matrix(self) -> Matrix:
         scheme = self._scheme
-        return Matrix(self.weight) if scheme is None else fp8_matrix(self, scheme, self._run)
+        return Matrix(self.weight) if scheme is None else fp8_matrix(self, scheme, self._kept.columns)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         return {
@@ -93,14 +93,19 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         shares, experts = choose_experts(self.gate(hidden), self.per_token, normalizes=self.norm_topk_prob)
-        return self.group.all_reduce(self.experts(hidden, shares.to(hidden.dtype), experts))
+        return self.group.all_reduce(self.experts(hidden, shares, experts))
 
 
 def choose_experts(scores: Tensor, per_token: int, *, normalizes: bool) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token with the largest softmax over all: scores [num_tokens, num_experts] -> (shares
-    float32, experts int64), both [num_tokens, per_token]. normalizes: the shares of a token add up to 1."""
+    in the scores' format, experts int32), both [num_tokens, per_token]. normalizes: the shares of a token add up to
+    1."""
+    if scores.is_cuda:
+        from real.kernels.routing import choose  # not at the top: needs Triton
+
+        return choose(scores, per_token, normalizes=normalizes)
     shares, experts = scores.softmax(-1, dtype=torch.float32).topk(per_token, dim=-1)
-    return (shares / shares.sum(-1, keepdim=True) if normalizes else shares), experts
+    return (shares / shares.sum(-1, keepdim=True) if normalizes else shares).to(scores.dtype), experts.int()
 
 
 def run_experts_one_by_one(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:

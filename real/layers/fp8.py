@@ -1,8 +1,9 @@
 """Linear layers whose weights are stored in FP8 (e4m3) with scales: one byte of memory per weight.
 
-Before each GEMM the weight is multiplied by its scales and converted to the activations' format: on a GPU by one kernel
-of torch.compile, which reads one byte and writes two per weight. Activations are not quantised. So results are those of
-the same weights in the activations' format, on every device. This saves memory, not time.
+Activations are not quantised, so results are those of the same weights in the activations' format, on every device. On
+a GPU a few tokens are multiplied by the stored weight (real/kernels/fp8_linear.py). Else the weight is multiplied by
+its scales and converted to the activations' format before each GEMM, on a GPU by one kernel, which reads one byte and
+writes two per weight.
 
 A rank's part of a weight can begin and end within a block of weights that share a scale. So the index of the scale is
 stored for every row and every column that a rank keeps.
@@ -11,43 +12,19 @@ stored for every row and every column that a rank keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from math import gcd
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from real.device import Placement
-from real.layers.compiled import FP8_CAPABILITY, compiled_on_cuda
+from real.kernels import why_not
 from real.layers.linear import Kept, LinearMethod, Part, Unquantized, dense_slots, multiply
+from real.layers.matrix import Matrix, Scales
 from real.layers.slots import Slot, shared
 from testbed.specs.quantization import Fp8Scheme
 
 STORED = torch.float8_e4m3fn
-
-
-class Scales(NamedTuple):
-    values: Tensor  # float32 [..., groups of rows, groups of columns]
-    row_groups: Tensor  # int32 [out_features]: the group of each row
-    column_groups: Tensor  # int32 [in_features]: the group of each column
-    run: int = 1  # columns run * i … run * i + run - 1 are of one group, for each i; 0: all columns are
-
-
-class Matrix(NamedTuple):
-    """A weight as it is stored, or several of the same shape along a leading dimension."""
-
-    weight: Tensor  # [..., out_features, in_features]
-    scales: Scales | None = None  # None: the weight is not quantised
-
-    def one(self, index: int) -> Matrix:
-        """Returns one of several weights."""
-        scales = self.scales and self.scales._replace(values=self.scales.values[index])
-        return Matrix(self.weight[index], scales)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Returns a single weight ready for a GEMM: an FP8 weight dequantised to `dtype`, another as it is."""
-        return self.weight if self.scales is None else dequantize(self.weight, *self.scales[:3], dtype)
 
 
 class Fp8Layout:
@@ -57,7 +34,6 @@ class Fp8Layout:
         self._scheme, (self._rows, self._columns) = scheme, kept
         self._num = {name: num_groups(part, scheme.rows) for name, part in kept.rows.items()}
         self.shape = sum(self._num.values()), num_groups(kept.columns, scheme.columns)
-        self.run = 0 if scheme.columns is None else gcd(kept.columns.start, scheme.columns)  # that of Scales
 
     def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the group of each row and of each column, int32."""
@@ -82,10 +58,16 @@ class Fp8Layout:
         return shared(view, 0, rows.start // scheme.rows, -(-rows.size // scheme.rows))
 
 
-def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme, run: int = 1) -> Matrix:
-    """Returns the weight and scales that `Fp8.create_weights` registered in the layer. run: that of Scales."""
+def fp8_matrix(layer: nn.Module, scheme: Fp8Scheme, columns: Part) -> Matrix:
+    """Returns the weight and scales that `Fp8.create_weights` registered in the layer."""
     weight, scales = layer.get_parameter("weight"), layer.get_parameter(scheme.scale_name)
-    return Matrix(weight, Scales(scales, layer.get_buffer("row_groups"), layer.get_buffer("column_groups"), run))
+    groups = layer.get_buffer("row_groups"), layer.get_buffer("column_groups")
+    return Matrix(weight, Scales(scales, *groups, column_run(scheme, columns)))
+
+
+def column_run(scheme: Fp8Scheme, columns: Part) -> int:
+    """Returns the `run` of the Scales of a rank's columns."""
+    return 0 if scheme.columns is None else gcd(columns.start, scheme.columns)
 
 
 class Fp8:
@@ -94,9 +76,11 @@ class Fp8:
 
     def __init__(self, scheme: Fp8Scheme) -> None:
         self.scheme = scheme
+        self._has_kernels = False
 
     def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
         layout, device = Fp8Layout(self.scheme, kept), placement.device
+        self._has_kernels = why_not(device) is None
         weight = torch.empty((*num, *kept.shape), device=device, dtype=STORED)
         scales = torch.empty((*num, *layout.shape), device=device, dtype=torch.float32)
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
@@ -105,8 +89,13 @@ class Fp8:
         layer.register_buffer("row_groups", row_groups, persistent=False)
         layer.register_buffer("column_groups", column_groups, persistent=False)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        return multiply(x, fp8_matrix(layer, self.scheme).dense(x.dtype), bias)
+    def apply(self, layer: nn.Module, kept: Kept, x: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = fp8_matrix(layer, self.scheme, kept.columns)
+        if self._has_kernels:
+            from real.kernels.fp8_linear import multiply_fp8  # not at the top: needs Triton
+
+            return multiply_fp8(x, matrix, bias)
+        return multiply(x, matrix.dense(x.dtype), bias)
 
     def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         if name == self.scheme.scale_name:
@@ -131,10 +120,3 @@ def _group_of_each(part: Part, size: int | None) -> Tensor:
         return torch.zeros(part.kept, dtype=torch.int32)
     first = part.start // size
     return (torch.arange(part.start, part.start + part.kept) // size - first).to(torch.int32)
-
-
-@partial(compiled_on_cuda, least=FP8_CAPABILITY)
-def dequantize(weight: Tensor, scales: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight [out, in] in e4m3; scales [groups of rows, groups of columns]; rows, columns: the group of each -> the
-    weight in `dtype`, rounded once."""
-    return (weight.to(torch.float32) * scales[rows][:, columns]).to(dtype)

@@ -52,7 +52,7 @@ class LinearMethod(Protocol):
         """Registers the layer's parameters. num: leading dimensions, if there are several weights of one shape."""
         ...
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, kept: Kept, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, out_features], the features of this rank."""
         ...
 
@@ -67,7 +67,7 @@ class Unquantized:
     def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
         layer.register_parameter("weight", empty_parameter((*num, *kept.shape), placement))
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: nn.Module, kept: Kept, x: Tensor, bias: Tensor | None) -> Tensor:
         return multiply(x, layer.get_parameter("weight"), bias)
 
     def slots(self, kept: Kept, name: str, parameter: Tensor) -> Mapping[str, Slot]:
@@ -125,7 +125,7 @@ class Linear(nn.Module):
         self.register_parameter("bias", empty_parameter(self.kept.shape[:1], placement) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x, self.bias)
+        return self.method.apply(self, self.kept, x, self.bias)
 
     def slots(self, name: str, parameter: Tensor) -> Mapping[str, Slot]:
         return self.method.slots(self.kept, name, parameter)
@@ -167,7 +167,7 @@ class RowParallel(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return super().forward(x)
-        output = self.group.all_reduce(self.method.apply(self, x, None))
+        output = self.group.all_reduce(self.method.apply(self, self.kept, x, None))
         return output if self.bias is None else output.add_(self.bias)
 
 

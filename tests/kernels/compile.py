@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +27,9 @@ from torch import Tensor
 from real.attention.interface import AttentionSpec
 from real.attention.triton_provider import is_interpreted
 from tests.kernels.paged_batches import Batch, make_spec
+
+if TYPE_CHECKING:
+    from real.layers.matrix import Matrix
 
 TARGETS = (80, 90)
 FLAGS = {"IS_SPLIT": "split", "IS_MIXED": "mixed", "IS_FILTERED": "filtered"}  # constants that a kernel's name tells
@@ -51,7 +54,7 @@ def on_no_gpu(patch: pytest.MonkeyPatch, target: int, launch: Callable[..., Any]
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from real.kernels import decode, experts, formats, parts, prefill
+    from real.kernels import decode, formats, fp8_linear, parts, prefill, weights
 
     stand_in = SimpleNamespace(
         get_current_device=lambda: device,
@@ -60,9 +63,10 @@ def on_no_gpu(patch: pytest.MonkeyPatch, target: int, launch: Callable[..., Any]
     )
     patch.setattr(JITFunction, "__getitem__", launch)
     patch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
-    for module in (decode, experts, formats, prefill):
+    for module in (decode, formats, prefill, weights):
         patch.setattr(module, "capability", lambda device: divmod(target, 10))
-    patch.setattr(parts, "num_processors", lambda device: 132)
+    for counting in (parts, fp8_linear):
+        patch.setattr(counting, "num_processors", lambda device: 132)
 
 
 def step(spec: AttentionSpec, rows: list[tuple[int, int]]) -> None:
@@ -121,8 +125,10 @@ def shapes() -> Iterator[tuple[str, Work]]:
     yield "swap", lambda: move(2)
     yield "copy", lambda: move(56)
     yield "draw", draw
-    for num_tokens, label in product((1, 64), ("bf16", "bf16 e4m3", "bf16 e4m3 parts", "fp32")):
+    for num_tokens, label in product((1, 64, 128), ("bf16", "bf16 e4m3", "bf16 e4m3 parts", "fp32")):
         yield experts(num_tokens, label)
+    for num_tokens in (16, 32, 64):
+        yield fp8_linear(num_tokens)
 
 
 def attention(dtype: torch.dtype, head_dim: int, group: int, **options: Any) -> tuple[str, Work]:
@@ -170,27 +176,52 @@ def draw() -> None:
 
 
 def experts(num_tokens: int, label: str) -> tuple[str, Work]:
-    """Both products of eight of Qwen3-30B-A3B's experts, with the least and with the most pairs of a tile. parts: a
-    rank's columns begin within a block of weights that share a scale."""
+    """Eight of Qwen3-30B-A3B's experts, chosen and run. parts: a rank's columns begin within a block of weights that
+    share a scale."""
 
     def work() -> None:
         from real.kernels.experts import run_experts
-        from real.layers.fp8 import STORED, Matrix, Scales
+        from real.kernels.routing import choose
+        from real.layers.matrix import Matrix
 
         dtype = torch.float32 if label == "fp32" else torch.bfloat16
-        chosen = torch.arange(8).repeat(num_tokens, 1)
+        shares, chosen = choose(torch.zeros(num_tokens, 8, dtype=dtype), 8, normalizes=True)
 
         def weight(rows: int, columns: int) -> Matrix:
             if "e4m3" not in label:
                 return Matrix(torch.empty(8, rows, columns, dtype=dtype))
-            groups: list[Tensor] = [(torch.arange(size) // 128).int() for size in (rows, columns)]
-            scales = Scales(torch.ones(8, rows // 128, columns // 128), *groups, 32 if "parts" in label else 128)
-            return Matrix(torch.empty(8, rows, columns, dtype=STORED), scales)
+            return fp8(8, rows, columns, run=32 if "parts" in label else 128)
 
-        x, shares = torch.zeros(num_tokens, 2048, dtype=dtype), torch.zeros(num_tokens, 8, dtype=dtype)
-        run_experts(x, shares, chosen, weight(2 * 768, 2048), weight(2048, 768))
+        run_experts(torch.zeros(num_tokens, 2048, dtype=dtype), shares, chosen, weight(1536, 2048), weight(2048, 768))
 
     return f"{label} experts, {8 * num_tokens} pairs", work
+
+
+def fp8_linear(num_tokens: int) -> tuple[str, Work]:
+    """A projection of Qwen3 8B, multiplied as it is stored, and dequantised."""
+
+    def work() -> None:
+        from real.kernels.fp8_linear import MAX_TOKENS, multiply_few
+        from real.kernels.weights import dequantized
+
+        x = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16)
+        weight = fp8(6144, 4096, run=128)
+        if num_tokens <= MAX_TOKENS:
+            multiply_few(x, weight, x[0, :1].expand(6144))
+        dequantized(weight, x.dtype)
+
+    return f"bf16 FP8 weight, {num_tokens} tokens", work
+
+
+def fp8(*shape: int, run: int) -> Matrix:
+    """A weight in blocks of 128 that share a scale. run: see Scales."""
+    from real.layers.fp8 import STORED
+    from real.layers.matrix import Matrix, Scales
+
+    *leading, rows, columns = shape
+    groups: list[Tensor] = [(torch.arange(size) // 128).int() for size in (rows, columns)]
+    scales = Scales(torch.ones(*leading, rows // 128, columns // 128), *groups, run)
+    return Matrix(torch.empty(shape, dtype=STORED), scales)
 
 
 def usage(kernel: Any) -> Usage:

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # of a program; 8.6, 8.9 and 12.0 are given what 8.0 is given
 MAIN = r"bf16 head 128 group (8 sm_80|4 sm_90)$|^(heads|move|largest|least|race|pick) |bf16 experts"
 # FP8 as bits (e4m3 on sm_80) and as the GPU reads it, windows, ALiBi, a head size that is no power of two, the largest,
-# experts
+# experts, weights
 RARE = (
     r"^decode split bf16 head 64 group 4 e|^store bf16 head 64 group 4 e|^plan .*window|^prefill .*alibi"
-    r"|^decode bf16 head 80 group 1 sm|^(decode|prefill) bf16 head 256 group 1 sm|e4m3 (parts )?experts"
+    r"|^decode bf16 head 80 group 1 sm|^(decode|prefill) bf16 head 256 group 1 sm"
+    r"|^(gate_up|down) .*e4m3 (parts )?experts|FP8 weight"
 )
 
 
@@ -41,8 +42,8 @@ def test_all_kinds_compile_and_the_main_shapes_without_spills(tmp_path):
             assert int(registers) <= 255, line
             assert int(local_bytes) == 0, f"{line} spills registers"
             assert int(registers) * 32 * int(num_warps) <= 65536, f"{line} has too many warps for its registers"
-    assert num_main == dict.fromkeys(SHARED_BYTES, 13 + 11 + 4)
-    assert len(lines) == num_main.total() + 2 * (2 + 2 + 2 + 2 + 1 + 2 + 8)
+    assert num_main == dict.fromkeys(SHARED_BYTES, 13 + 11 + 12)
+    assert len(lines) == num_main.total() + 2 * (2 + 2 + 2 + 2 + 1 + 2 + 12 + 9)
 
 
 def test_with_the_interpreter_nothing_is_compiled(monkeypatch, capsys):

@@ -12,7 +12,7 @@ import torch
 
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
-from tests.kernels.compile import draw, experts, on_no_gpu, step
+from tests.kernels.compile import draw, experts, fp8_linear, on_no_gpu, step
 from tests.kernels.paged_batches import make_spec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -65,6 +65,16 @@ def launches(request, monkeypatch, tmp_path):
     monkeypatch.setattr(CUDABackend, "add_stages", add_first_stages)
     on_no_gpu(monkeypatch, target, launch, f"to launch on {target}")
     return found
+
+
+def test_after_the_warm_up_no_number_of_tokens_needs_another_kernel(launches):
+    """For FP8 weights, in steps that are not captured."""
+    for load in warm_up_loads(BatchLimits(16, 2048, 300, 2048), is_cuda=True):
+        fp8_linear(sum(num for num, _ in load))[1]()
+    num_kernels = launches.num_kernels
+    for num_tokens in (1, 2, 5, 15, 16, 17, 31, 32, 48, 63, 64, 65, 300):
+        fp8_linear(num_tokens)[1]()
+    assert launches.num_kernels == num_kernels
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from real.attention.first_step import why_it_fails
 from real.attention.interface import AttentionMetadata, AttentionSpec
 from real.attention.registry import PROVIDERS, choose_attention
 from real.layers.experts import choose_experts, run_experts_one_by_one
-from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
+from real.layers.fp8 import STORED, Fp8Layout, column_run
 from real.layers.linear import Kept, Part, whole_part
-from testbed.specs.quantization import PER_BLOCK, PER_TENSOR
+from real.layers.matrix import Matrix, Scales, dequantize
+from testbed.specs.quantization import PER_BLOCK, PER_CHANNEL, PER_TENSOR, Fp8Scheme
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
 from tests.real.fake_flash import FakeFlash, FakeFlash3
@@ -302,41 +304,90 @@ def test_what_is_stored_is_what_torch_stores(kv_dtype, dtype):
     [(None, 0), (PER_BLOCK, 0), (PER_BLOCK, 32), (PER_TENSOR, 0)],
     ids=["bf16", "fp8 blocks", "fp8 parts of blocks", "fp8"],
 )
-@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, 300])
 def test_experts_give_what_each_gives_by_itself(num_tokens, scheme, start):
-    """At Qwen3-30B-A3B's hidden and inner sizes, 16 of its experts, replayed from a graph too."""
+    """At Qwen3-30B-A3B's hidden and inner sizes, 16 of its experts, in tiles of all sizes; also replayed."""
     from real.kernels.experts import run_experts
 
     generator = torch.Generator().manual_seed(num_tokens)
-
-    def draw(num_out: int, num_in: int) -> Matrix:
-        weight = torch.randn(16, num_out, num_in, generator=generator) * num_in**-0.5
-        if scheme is None:
-            return Matrix(weight.bfloat16())
-        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, Part(start + num_in, start, num_in)))
-        scales = (1 + torch.rand(16, *layout.shape, generator=generator)) / 64
-        return Matrix((weight * 32).to(STORED), Scales(scales, *layout.groups(torch.device("cpu")), layout.run))
-
-    def on_gpu(one: Matrix) -> Matrix:
-        scales = one.scales and Scales(*(part.to(GPU) for part in one.scales[:3]), one.scales.run)
-        return Matrix(one.weight.to(GPU), scales)
-
-    gate_up, down = draw(2 * 768, 2048), draw(2048, 768)
+    gate_up, down = (matrix(shape, scheme, start, generator) for shape in ((16, 2 * 768, 2048), (16, 2048, 768)))
     x = torch.randn(num_tokens, 2048, generator=generator).bfloat16()
     shares, experts = choose_experts(torch.randn(num_tokens, 16, generator=generator), 8, normalizes=True)
     shares = shares.bfloat16()
     wide = [Matrix(torch.stack([one.one(i).dense(x.dtype) for i in range(16)]).double()) for one in (gate_up, down)]
     expected = run_experts_one_by_one(x.double(), shares.double(), experts, *wide)
-    given = (x.to(GPU), shares.to(GPU), experts.to(GPU), on_gpu(gate_up), on_gpu(down))
-    output = run_experts(*given)
+    given = (x.to(GPU), shares.to(GPU), experts.to(GPU), matrix_on_gpu(gate_up), matrix_on_gpu(down))
+    output = check_replayed(lambda: run_experts(*given))
     torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype], rtol=0)
+
+
+def matrix(shape: tuple[int, ...], scheme: Fp8Scheme | None, start: int, generator: torch.Generator) -> Matrix:
+    """A random weight. start: the first column that a rank keeps."""
+    *leading, num_out, num_in = shape
+    weight = torch.randn(*shape, generator=generator) * num_in**-0.5
+    if scheme is None:
+        return Matrix(weight.bfloat16())
+    columns = Part(start + num_in, start, num_in)
+    layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, columns))
+    scales = (1 + torch.rand(*leading, *layout.shape, generator=generator)) / 64
+    groups = layout.groups(torch.device("cpu"))
+    return Matrix((weight * 32).to(STORED), Scales(scales, *groups, column_run(scheme, columns)))
+
+
+def matrix_on_gpu(one: Matrix) -> Matrix:
+    scales = one.scales and Scales(*(part.to(GPU) for part in one.scales[:3]), one.scales.run)
+    return Matrix(one.weight.to(GPU), scales)
+
+
+def check_replayed(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Returns what is computed, which a captured graph must compute too."""
+    output = work()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
-        replayed = run_experts(*given)
+        replayed = work()
     with torch.inference_mode():
         replayed.zero_()
     graph.replay()
     assert torch.equal(replayed, output)
+    return output
+
+
+@pytest.mark.parametrize("scheme", [PER_BLOCK, PER_CHANNEL, PER_TENSOR], ids=["blocks", "channels", "a tensor"])
+@pytest.mark.parametrize(("num_out", "num_in", "start"), [(6144, 4096, 0), (4096, 12288, 0), (1000, 1160, 64)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 24, 64, 200])
+def test_fp8_weights_give_what_they_stand_for(num_tokens, num_out, num_in, start, scheme):
+    """A few tokens by weights as they are stored, more by dequantised ones; at sizes of Qwen3-8B, and at odd ones."""
+    from real.kernels.fp8_linear import multiply_fp8
+    from real.kernels.weights import dequantized
+
+    generator = torch.Generator().manual_seed(num_tokens)
+    weight = matrix((num_out, num_in), scheme, start, generator)
+    x, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_tokens, num_in), (num_out,)))
+    assert weight.scales is not None
+    exact = dequantize(weight.weight, *weight.scales[:3], torch.float64)
+    expected, on_gpu = x.double() @ exact.T + bias.double(), matrix_on_gpu(weight)
+    output = check_replayed(lambda: multiply_fp8(x.to(GPU), on_gpu, bias.to(GPU)))
+    torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype] * 2, rtol=0)
+    rounded = dequantize(weight.weight, *weight.scales[:3], x.dtype)
+    assert torch.equal(dequantized(on_gpu, x.dtype).cpu(), rounded)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 3000])
+def test_routes_are_those_of_a_cpu(num_tokens):
+    from real.kernels.routing import routes
+
+    scores = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(num_tokens)])
+    given = choose_experts(scores.float(), 8, normalizes=True)
+    shares, experts = choose_experts(scores.float().to(GPU), 8, normalizes=True)
+    assert torch.equal(experts.cpu(), given[1])
+    torch.testing.assert_close(shares.cpu(), given[0], atol=1e-6, rtol=0)
+    order, tiles, block_m = routes(experts, 128)
+    flat = given[1].flatten()
+    assert order.tolist() == flat.argsort(stable=True).tolist()
+    sizes = [last - first for _, first, last in tiles.tolist() if last > first]
+    assert sum(sizes) == flat.numel()
+    assert max(sizes) <= block_m
+    assert all(int(flat[order[first]]) == expert for expert, first, last in tiles.tolist() if last > first)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -388,6 +388,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU, capability: tuple[i
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(torch, "Generator", HostGenerator)
-    monkeypatch.setattr("real.layers.compiled.can_compile", lambda device, least: False)
+    monkeypatch.setattr("real.layers.compiled.can_compile", lambda device: False)
     with gpu:
         yield gpu

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from real.layers.experts import choose_experts
 from tests.real.fake_cuda import FakeGPU
 from tests.real.fake_streams import DeviceTensor, Launch, TroubleError, leaves_of, mapped, place
 
@@ -314,11 +315,66 @@ def expert_weight(values: Values, expert: int) -> Tensor:
     if scales is None:
         return weight.float()
     check_strides(values, stride_scales=("scales", 0), stride_scale_row=("scales", 1))
+    return dequantized(values, weight, scales[expert], values["BLOCK_K"] if values["IS_EVEN"] else 1)
+
+
+def dequantized(values: Values, weight: Tensor, scales: Tensor, num_even: int) -> Tensor:
+    """An FP8 weight as float32. num_even: columns that must have one scale."""
     rows, columns = values["row_groups"].long(), values["column_groups"].long()
     must(values["FORMAT"] % SETTLED == (1 if weight.dtype == FP8[2] else 2), "e4m3 as it is, or its bits")
-    loads = columns.split(values["BLOCK_K"])
-    must(not values["IS_EVEN"] or all(len(load.unique()) == 1 for load in loads), "columns that have one scale")
-    return weight.view(FP8[2]).float() * scales[expert][rows][:, columns]
+    must(all(len(load.unique()) == 1 for load in columns.split(num_even)), "columns that have one scale")
+    return weight.view(FP8[2]).float() * scales[rows][:, columns]
+
+
+def fp8_weight(values: Values, num_even: int) -> Tensor:
+    check_strides(values, stride_row=("weight", 0), stride_scale_row=("scales", 0))
+    must((values["NUM_OUT"], values["NUM_IN"]) == values["weight"].shape, "the weight's sizes")
+    return dequantized(values, values["weight"], values["scales"], num_even)
+
+
+def dequantize(values: Values) -> None:
+    check_strides(values, stride_output=("output", 0))
+    values["output"].copy_(fp8_weight(values, values["TILE"] if values["IS_EVEN"] else 1))
+
+
+def multiply(values: Values) -> None:
+    """Sums of parts of the input features."""
+    check_strides(values, stride_x=("x", 0))
+    x, size = values["x"].float(), values["part_size"]
+    must(x.shape == (values["num_tokens"], values["NUM_IN"]), "the sizes of the input")
+    must(len(x) <= values["BLOCK_M"], "a program for all tokens")
+    weight = fp8_weight(values, values["BLOCK_K"])
+    must(size % values["BLOCK_K"] == 0 and len(values["sums"]) == -(-values["NUM_IN"] // size), "parts of whole loads")
+    for part, sums in enumerate(values["sums"]):
+        columns = slice(part * size, (part + 1) * size)
+        sums.copy_(x[:, columns] @ weight[:, columns].T)
+
+
+def add(values: Values) -> None:
+    output, sums = values["output"], values["sums"]
+    must(sums.shape == (values["num_parts"], *output.shape) and values["size"] == output.numel(), "sums of the output")
+    must(values["HAS_BIAS"] == (values["bias"] is not None), "a bias if there is one")
+    output.copy_(sums.sum(0) + (values["bias"] if values["HAS_BIAS"] else 0))
+
+
+def choose(values: Values) -> None:
+    check_strides(values, stride_scores=("scores", 0))
+    given = choose_experts(values["scores"], values["PER_TOKEN"], normalizes=values["NORMALIZES"])
+    for name, tensor in zip(("shares", "experts"), given, strict=True):
+        must(values[name].shape == tensor.shape and values[name].is_contiguous(), "a place for each chosen expert")
+        values[name].copy_(tensor)
+
+
+def route(values: Values) -> None:
+    flat, size = values["experts"].flatten(), values["BLOCK_M"]
+    must((values["num_pairs"], values["num_tiles"]) == (len(flat), len(values["tiles"])), "pairs and tiles that exist")
+    values["order"].copy_(flat.argsort(stable=True))
+    tiles, first = [], 0
+    for expert, count in enumerate(flat.bincount(minlength=values["NUM"]).tolist()):
+        tiles += [(expert, first + at, first + min(at + size, count)) for at in range(0, count, size)]
+        first += count
+    must(len(tiles) <= len(values["tiles"]), "enough tiles")
+    values["tiles"].copy_(torch.tensor([*tiles, *[(0, 0, 0)] * (len(values["tiles"]) - len(tiles))]))
 
 
 def gate_up(values: Values) -> None:
@@ -338,7 +394,7 @@ def down(values: Values) -> None:
 
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
-    from real.kernels import block_copy, experts, formats, parts
+    from real.kernels import block_copy, experts, formats, fp8_linear, parts, routing, weights
     from real.kernels import decode as decoding
     from real.kernels import heads as turning
     from real.kernels import prefill as prefilling
@@ -353,8 +409,13 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (decoding, "reduce_kernel", ("output",), reduce),
         (prefilling, "tiles_kernel", ("tiles",), lay_out),
         (prefilling, "prefill_kernel", ("output",), prefill),
+        (routing, "choose_kernel", ("shares", "experts"), choose),
+        (routing, "routes_kernel", ("order", "tiles"), route),
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
+        (weights, "dequantize_kernel", ("output",), dequantize),
+        (fp8_linear, "multiply_kernel", ("sums",), multiply),
+        (fp8_linear, "add_kernel", ("output",), add),
         (block_copy, "move_kernel", ("target",), move),
         (racing, "largest_kernel", ("largest",), largest_logits),
         (racing, "least_kernel", ("least",), least_logits),
@@ -362,6 +423,8 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (racing, "pick_kernel", ("token_ids",), pick),
     ):
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
-    for module in (decoding, prefilling, formats):  # remembered by device, which another test may have seen otherwise
+    # remembered by device, which another test may have seen otherwise
+    for module in (decoding, prefilling, formats, weights):
         monkeypatch.setattr(module, "capability", torch.cuda.get_device_capability)
-    monkeypatch.setattr(parts, "num_processors", lambda device: 132)
+    for module in (parts, fp8_linear):
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)

@@ -87,11 +87,13 @@ def test_models_of_all_kinds(gpu, attention, changes):
     check_a_few_steps(on_gpu(gpu, spec, attention=attention), on_cpu(spec))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["one feed-forward", "experts"])
-def test_fp8_weights(gpu, changes):
+def test_fp8_weights(gpu, changes, dtype):
+    """In float16 a few tokens are multiplied by weights as they are stored."""
     spec = tiny_spec(dtype="fp8", **changes)
-    engine = on_gpu(gpu, spec, attention="triton", dtype="float32")
-    check_a_few_steps(engine, on_cpu(spec, dtype="float32"))
+    engine = on_gpu(gpu, spec, attention="triton", dtype=dtype)
+    check_a_few_steps(engine, on_cpu(spec, dtype=dtype))
     assert num_replays(gpu)
 
 

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.kernels.experts import MAX_TILE, MIN_TILE, routes, run_experts
+from real.kernels.experts import run_experts
+from real.kernels.routing import TILES, choose, routes
 from real.layers.experts import choose_experts, run_experts_one_by_one
-from real.layers.fp8 import STORED, Fp8Layout, Matrix, Scales
+from real.layers.fp8 import STORED, Fp8Layout, column_run
 from real.layers.linear import Kept, Part, whole_part
+from real.layers.matrix import Matrix, Scales
 from testbed.specs.quantization import Fp8Scheme
 
 
@@ -64,10 +66,11 @@ def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, 
     scheme = Fp8Scheme(*groups)
 
     def draw(num_out: int, num_in: int) -> Matrix:
-        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, Part(start + num_in, start, num_in)))
+        columns = Part(start + num_in, start, num_in)
+        layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, columns))
         weight = (64 * num_in**-0.5 * torch.randn(4, num_out, num_in, generator=generator)).to(STORED)
         scales = torch.rand(4, *layout.shape, generator=generator) / 32
-        return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu")), layout.run))
+        return Matrix(weight, Scales(scales, *layout.groups(torch.device("cpu")), column_run(scheme, columns)))
 
     gate_up, down = draw(2 * inner, hidden), draw(hidden, inner)
     x = torch.randn(num_tokens, hidden, generator=generator)
@@ -85,13 +88,45 @@ def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, 
 @pytest.mark.parametrize("num_experts", [1, 4, 128])
 def test_tiles_hold_every_pair_once_and_are_of_one_expert(num_tokens, num_experts):
     generator = torch.Generator().manual_seed(num_tokens)
-    experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, : min(8, num_experts)]
+    skew = torch.linspace(1, 3, num_experts)  # some experts have more pairs than others
+    drawn = (torch.rand(num_tokens, num_experts, generator=generator) * skew).argsort(1)
+    experts = drawn[:, : min(8, num_experts)].int().contiguous()
     order, tiles, block_m = routes(experts, num_experts)
-    assert MIN_TILE <= block_m <= MAX_TILE
+    assert block_m in TILES
     flat, seen = experts.flatten(), []
     for expert, first, last in tiles.tolist():
         assert last - first <= block_m
         pairs = order[first : max(first, last)].tolist()
         assert all(flat[pair] == expert for pair in pairs)
         seen += pairs
-    assert sorted(seen) == list(range(flat.numel()))
+    assert seen == flat.argsort(stable=True).tolist()
+
+
+@given(
+    num_tokens=st.integers(1, 5),
+    num_experts=st.sampled_from([1, 3, 8, 60, 128]),
+    per_token=st.integers(1, 8),
+    normalizes=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_experts_of_the_largest_scores_are_chosen(num_tokens, num_experts, per_token, normalizes, dtype, seed):
+    """Scores differ, or lie so far apart that shares are 0."""
+    per_token = min(per_token, num_experts)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(num_tokens)])
+    scores = (scores * (0.5 if seed % 2 else 40.0)).to(dtype)
+    shares, experts = choose(scores, per_token, normalizes=normalizes)
+    expected, chosen = scores.double().softmax(-1).topk(per_token, -1)
+    if normalizes:
+        expected /= expected.sum(-1, keepdim=True)
+    assert all(len({*row}) == per_token for row in experts.tolist())
+    if seed % 2:
+        assert torch.equal(experts.long(), chosen)
+    torch.testing.assert_close(shares.double(), expected, atol=1e-6 if dtype == torch.float32 else 1e-3, rtol=0)
+
+
+def test_of_equal_scores_the_first_experts_are_chosen_and_none_beyond_the_last():
+    equal, nothing = torch.zeros(2, 6), torch.full((2, 6), float("nan"))
+    assert choose(equal, 3, normalizes=True)[1].tolist() == [[0, 1, 2]] * 2
+    assert int(choose(nothing, 3, normalizes=True)[1].max()) < 6

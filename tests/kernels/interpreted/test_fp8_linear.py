@@ -1,0 +1,85 @@
+"""FP8 weights on a GPU, in the interpreter: dequantised, and multiplied as they are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from real.kernels import fp8_linear
+from real.kernels.fp8_linear import BLOCK_K, MAX_TOKENS, can_multiply, multiply_few
+from real.kernels.weights import dequantized
+from real.layers.fp8 import STORED, Fp8Layout, column_run
+from real.layers.linear import Kept, Part, whole_part
+from real.layers.matrix import Matrix, Scales, dequantize
+from testbed.specs.quantization import Fp8Scheme
+
+CPU = torch.device("cpu")
+
+
+def draw(scheme: Fp8Scheme, num_out: int, num_in: int, start: int, seed: int) -> Matrix:
+    """start: the first column that a rank keeps."""
+    generator, columns = torch.Generator().manual_seed(seed), Part(start + num_in, start, num_in)
+    layout = Fp8Layout(scheme, Kept({"a": whole_part(num_out)}, columns))
+    weight = (64 * num_in**-0.5 * torch.randn(num_out, num_in, generator=generator)).to(STORED)
+    scales = (1 + torch.rand(layout.shape, generator=generator)) / 32
+    return Matrix(weight, Scales(scales, *layout.groups(CPU), column_run(scheme, columns)))
+
+
+@settings(max_examples=30)
+@given(
+    groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
+    num_out=st.sampled_from([16, 72, 130]),
+    num_in=st.sampled_from([8, 64, 200]),
+    start=st.sampled_from([0, 32, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_weight_is_dequantised_as_by_torch(groups, num_out, num_in, start, dtype, seed):
+    matrix = draw(Fp8Scheme(*groups), num_out, num_in, start, seed)
+    assert matrix.scales is not None
+    expected = dequantize(matrix.weight, *matrix.scales[:3], dtype)
+    torch.testing.assert_close(dequantized(matrix, dtype), expected, atol=0, rtol=1e-6 if dtype == torch.float32 else 0)
+
+
+@settings(max_examples=30)
+@given(
+    groups=st.sampled_from([(128, 128), (48, 256), (1, None), (None, None)]),
+    num_tokens=st.sampled_from([1, 5, 16, 17, 64]),
+    num_out=st.sampled_from([16, 72, 200]),
+    num_in=st.sampled_from([72, 128, 1000]),
+    num_processors=st.sampled_from([1, 4, 132]),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_few_tokens_are_multiplied_by_the_stored_weight(
+    groups, num_tokens, num_out, num_in, num_processors, has_bias, dtype, seed
+):
+    """num_processors: as many parts as are worth while with them."""
+    matrix = draw(Fp8Scheme(*groups), num_out, num_in, 0, seed)
+    assert matrix.scales is not None
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, num_in, generator=generator).to(dtype)
+    bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
+    assert can_multiply(x.half(), matrix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_linear, "num_processors", lambda device: num_processors)
+        output = multiply_few(x, matrix, bias)
+    expected = x.double() @ dequantize(matrix.weight, *matrix.scales[:3], torch.float64).T
+    expected += 0.0 if bias is None else bias.double()
+    tolerance = 5e-6 if dtype == torch.float32 else 2e-3
+    largest = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
+
+
+def test_what_it_cannot_multiply():
+    """Many tokens, float32, and columns of a rank that begin within a block, or smaller blocks."""
+    whole, few = draw(Fp8Scheme(128, 128), 16, 256, 0, 1), torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert can_multiply(few, whole)
+    assert can_multiply(few, draw(Fp8Scheme(128, 128), 16, 256, BLOCK_K, 1))
+    assert not can_multiply(few.expand(MAX_TOKENS + 1, -1), whole)
+    assert not can_multiply(few.float(), whole)
+    assert not can_multiply(few, draw(Fp8Scheme(128, 128), 16, 256, BLOCK_K // 2, 1))
+    assert not can_multiply(few, draw(Fp8Scheme(64, 64), 16, 256, 0, 1))

@@ -120,7 +120,7 @@ def test_only_what_keeps_traces_records_and_profiles_opens_files() -> None:
     forbidden = ("time", "datetime", "random", "secrets", "threading", "multiprocessing", "asyncio", "os", "socket",
                  "subprocess", "logging", "tempfile", "uuid")  # fmt: skip
     writer = ("testbed/records/recorder.py", "testbed/records/tables.py", "testbed/records/parquet.py")  # has a thread
-    with_files = ("testbed/traces/", "testbed/records/", "testbed/specs/hf_config.py",
+    with_files = ("testbed/traces/", "testbed/records/", "testbed/specs/hf_config.py", "testbed/output.py",
                   "testbed/specs/profiles.py", "testbed/specs/operator_tables.py")  # fmt: skip
     everything = [item for item in imports_in("testbed") if item.file != "testbed/compiled.py"]  # decides before all
     core = [item for item in everything if not item.file.startswith(with_files)]
@@ -144,6 +144,7 @@ ANYONE_MAY = (
     "testbed.errors",
     "testbed.foreign_text",
     "testbed.lazy_heap",
+    "testbed.output",
     "testbed.streams",
     "testbed.seeds",
     "testbed.wording",
@@ -313,7 +314,12 @@ def test_analysis_reads_records_and_knows_nothing_else_of_the_house() -> None:
         if item.top in (*ROOMS, "tests", "torch", "simpy", "hydra")
         and item.top != "analysis"
         and not is_part_of(
-            item, "testbed.records.schema", "testbed.records.operators", "testbed.errors", "testbed.foreign_text"
+            item,
+            "testbed.records.schema",
+            "testbed.records.operators",
+            "testbed.errors",
+            "testbed.foreign_text",
+            "testbed.output",
         )
     ]
     assert not bad
@@ -354,7 +360,7 @@ def test_every_package_has_its_page() -> None:
 # packages, and modules beside them, each of which is built on those before it alone
 BUILT_ON = {
     "analysis": (
-        "format", "naming", "output", "progress", "reading", "measures", "describe", "load", "comparison", "explain",
+        "format", "naming", "progress", "reading", "measures", "describe", "load", "comparison", "explain",
         "plots", "timelines", "reports",
     ),
     "experiments": (

@@ -23,8 +23,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
-from analysis.output import whole
 from analysis.reading.rows import FloatArray
+from testbed.output import whole_file
 
 AxesArray = NDArray[np.object_]
 
@@ -154,9 +154,9 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
             layout.execute(figure)
             figure.dpi = dpi
         figure.set_layout_engine(None)  # with one, Matplotlib lays out and draws in full before it draws each file
-        with whole(png) as part:
+        with whole_file(png) as part:
             figure.savefig(part, format="png", metadata={"Software": None})
-        with whole(svg) as part:
+        with whole_file(svg) as part:
             figure.savefig(part, format="svg", metadata={"Date": None, "Creator": None})
         figure.set_layout_engine(layout)
     return png, svg

@@ -58,7 +58,6 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
-from analysis.output import written
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.asked import absent, have_gaps, observed
@@ -77,6 +76,7 @@ from analysis.reports.parts import (
 )
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
+from testbed.output import written
 
 _MAX_NAMED = 3  # arms
 _MAX_COMMANDS = 12  # with more, the list is folded

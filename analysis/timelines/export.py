@@ -19,7 +19,6 @@ import pyarrow as pa
 from analysis.load import Run, load_run, same_trace
 from analysis.measures.occupancy import TIME_PARTS, Presence, run_end_ns
 from analysis.measures.replicas import split
-from analysis.output import written
 from analysis.progress import progress
 from analysis.reading.request_columns import Requests
 from analysis.reading.rows import FileRows, whole
@@ -27,6 +26,7 @@ from analysis.timelines.chrome_trace import ChromeTrace, Track
 from analysis.timelines.device_trace import draw_profile, offset_ns, read_profile
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import parsed, shortened
+from testbed.output import written
 from testbed.records.schema import STEP_TRACE_FILE
 
 STEPS, REQUESTS, DECISIONS = "steps.parquet", "requests.parquet", "decisions.jsonl"

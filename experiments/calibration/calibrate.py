@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from analysis.output import whole
 from analysis.progress import progress
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_named
@@ -160,8 +159,7 @@ def fit_and_save(measured: Profile, folder: Path) -> Fitted:
     folder.mkdir(parents=True, exist_ok=True)
     write_profile(folder / PROFILE_FILE, *measured)
     calibration, file = calibrate(measured), folder / FIT_FILE
-    with whole(file) as part:
-        save_calibration(calibration, part)
+    save_calibration(calibration, file)
     best = calibration.quality["all"]
     description = (
         f"calibrated cost fitted to {len(measured.steps)} other steps, cross-validated error {best.median:.1%} "

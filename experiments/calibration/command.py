@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from analysis.output import whole
 from experiments.calibration.calibrate import (
     FIT_FILE,
     PROFILE_FILE,
@@ -81,8 +80,7 @@ def _fit(options: argparse.Namespace, command: str) -> int:
     calibration = calibrate(_profile_at(options.profile), options.folds)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        with whole(options.out) as part:
-            save_calibration(calibration, part)
+        save_calibration(calibration, options.out)
     print(describe(calibration))
     _doubt(quality := calibration.quality["all"])
     if options.out is not None:

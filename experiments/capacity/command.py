@@ -15,7 +15,6 @@ from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import interval_text, verdict_text
 from analysis.measures.capacity import LIMITS
 from analysis.measures.statistics import mean_of_all
-from analysis.output import written
 from analysis.reading.frames import json_safe
 from experiments.capacity.found import Capacity, Found, Replicate
 from experiments.capacity.search import MAX_DOUBLINGS
@@ -26,6 +25,7 @@ from experiments.console import Parser, folder_named, table
 from experiments.runs.environment import describe_versions
 from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
+from testbed.output import written
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one

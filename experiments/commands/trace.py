@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from analysis.progress import progress, progressing
@@ -115,12 +114,10 @@ def _in_trace_group(override: str) -> str:
 
 
 def _write(trace: TraceSource, out: Path) -> None:
-    """Writes the trace atomically, in the format given by the file's extension, and prints a line about the result."""
+    """Writes the trace in the format given by the file's extension, and prints a line about the result."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with writing(out), TemporaryDirectory(dir=out.parent) as folder:
-        written = Path(folder) / out.name
-        num, digest = _write_to(trace, written)
-        written.replace(out)
+    with writing(out):
+        num, digest = _write_to(trace, out)
     print(f"{out}: {count(num, 'request')}, fingerprint {digest}")
     for note in trace.notes:
         print(f"  note: {note}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from analysis.load import Run, load_sweep, relative, swept_keys
 from analysis.naming import labels_of, level_names
-from analysis.output import written
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, refuse_existing
 from experiments.fidelity import comparing, study_report
@@ -37,6 +36,7 @@ from experiments.fidelity.study import WHOLE, StudyRun
 from experiments.fidelity.study_report import beside, check_study, page_lines, scores, simulate_study, study_lines
 from experiments.runs.run_folder import write_json
 from testbed.errors import ConfigError, TraceError
+from testbed.output import written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ from datetime import date
 from pathlib import Path
 from tempfile import mkdtemp
 
-from analysis.output import written
 from experiments.configuration.saved import read_manifest
 from experiments.console import refuse_existing
 from experiments.fidelity.measured import is_copy
@@ -18,6 +17,7 @@ from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
 from experiments.runs.run_folder import locking
 from testbed.errors import ConfigError, RunFolderError
+from testbed.output import written
 
 RESULT, TEXT, FIGURE, RUNS, FITTED = "fidelity.json", "fidelity.md", "fidelity", "runs", "fitted"
 _FILES = (RESULT, TEXT, f"{FIGURE}.png", f"{FIGURE}.svg")

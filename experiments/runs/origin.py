@@ -17,6 +17,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.saved import read_manifest, saved_config
 from experiments.runs.run_folder import as_yaml, claim, has_run, locked, write_json
 from testbed.errors import RunFolderError
+from testbed.output import whole_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,8 @@ def restate(folder: Path, config: RunConfig, command: str, origin: Origin) -> bo
         return False
     from analysis.load import load_run  # not at the top: Arrow is slow to import
 
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(as_yaml(kept | {group: config.raw[group] for group in JUDGING}))
-    os.replace(temporary, file)
+    with whole_file(file) as part:
+        part.write_text(as_yaml(kept | {group: config.raw[group] for group in JUDGING}))
     said = {"command": command, "given": origin.given, "sweep": origin.sweep}
     write_json(folder / "manifest.json", read_manifest(folder) | said)
     write_json(folder / "summary.json", load_run(folder).summarise())

@@ -23,6 +23,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import TRACE_FILE, read_manifest
 from sim.cost.config import RooflineConfig
 from testbed.errors import ConfigError, RunFolderError
+from testbed.output import whole_file
 from testbed.records.operators import OPERATORS_FILE
 from testbed.records.schema import STEP_TRACE_FILE
 
@@ -199,14 +200,8 @@ def set_aside(folder: Path, target: Path) -> Path:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file atomically."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
+    with whole_file(path) as part:
+        part.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -86,9 +86,8 @@ class _Trace(Recorder):
             row._replace(output=self._output(row), cancel_after_ns=self._cancelled_ns.get(row.request_id), place="")
             for row in read_jsonl(self._path)
         ]
-        trace, written = arrange(self._path.name, rows), self._path.with_suffix(".tmp")
-        write_jsonl(trace, written)
-        os.replace(written, self._path)
+        trace = arrange(self._path.name, rows)
+        write_jsonl(trace, self._path)
         return trace
 
     def _output(self, row: TraceRequest) -> Part | None:

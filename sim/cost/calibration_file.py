@@ -12,6 +12,7 @@ from sim.cost.calibrated import COEFFICIENTS, Calibration, Coefficients, Curve, 
 from sim.cost.profiled_range import REGIONS, Ranges
 from testbed.errors import ProfileError
 from testbed.foreign_text import json_object, number, shown, whole
+from testbed.output import whole_file
 from testbed.specs.profiles import ProfileManifest
 from testbed.specs.ranges import MAX_PART_NS
 
@@ -26,7 +27,7 @@ _KEYS = (
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Writes a fit to a file. Coefficients and curves are in ns."""
+    """Writes a fit to a file, whole or not at all. Coefficients and curves are in ns."""
     document = {
         "format": FORMAT,
         "manifest": asdict(calibration.manifest),
@@ -38,7 +39,8 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
         "prefill_curve": calibration.prefill_curve,
         "ranges": calibration.ranges,
     }
-    Path(path).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    with whole_file(Path(path)) as part:
+        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load_calibration(path: str | Path) -> Calibration:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from testbed.errors import ProfileError
 from testbed.foreign_text import json_object, shown, unknown
+from testbed.output import whole_file
 from testbed.specs.model import ModelSpec
 
 FORMAT: Final = 1
@@ -141,14 +142,8 @@ def write_operator_tables(path: str | Path, tables: OperatorTables, command: str
     table = tables.rows.select(list(OPERATOR_COLUMNS)).cast(schema)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        pq.write_table(
-            table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), temporary, compression="zstd"
-        )
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(file) as part:
+        pq.write_table(table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), part, compression="zstd")
 
 
 def read_operator_tables(path: str | Path) -> OperatorTables:

@@ -18,6 +18,7 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import json_object, shown, unknown, whole
+from testbed.output import whole_file
 from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
@@ -237,12 +238,8 @@ def write_profile(path: str | Path, manifest: ProfileManifest, steps: Iterable[M
     rows = [_as_row(step) for step in steps]
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(file) as part:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), part, compression="zstd")
 
 
 def _as_row(step: MeasuredStep) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
+from testbed.output import whole_file
 from testbed.traces.fingerprint import Fingerprint
 from testbed.traces.readers.open_parquet import not_parquet, parquet_records
 from testbed.traces.readers.open_text import existing_file
@@ -46,10 +47,10 @@ class FrozenInfo:
 def freeze_trace(
     trace: TraceSource, path: str | Path, watch: Callable[[Iterator[TraceRequest]], Iterator[TraceRequest]] = iter
 ) -> FrozenInfo:
-    """Writes `trace` to a Parquet file, row by row. Iterates over it twice, as the fingerprint is written first.
+    """Writes `trace` to a Parquet file, row by row, whole or not at all. Iterates over it twice, as the fingerprint is
+    written first.
 
-    watch: wraps the iteration over the rows, for a progress bar. Raises OSError if the file cannot be written; a partly
-    written file is removed.
+    watch: wraps the iteration over the rows, for a progress bar. Raises OSError if the file cannot be written.
     """
     import pyarrow as pa  # heavy, and seldom needed
     import pyarrow.parquet as pq
@@ -62,16 +63,11 @@ def freeze_trace(
     info = FrozenInfo(trace.name, trace.notes, num, digest.hexdigest(), trace.closed_tail)
     schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in _COLUMNS.items()])
     schema = schema.with_metadata({_METADATA: json.dumps(asdict(info)).encode()})
-    file = Path(path)
-    try:
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            rows = watch(iter(trace))
-            while batch := list(islice(rows, _BATCH_ROWS)):
-                records = [_record(row) for row in batch]
-                writer.write_table(pa.Table.from_pylist(records, schema=schema))
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
+    with whole_file(Path(path)) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+        rows = watch(iter(trace))
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            records = [_record(row) for row in batch]
+            writer.write_table(pa.Table.from_pylist(records, schema=schema))
     return info
 
 

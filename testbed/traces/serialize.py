@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from testbed.output import whole_file
 from testbed.traces.readers.open_text import open_bytes
 from testbed.traces.schema import Part, Span, TokenIds, TraceRequest, TraceSource
 
@@ -49,20 +48,10 @@ def part_to_json(part: Part) -> dict[str, Any]:
 
 
 def write_jsonl(trace: TraceSource, path: str | Path) -> None:
-    """Writes a trace row by row, compressed by its extension. read_jsonl reads it back with the same fingerprint."""
-    with _text_file(Path(path)) as out:
+    """Writes a trace row by row, whole or not at all, compressed by its extension. read_jsonl reads it back with the
+    same fingerprint."""
+    with whole_file(Path(path)) as part, io.TextIOWrapper(open_bytes(part, "wb"), encoding="utf-8") as out:
         for row in trace:
             fields = row_to_json(row)
             fields.pop("place", None)  # the reader gives the place in the new file
             out.write(json.dumps(fields, separators=(",", ":")) + "\n")
-
-
-@contextmanager
-def _text_file(file: Path) -> Iterator[TextIO]:
-    """Opens a text file for writing, compressed for .gz and .zst; removes it if writing fails."""
-    try:
-        with io.TextIOWrapper(open_bytes(file, "wb"), encoding="utf-8") as out:
-            yield out
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise

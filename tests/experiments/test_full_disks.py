@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -12,12 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from analysis.load import load_run
 from experiments import simulate
-from experiments.runs.run_folder import writing
+from experiments.runs.run_folder import write_json, writing
 from testbed.errors import RunFolderError
+from testbed.output import whole_file
+from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
+from testbed.specs.profiles import read_profile, write_profile
+from tests.cost.profiling import manifest
+from tests.cost.test_operator_tables import mixed_tables
+from tests.cost.test_profiles import STEPS
 from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of
 from tests.experiments.test_bad_input import GOOD, run
 
@@ -120,7 +128,7 @@ def test_a_full_disk_at_the_very_end_is_no_whole_run(
     error = run(capsys, tmp_path, [GOOD]).error()
     assert "the disk is full" in error
     assert not (tmp_path / "run" / "done").exists()
-    assert not list((tmp_path / "run").glob("*.tmp"))
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -166,19 +174,65 @@ def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
 
 
 def test_what_is_replaced_by_a_whole_file_is_as_it_was_after_a_failure(tmp_path: Path) -> None:
-    from analysis.output import whole
-
     out = tmp_path / "page.md"
     out.write_text("mine")
     out.chmod(0o600)
-    with pytest.raises(OSError, match="No space") as failed, whole(out):
+    with pytest.raises(OSError, match="No space") as failed, whole_file(out):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert failed.value.filename == str(out)
     assert out.read_text() == "mine"
-    with whole(out) as part:
+    with whole_file(out) as part:
         part.write_text("new")
     assert (out.read_text(), out.stat().st_mode & 0o777) == ("new", 0o600)
     assert os.listdir(tmp_path) == ["page.md"]
+
+
+def test_of_two_that_write_a_file_at_once_the_last_ones_stays_whole(tmp_path: Path) -> None:
+    out = tmp_path / "trace.jsonl.gz"
+    with whole_file(out) as one:
+        with whole_file(out) as other:
+            one.write_text("one")
+            other.write_text("other")
+        assert out.read_text() == "other"
+        with pytest.raises(ValueError, match="of ours"), whole_file(out):
+            raise ValueError("of ours")
+    assert (out.read_text(), one.name[-9:]) == ("one", ".jsonl.gz")
+    assert os.listdir(tmp_path) == [out.name]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tables.parquet", "profile.parquet"])
+def test_a_writer_does_not_lose_its_file_to_another_that_writes_there_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file, rows = tmp_path / name, mixed_tables().rows
+    write, read = {
+        "manifest.json": (lambda who: write_json(file, {"who": who}), lambda: json.loads(file.read_text())["who"]),
+        "tables.parquet": (
+            lambda who: write_operator_tables(file, OperatorTables("h100", who, rows), ""),
+            lambda: read_operator_tables(file).device_description,
+        ),
+        "profile.parquet": (
+            lambda who: write_profile(file, manifest(device_description=who), STEPS),
+            lambda: read_profile(file).manifest.device_description,
+        ),
+    }[name]
+    waiting = ["other"]
+
+    def others_between(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            done = method(*given, **more)
+            if waiting:
+                write(waiting.pop())
+                assert read() == "other"
+            return done
+
+        return call
+
+    monkeypatch.setattr(pq, "write_table", others_between(pq.write_table))
+    monkeypatch.setattr(Path, "write_text", others_between(Path.write_text))
+    write("one")
+    assert read() == "one"
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_figure_on_a_full_disk_is_named_and_the_old_one_stays(
@@ -229,7 +283,6 @@ def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from experiments.fidelity.outputs import RESULT, renewed
-    from experiments.runs.run_folder import write_json
 
     out = tmp_path / "out"
     (run_there := out / "runs" / "chat" / "simulated").mkdir(parents=True)

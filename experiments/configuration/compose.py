@@ -24,7 +24,7 @@ from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import CONF, options
-from experiments.configuration.overrides import check, chooses, covering, is_value
+from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
 from testbed.errors import ConfigError
@@ -115,7 +115,12 @@ def _missing(key: str) -> str:
 
 def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) -> DictConfig:
     """Returns the configuration of the options that the overrides choose, as a copy on which values can be set. before:
-    options that are chosen if the overrides choose no others."""
+    options that are chosen if the overrides choose no others. Raises ConfigError for keys of Hydra's: they are read by
+    its app alone."""
+    for item in (item for item in map(parsed, overrides) if is_hydras(item)):
+        raise ConfigError(
+            f"{item.input_line} has no effect here: Hydra's keys are of `testbed run` without from=; leave it out"
+        )
     choices = [item for item in overrides if not is_value(item)]
     with in_one_line(choices, keys):
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))

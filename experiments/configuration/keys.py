@@ -47,6 +47,7 @@ _DEFINING = {  # keys without a default: a model or device file must give them
               "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
     "device": ("name", "kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
 }  # fmt: skip
+_FEW = 7  # an option with up to this many keys is told with them
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
 
@@ -177,16 +178,19 @@ class Keys:
         node at `place` in which it was sought."""
         if key in GONE:
             return f"{key} {GONE[key]}; leave it out"
+        own = [name for name in (str(name) for name in there) if name != "_target_"]
         top, *rest = key.split(".")
         group = "/".join((top, *rest[:1])) if top == "hydra" else top
         if place in GROUPS and key == f"{place}._target_":
             return whole_class(place)
         if owners := self.library.owners(group, key):
             limits = " (trace.limit takes the first requests of a file)" if key == "trace.num_requests" else ""
+            takes = [name for name in own if name != "name"] if place == group else []
+            has = f"; {group}={self.options[group][0]} has: {', '.join(takes)}" if 0 < len(takes) <= _FEW else ""
             return (
                 f"{key} is a key of {group}={' or '.join(owners)}; leave it out{limits}, or choose {group}={owners[0]}"
+                f"{has}"
             )
-        own = [name for name in (str(name) for name in there) if name != "_target_"]
         if place and not own and place not in GROUPS:
             target = "_target_: …, " if place in POLICIES else ""
             name = key.removeprefix(f"{place}.").partition(".")[0]

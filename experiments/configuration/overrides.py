@@ -59,7 +59,7 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
 def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
     """Yields overrides that together have each option and, with each, every value for it, without keys of Hydra's. A
     key that is added is there when its next value comes, so that replaces it."""
-    items = [item for item in map(parsed, overrides) if not _is_hydras(item)]
+    items = [item for item in map(parsed, overrides) if not is_hydras(item)]
     texts = [found for item in items if (found := _texts(item, keys.library))]
     choices = [found for found in texts if not is_value(found[0])]
     swept = [found for found in texts if is_value(found[0])]
@@ -71,7 +71,8 @@ def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
         yield [*own, *(text for text in values if text in kept or text in nowhere)]
 
 
-def _is_hydras(item: Override) -> bool:
+def is_hydras(item: Override) -> bool:
+    """Whether an override is of a key that Hydra's app reads; the search path is read by all."""
     return item.key_or_group.startswith("hydra") and item.key_or_group != "hydra.searchpath"
 
 
@@ -301,6 +302,9 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
         if group == "hydra/launcher" and option not in names and option in _EXTRAS:
             raise ConfigError(f"{item.input_line} needs a package that is not installed: pip install {_EXTRAS[option]}")
         if names and option not in names and library.file(group, option) is None:
+            near = (file for folder in library.folders for file in (folder / group).glob("*"))
+            if file := next((file for file in near if option in (file.stem, file.name)), None):
+                raise ConfigError(f"{file}: the file of an option ends in .yaml; rename it to {file.stem}.yaml")
             keys = [key for key, policies in POLICIES.items() if value in policies]
             elsewhere = f" (a value of {', '.join(keys)})" * bool(keys)
             raise ConfigError(unknown(f"{group} has no option {value!r}{elsewhere}", value, names))

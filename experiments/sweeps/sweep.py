@@ -68,7 +68,7 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     if config.hydra.callbacks or config.hydra.job.chdir:
         raise ConfigError("hydra.callbacks and hydra.job.chdir act on jobs, which run many points each: leave them out")
     of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    if any(item.startswith("hydra.run.dir=") for item in of_hydra):
+    if any(parsed(item).key_or_group in ("hydra.run", "hydra.run.dir") for item in of_hydra):
         raise ConfigError("this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir")
     into: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     if into["subdir"] != ".":

@@ -50,6 +50,29 @@ def test_a_value_of_another_type_is_named_with_what_was_expected(override: str, 
 
 
 @pytest.mark.parametrize(
+    "override", ["hydra.sweep.dir=x", "++hydra.run.dir=x", "hydra={verbose: true}", "hydra/launcher=basic"]
+)
+def test_a_key_of_hydras_is_refused_where_hydra_makes_no_run(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = dict(compose_config([]).raw)
+    told = f"{override} has no effect here: Hydra's keys are of `testbed run` without from=; leave it out"
+    for compose in (lambda: compose_config([override]), lambda: compose_from(saved, [override])):
+        with pytest.raises(ConfigError) as caught:
+            compose()
+        assert str(caught.value) == told
+    assert say(capsys, "calibrate", override).error() == told
+
+
+@pytest.mark.parametrize("option", ["mine", "mine.yml"])
+def test_an_option_s_file_of_another_extension_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    (file := tmp_path / "device" / "mine.yml").parent.mkdir()
+    file.write_text("defaults: [h100]")
+    told = f"{file}: the file of an option ends in .yaml; rename it to mine.yaml"
+    assert say(capsys, "run", "--config-dir", str(tmp_path), f"device={option}").error() == told
+
+
+@pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (
@@ -62,7 +85,14 @@ def test_a_value_of_another_type_is_named_with_what_was_expected(override: str, 
         ),
         (
             ["cost=constant", "cost.path=fit.json"],
-            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables",
+            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=constant has: "
+            "step_s",
+        ),
+        (
+            ["cost=linear", "cost.path=fit.json"],
+            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=linear has: "
+            "base_s, per_prefill_token_s, per_decode_s, per_decode_context_token_s, per_prefill_attention_pair_s, "
+            "per_swapped_block_s, per_copied_block_s",
         ),
         (
             ["trace.spread_batches=true"],

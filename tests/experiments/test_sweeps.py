@@ -236,6 +236,9 @@ def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("more", "told"),
     [
         ("hydra/sweeper=basic", "hydra/sweeper has no option 'basic'; valid: testbed"),
+        ("hydra.run.dir=one", "this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir"),
+        ("++hydra.run.dir=one", "this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir"),
+        ("hydra.run={dir: one}", "this is a sweep: name its folder with hydra.sweep.dir instead of hydra.run.dir"),
         ("hydra.job.chdir=true", "act on jobs, which run many points each: leave them out"),
     ],
 )

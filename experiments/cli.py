@@ -17,7 +17,6 @@ from experiments.console import (
     folder_named,
     go_on_unheard,
     open_closed_streams,
-    refuse_existing,
     take_any_character,
     words,
 )
@@ -166,7 +165,7 @@ def _conform(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     from analysis.reports.report import report_from_folders
-    from experiments.runs.run_folder import writing
+    from experiments.runs.run_folder import refuse_existing, writing
     from experiments.sweeps.points import say_killed
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
@@ -230,7 +229,7 @@ def _limits(text: str | None) -> dict[str, float] | None:
 
 def _timeline(arguments: list[str]) -> int:
     from analysis.timelines.export import LATEST_S, Window, write_timeline
-    from experiments.runs.run_folder import refuse_running, writing
+    from experiments.runs.run_folder import refuse_existing, refuse_running, writing
 
     parser = Parser("testbed timeline", description="A run as a timeline that opens in Perfetto.")
     parser.add_argument("run", type=folder_named, help="a run folder")
@@ -245,6 +244,7 @@ def _timeline(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and not options.out.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--out is {options.out}; a timeline is a .json or .json.gz file")
+    refuse_existing(options.out, options.overwrite)
     seconds = [option for option in (options.from_s, options.to_s) if option is not None]
     if options.steps is not None and seconds:
         raise ConfigError("--steps and --from or --to are two windows; give one")

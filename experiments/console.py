@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 from unicodedata import category
 
-from testbed.errors import ConfigError, RunFolderError
+from testbed.errors import ConfigError
 from testbed.foreign_text import nearest
 
 
@@ -38,12 +38,6 @@ class Parser(argparse.ArgumentParser):
 def folder_named(text: str) -> Path:
     """Returns the path of a folder. Raises ConfigError for an empty text, which Path reads as the working directory."""
     return Path(words(text))
-
-
-def refuse_existing(path: Path | None, overwrite: bool, what: str = "--out") -> None:
-    """Raises RunFolderError if `path` exists and `overwrite` is False. what: the option to change, for the message."""
-    if path is not None and path.exists() and not overwrite:
-        raise RunFolderError(f"{path} exists; choose another {what} or pass --overwrite")
 
 
 def from_here(path: Path | str) -> str:

@@ -23,9 +23,9 @@ from experiments.commands.listing import clock_line
 from experiments.configuration.compose import compose_config
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.configuration.saved import read_manifest
-from experiments.console import Parser, refuse_existing
+from experiments.console import Parser
 from experiments.runs.run import INTERRUPTED
-from experiments.runs.run_folder import require_writable
+from experiments.runs.run_folder import refuse_existing, require_writable
 from sim.cost.calibrated import Quality
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration

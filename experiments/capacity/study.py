@@ -28,12 +28,12 @@ from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, beside, search
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import identity_of
-from experiments.runs.run_folder import write_json
+from experiments.runs.run_folder import alone, write_json
 from experiments.wiring.foreign import check_importable
 from testbed.checks import require, require_whole
 from testbed.errors import RunFolderError, TestbedError
 
-IDENTITY, POINTS = "search.json", "points"
+IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
 
 
@@ -53,12 +53,18 @@ def find_capacity(
     arms, seeds = parse(overrides)
     report = arms[0].raw["report"]
     baseline = find_arm(arms, report["baseline"]).name
-    identity = _claim(target, arms, seeds)
-    finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
-    searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
-    with progress(f"capacity, {len(arms)} searches", "point") as bar:
-        _run(searches, jobs, bar)
-    write_json(target / IDENTITY, identity | {"tolerance": finest})
+    for arm in arms:
+        check_importable(RunConfig.from_container(arm.raw))
+    if target.exists() and not target.is_dir():
+        raise RunFolderError(f"{target} is no folder; choose another --out")
+    target.mkdir(parents=True, exist_ok=True)
+    with alone(target / _LOCK, target):
+        identity = _claim(target, arms, seeds)
+        finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
+        searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
+        with progress(f"capacity, {len(arms)} searches", "point") as bar:
+            _run(searches, jobs, bar)
+        write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)
     points = pd.DataFrame([row for one in searches for row in one.rows()])
     return Capacity(found, points, target, max(finest.values()), seeds, baseline, report["margin"])
@@ -71,8 +77,6 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
     A search may continue with more policies and seeds, as points are stored by the hash of their configuration. The
     tolerance of each policy is the finest one that was searched.
     """
-    for arm in arms:
-        check_importable(RunConfig.from_container(arm.raw))
     identity: dict[str, Any] = json.loads(json.dumps(_identity(arms, seeds)))
     file = folder / IDENTITY
     if file.exists():
@@ -89,11 +93,8 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
             )
         finest = kept.get("tolerance", {})
         identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
-    elif folder.exists() and not folder.is_dir():
-        raise RunFolderError(f"{folder} is no folder; choose another --out")
-    elif folder.exists() and any(folder.iterdir()):
+    elif any(path.name != _LOCK for path in folder.iterdir()):
         raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, identity)
     return identity
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import yaml
 
 from experiments.configuration.config import GROUPS
 from experiments.configuration.overrides import refuse_repeated
-from experiments.console import Parser, refuse_existing
+from experiments.console import Parser
 from experiments.llm_settings import SETTINGS
-from experiments.runs.run_folder import is_same_file
+from experiments.runs.run_folder import alone, is_same_file, refuse_existing
 from experiments.wiring.build_engine import real_packages
 from real.text.generate import Asked, generate, read_prompts_file, sampling_of
 from testbed.core.sampling import SamplingParams
@@ -59,8 +61,11 @@ def main(arguments: list[str]) -> int:
         asked += read_prompts_file(options.prompts_file)
     if not asked:
         raise ConfigError("nothing to generate from; give prompts in quotes, or --prompts-file")
-    if options.output is not None:
-        _check_output(options.output, options.prompts_file, options.overwrite)
+    with _claimed(options.output, options.prompts_file, options.overwrite):
+        return _generate(options, asked, overrides)
+
+
+def _generate(options: argparse.Namespace, asked: list[Asked], overrides: dict[str, Any]) -> int:
     sampling = _given(options, *FLAGS, "stop", "ignore_eos")
     for one in asked:
         sampling_of(one, sampling, SamplingParams())  # reports values out of range before the model is loaded
@@ -163,13 +168,16 @@ def _value(text: str) -> Any:
     return value
 
 
-def _check_output(path: Path, prompts: Path | None, overwrite: bool) -> None:
-    """Makes the output's folder. Raises RunFolderError or OSError if the file cannot be written, before generating."""
+@contextmanager
+def _claimed(path: Path | None, prompts: Path | None, overwrite: bool) -> Iterator[None]:
+    """Context that makes the output's folder and locks its file. Raises RunFolderError or OSError if the file cannot be
+    written, before generating."""
+    if path is None:
+        yield
+        return
     refuse_existing(path, overwrite, "--output")
     if prompts is not None and is_same_file(path, prompts):
         raise RunFolderError(f"{path} is the file of prompts; choose another --output")
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    path.open("a").close()
-    if is_new:
-        path.unlink()
+    with alone(path, path, "--output"):
+        yield

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.progress import progress, progressing
-from experiments.console import Parser, refuse_existing, visible
-from experiments.runs.run_folder import is_same_file, writing
+from experiments.console import Parser, visible
+from experiments.runs.run_folder import is_same_file, refuse_existing, writing
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import unknown

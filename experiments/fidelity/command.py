@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.load import Run, load_sweep, relative, swept_keys
 from analysis.naming import labels_of, level_names
 from experiments.configuration.overrides import refuse_repeated, with_searched
-from experiments.console import Parser, refuse_existing
+from experiments.console import Parser
 from experiments.fidelity import comparing, study_report
 from experiments.fidelity.comparing import compare, comparison_lines, metric_name
 from experiments.fidelity.fitting import Fitted, fit_study, parse_names
@@ -34,7 +34,7 @@ from experiments.fidelity.outputs import (
 from experiments.fidelity.simulating import check_overrides, variant
 from experiments.fidelity.study import WHOLE, StudyRun
 from experiments.fidelity.study_report import beside, check_study, page_lines, scores, simulate_study, study_lines
-from experiments.runs.run_folder import write_json
+from experiments.runs.run_folder import refuse_existing, write_json
 from testbed.errors import ConfigError, TraceError
 from testbed.output import written
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from experiments.configuration.saved import read_manifest
-from experiments.console import refuse_existing
 from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
-from experiments.runs.run_folder import locking
+from experiments.runs.run_folder import alone, refuse_existing
 from testbed.errors import ConfigError, RunFolderError
 from testbed.output import written
 
@@ -45,7 +44,7 @@ def renewed(out: Path, *, overwrite: bool) -> Iterator[None]:
     out = out.resolve()  # the lock lies beside it, however it is spelled
     if not out.name:
         raise ConfigError(f"--out {out} cannot be made anew; choose a folder in it")
-    with _new_folders(out), _alone(out):
+    with _new_folders(out), alone(out.with_name(f".{out.name}.lock"), out):
         refuse_existing(out, overwrite)
         earlier = list(_earlier(out))
         aside = Path(mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -82,19 +81,6 @@ def _new_folders(out: Path) -> Iterator[None]:
             with suppress(OSError):  # there is something else in it
                 folder.rmdir()
         raise
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Context that locks `out` against other processes by a file beside it."""
-    file = out.with_name(f".{out.name}.lock")
-    with locking(file, out, "--out"):
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                if not file.stat().st_size:  # nobody's own
-                    file.unlink()
 
 
 def _move(paths: Sequence[Path], source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,6 +75,20 @@ def refuse_overwrite(
     was_begun = {LOG_FILE, "config.yaml"}.issubset(found)  # the first files of any run: left by one that was killed
     if found and not was_begun and (found != [LOG_FILE] or (folder / LOG_FILE).stat().st_size):
         raise RunFolderError(f"{folder / found[0]} is no run's, and a run there would write over it; {other}")
+
+
+def refuse_existing(path: Path | None, overwrite: bool, key: str = "--out") -> None:
+    """Raises RunFolderError if a command's output is a file of a run, or exists and `overwrite` is False; OSError if it
+    cannot be looked at, as a link to itself. key: the option that names the output."""
+    if path is None:
+        return
+    is_of_run = (path.name in (*_WRITTEN, LOG_FILE) and path.name != "timeline.json") or path.match("tape*.jsonl")
+    if is_of_run and has_run(path.parent):
+        raise RunFolderError(f"{path} is a file of the run there; choose another {key}")
+    with suppress(FileNotFoundError):
+        path.stat()
+        if not overwrite:
+            raise RunFolderError(f"{path} exists; choose another {key} or pass --overwrite")
 
 
 def refuse_run(folder: Path, key: str) -> None:
@@ -159,6 +174,19 @@ def locking(file: Path, folder: Path, key: str = "hydra.run.dir") -> Iterator[No
         yield
 
 
+@contextmanager
+def alone(file: Path, out: Path, key: str = "--out") -> Iterator[None]:
+    """Context that locks the output `out` of a command against other processes by `file`: itself, or an empty file that
+    is removed at the end. Raises RunFolderError if another process has the lock."""
+    with locking(file, out, key):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if file.is_file() and not file.stat().st_size:  # nobody's own
+                    file.unlink()
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a live process is writing to the folder."""
     try:
@@ -175,6 +203,8 @@ def refuse_running(folder: Path) -> None:
 
 
 def _lock(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return True  # a device, as /dev/null, which many may write to
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

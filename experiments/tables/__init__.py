@@ -7,7 +7,7 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.console import Parser, refuse_existing
+from experiments.console import Parser
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
@@ -49,8 +49,9 @@ def _import(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.out.suffix != ".parquet":
         raise ConfigError(f"{options.out}: operator tables are a Parquet file; name it <out>.parquet")
+    from experiments.runs.run_folder import refuse_existing, writing
+
     refuse_existing(options.out, options.overwrite)
-    from experiments.runs.run_folder import writing
     from experiments.tables.devices import device_spec
     from experiments.tables.doubts import checked
     from experiments.tables.summary import doubt_lines

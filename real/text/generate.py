@@ -5,14 +5,15 @@ their own), and writes texts to standard output as they grow, or to a file as JS
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from real.text.engine import deferred
 from real.text.llm import LLM
@@ -152,20 +153,34 @@ def _messages(asked: Asked) -> list[dict[str, str]]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Callable[[str], None] | None]:
-    """Gives a function that writes and flushes one whole line, so that finished outputs are kept whatever happens."""
+    """Gives a function that writes and flushes one whole line, so that finished outputs are kept whatever happens; a
+    line that a full disk cuts is removed."""
     if path is None:
         yield None
         return
-    with ExitStack() as stack:
-        opened: list[TextIO] = []  # opened at the first line: an earlier error leaves an older file unchanged
+    opened: list[BinaryIO] = []  # opened at the first line: an earlier error leaves an older file unchanged
+    num_bytes = 0
 
-        def write(line: str) -> None:
-            if not opened:
-                opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
-            opened[0].write(line + "\n")
+    def write(line: str) -> None:
+        nonlocal num_bytes
+        if not opened:
+            opened.append(path.open("wb"))
+        try:
+            num_new = opened[0].write(f"{line}\n".encode())
             opened[0].flush()
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        num_bytes += num_new
 
+    try:
         yield write
+    finally:
+        for file in opened:
+            with suppress(OSError):  # what was not written was told then
+                file.close()
+            with suppress(OSError):  # a device
+                os.truncate(path, num_bytes)
 
 
 def _line(index: int, asked: Asked, output: RequestOutput) -> str:

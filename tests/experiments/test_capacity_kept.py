@@ -69,6 +69,22 @@ def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
     assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2, tolerance=COARSE).points)
 
 
+def test_while_one_search_writes_to_a_folder_another_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, run_point, said = tmp_path / "a", study.run_point, []
+
+    def beside(*given: Any) -> None:
+        if not said:
+            said.append(say(capsys, "capacity", *BUSY, "slo.ttft_s=1", "--out", str(out)).error())
+        run_point(*given)
+
+    monkeypatch.setattr(study, "run_point", beside)
+    find_capacity(*BUSY, "slo.ttft_s=1", folder=out, tolerance=0.5)
+    assert said == [f"another process is writing to {out}; wait for its end, or choose another --out"]
+    assert sorted(path.name for path in out.iterdir()) == ["points", "search.json"]
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_an_interrupt_keeps_what_was_done(
     tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -401,6 +401,14 @@ def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path,
     assert not list((tmp_path / "new").iterdir())
 
 
+def test_a_link_to_itself_is_one_line(base, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (tmp_path / "loop", tmp_path / "loop" / "out"):
+        for more in ((), ("--overwrite",)):
+            said = error_line(capsys, base.path, "--out", out, *more)
+            assert f"{out}: Too many levels of symbolic links; choose another folder" in said
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_an_empty_folder_that_was_there_stays(base, tmp_path, capsys):
     (out := tmp_path / "out").mkdir()

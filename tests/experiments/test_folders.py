@@ -58,6 +58,32 @@ def test_a_run_that_loses_the_race_for_a_folder_leaves_the_other_s_files(tmp_pat
         assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        (["timeline", "run", "--out", "run/manifest.json"], "--out"),
+        (["timeline", "run", "--out", "run/summary.json"], "--out"),
+        (["trace", "freeze", "run/steps.parquet", "num_requests=2"], "file"),
+        (["trace", "synthesise", "run/tape-1.jsonl", "num_requests=2"], "file"),
+        (["generate", "--model", "nowhere", "a", "--output", "run/run.log"], "--output"),
+        (["tables", "import", "vidur", "--out", "run/requests.parquet"], "--out"),
+        (["calibrate", "fit", "nothing.parquet", "--out", "run/config.yaml"], "--out"),
+    ],
+)
+def test_no_command_writes_over_the_files_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str], key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    simulate({"num_requests": 2}, folder="run")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    (file,) = [word for word in command if word.startswith("run/")]
+    told = f"{file} is a file of the run there; choose another {key}"
+    assert say(capsys, *command, "--overwrite").error() == told
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+    (tmp_path / "run" / "timeline.json").write_text("an older one")
+    assert say(capsys, "timeline", "run", "--out", "run/timeline.json", "--overwrite").status == 0
+
+
 def test_two_sweeps_into_one_folder_at_once_share_its_points(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT[1:]]
     command += ["trace.num_requests=1500", "seed=range(0,5)", f"hydra.sweep.dir={tmp_path / 's'}"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from experiments.commands import generate as command
 from experiments.fidelity.fields import json_lines
 from experiments.runs.interrupt import ended_as_interrupted
+from experiments.runs.run_folder import alone
 from experiments.text import LLM
 from real.text import generate as text_generate
 from testbed.core.sampling import SamplingParams
@@ -151,6 +154,44 @@ def test_an_output_that_cannot_be_written_is_said_at_once(
     assert error.startswith(f"{tmp_path}: Is a directory")
 
 
+def test_while_one_command_writes_an_output_another_is_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, line, said = tmp_path / "out.jsonl", text_generate._line, []
+
+    def beside(*arguments: Any) -> str:
+        if not said:
+            said.append(generate(capsys, folder, "b", "--output", str(out), "--overwrite").error())
+        return line(*arguments)
+
+    monkeypatch.setattr(text_generate, "_line", beside)
+    assert generate(capsys, folder, "a", "--max-tokens", "2", "--output", str(out)).status == 0
+    assert said == [f"another process is writing to {out}; wait for its end, or choose another --output"]
+    assert [row["prompt"] for row in lines_of(out)] == ["a"]
+    nowhere = Path(os.devnull)
+    with alone(nowhere, nowhere), alone(nowhere, nowhere):
+        pass
+    assert nowhere.exists(), "many may write to a device at once"
+
+
+LIMITED = """
+import resource
+from pathlib import Path
+from real.text.generate import _written
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+with _written(Path("out.jsonl")) as write:
+    for _ in range(5):
+        write("x" * 29)
+"""
+
+
+def test_a_full_disk_cuts_no_line(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "File too large: 'out.jsonl'" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "out.jsonl").read_text() == 3 * ("x" * 29 + "\n")
+
+
 def test_a_missing_package_is_named_with_what_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +203,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     error = generate(capsys, folder, "a", "--output", "/dev/full", "--overwrite").error()
-    assert "No space left" in error or "disk is full" in error
+    assert error == "the disk is full (/dev/full); free some space and run again"
 
 
 @pytest.mark.parametrize(

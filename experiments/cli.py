@@ -167,6 +167,7 @@ def _report(arguments: list[str]) -> int:
     from analysis.reports.report import report_from_folders
     from experiments.runs.run_folder import refuse_existing, writing
     from experiments.sweeps.points import say_killed
+    from experiments.wiring.own_plots import given_plots, stated_plots
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
@@ -181,8 +182,13 @@ def _report(arguments: list[str]) -> int:
         "--slo", action="append", help=f"ttft_s=0.5,tpot_s=0.05 (also e2e_s, itl_max_s, lateness_s); {stated} slo.*"
     )
     parser.add_argument("--margin", type=float, help=f"relative change that counts as none; {stated} report.margin")
+    parser.add_argument(
+        "--plot", action="append", type=words, default=[],
+        help=f"a plot of your own: mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}; {stated} report.plots",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
+    plots = given_plots(options.plot)
     out = options.out if options.out.suffix else options.out.with_suffix(".html")
     if out.suffix != ".html":
         raise ConfigError(f"--out is {options.out}; a report is an .html file, with a .md and pictures beside it")
@@ -202,6 +208,7 @@ def _report(arguments: list[str]) -> int:
             options.folders, out, title=options.title, baseline=options.baseline, question=options.question,
             slo=_limits(options.slo and ",".join(options.slo)), margin=options.margin,
             command=shlex.join(["testbed", "report", *arguments]),
+            plots=(lambda _: plots) if plots else stated_plots,
         )  # fmt: skip
     print(page)
     return 0

@@ -112,7 +112,7 @@ def stated(runs: Sequence[Run], name: str) -> Any:
         if value not in (None, "", []):
             found.setdefault(repr(value), value)
     if len(found) > 1:
-        cure = f"choose one with --{name}"
+        cure = f"choose one with --{name.removesuffix('s')}"
         if name == "replicates":
             cure = "run their sweeps' commands again with one of them, which simulates nothing anew"
         raise RunFolderError(f"the runs state several report.{name}: {', '.join(found)}; {cure}")

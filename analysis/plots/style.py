@@ -7,7 +7,8 @@ a notebook, it creates the figures, so that the cell shows them. The global rcPa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from textwrap import wrap
@@ -24,6 +25,8 @@ from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
 from analysis.reading.rows import FloatArray
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 from testbed.output import whole_file
 
 AxesArray = NDArray[np.object_]
@@ -33,6 +36,7 @@ ORANGE, SKY, BLACK, BROWN, GREY = "#E69F00", "#56B4E9", "#000000", "#8B5A2B", "#
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN)
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_CYCLE = mpl.cycler(color=COLOURS)
 WIDTH_IN = 7.2  # text width of a page
 PHONE_IN = 3.6  # width of an upright phone, at which text is as large as on a page
 
@@ -73,6 +77,23 @@ STYLE: dict[str, Any] = {
 def styled() -> Any:
     """A context in which this style holds; it restores the global rcParams at its end."""
     return mpl.rc_context(cast(Any, STYLE))
+
+
+@contextmanager
+def of_others() -> Iterator[None]:
+    """A context for other code that draws: its figures have this style and a page's width. Those of pyplot are closed
+    at its end, as what is drawn next without a figure of its own would go into them."""
+    from matplotlib import pyplot  # not at the top: it is slow to import
+
+    page = {"figure.figsize": (WIDTH_IN, 3.0), "figure.constrained_layout.use": True, "axes.prop_cycle": _CYCLE}
+    before = pyplot.get_fignums()
+    try:
+        with mpl.rc_context(cast(Any, STYLE | page)):
+            yield
+    finally:
+        for number in pyplot.get_fignums():
+            if number not in before:
+                pyplot.close(number)
 
 
 def grid(
@@ -142,9 +163,8 @@ def marker(index: int) -> str:
 
 def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:
     """Writes the figure, given by itself or by the axes that a plot returned, to `<stem>.png` and `<stem>.svg`. The
-    files are reproducible byte for byte. Returns both paths."""
-    stem = Path(stem)
-    figure = drawn if isinstance(drawn, Figure) else figure_of(drawn)
+    files are reproducible byte for byte. Returns both paths. Raises ConfigError for what is neither."""
+    stem, figure = Path(stem), figure_of(drawn)
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
     layout, dpi = figure.get_layout_engine(), figure.dpi
@@ -162,9 +182,13 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
     return png, svg
 
 
-def figure_of(drawn: Axes | AxesArray) -> Figure:
-    axes = cast(Axes, np.ravel(np.asarray(drawn, dtype=object))[0])
-    return cast(Figure, axes.get_figure(root=True))
+def figure_of(drawn: Figure | Axes | AxesArray) -> Figure:
+    if isinstance(drawn, Figure):
+        return drawn
+    axes = np.ravel(np.asarray(drawn, dtype=object))
+    if not axes.size or not all(isinstance(one, Axes) for one in axes):
+        raise ConfigError(f"a plot returns its Axes, an array of them or its Figure, and this one {shown(drawn)}")
+    return cast(Figure, axes[0].get_figure(root=True))
 
 
 def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:

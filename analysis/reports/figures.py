@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from analysis import format as fmt
 from analysis import plots
 from analysis.comparison.arms import Arm, decided_alike, grouped, repeats, replicates, unsaid_keys
 from analysis.comparison.effects import Compared
-from analysis.load import Run, num_replicas
+from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.summary import summary_value
 from analysis.naming import apart
 from analysis.reports import tables
@@ -95,6 +97,13 @@ def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: 
         caption += f" Of {len(arms)} arms, shown are the baseline and the {most} whose mean TTFT is furthest from its."
     draw = partial(plots.timeline, shown)
     return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
+
+
+def own_plots(sections: Sections, report: ReportInput) -> list[Plot]:
+    """The user's own plots of all compared runs."""
+    runs = {run.path.resolve(): run for run in report.runs}
+    sweep = Sweep(Path(os.path.commonpath([*runs])), tuple(runs.values()), tuple(report.incomplete))
+    return [sections.own_plot(plot, f"own_{number}", sweep) for number, plot in enumerate(report.plots, 1)]
 
 
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:

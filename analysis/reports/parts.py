@@ -11,14 +11,28 @@ from typing import Any, NamedTuple
 from analysis.comparison.arms import Arm
 from analysis.comparison.effects import Compared
 from analysis.comparison.pairs import Pair
-from analysis.load import Run, relative
+from analysis.load import Run, Sweep, relative
 from analysis.measures.metrics import SLO
 from analysis.plots import style
 from analysis.plots.style import AxesArray
+from testbed.errors import TestbedError
 
 DEFAULT_MARGIN = 0.02
 _MAX_SVG_BYTES = 400_000
 _MAX_RAN = 4  # pairs of model and device that are named at the top
+
+
+class PlotError(TestbedError):
+    """Plots of the user's own failed. The report is written, and says so in their places."""
+
+
+class OwnPlot(NamedTuple):
+    """A plot of the user's own. draw: gets all compared runs as one Sweep; returns Axes, an array of them or a
+    Figure."""
+
+    title: str
+    caption: str
+    draw: Callable[[Sweep], Any]
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,7 @@ class ReportInput:
     notes: Sequence[str] = ()  # limits that only the author knows
     cautions: Sequence[str] = ()  # warnings, shown first
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
+    plots: Sequence[OwnPlot] = ()
 
     @property
     def runs(self) -> list[Run]:
@@ -48,9 +63,9 @@ class ReportInput:
 class Plot(NamedTuple):
     title: str
     caption: str
-    data_uri: str
-    file: str  # the PNG, relative to the report
-    narrow_uri: str  # the version for a phone
+    data_uri: str = ""  # without it, the caption says why nothing is shown
+    file: str = ""  # the PNG, relative to the report
+    narrow_uri: str = ""  # the version for a phone, if there is one
 
 
 @dataclass
@@ -62,6 +77,7 @@ class Sections:
     ablation: list[Any] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences on what could not be compared
+    failed: list[str] = field(default_factory=list)  # plots of the user's own, each with the reason
 
     @property
     def files(self) -> Path:
@@ -80,8 +96,23 @@ class Sections:
         png, svg = style.save(draw(), stem)
         narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
         self.drawn()
-        file = relative(self.files / png.name, self.out.parent)
-        return Plot(title, caption, _embedded(png, svg), file, _embedded(*narrow))
+        return Plot(title, caption, _embedded(png, svg), self._named(png), _embedded(*narrow))
+
+    def own_plot(self, plot: OwnPlot, name: str, sweep: Sweep) -> Plot:
+        """Saves a plot of the user's own. The place of one that fails says why, and so does `failed`."""
+        try:
+            with style.of_others():
+                png, svg = style.save(plot.draw(sweep), self.part / name)
+        except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+            kind = "" if isinstance(error, TestbedError) else f"{type(error).__name__}: "
+            said = kind + " ".join(str(error).split())
+            self.failed.append(f"{plot.title}: {said}")
+            return Plot(plot.title, f"It could not be drawn: {said}")
+        self.drawn()
+        return Plot(plot.title, plot.caption, _embedded(png, svg), self._named(png))
+
+    def _named(self, png: Path) -> str:
+        return relative(self.files / png.name, self.out.parent)
 
 
 def _embedded(png: Path, svg: Path) -> str:

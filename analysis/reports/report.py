@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,10 +64,12 @@ from analysis.reports.asked import absent, have_gaps, observed
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
-from analysis.reports.figures import change_bars, main_figure, run_plots
+from analysis.reports.figures import change_bars, main_figure, own_plots, run_plots
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
+    OwnPlot,
+    PlotError,
     ReportInput,
     Sections,
     baseline_text,
@@ -84,7 +86,8 @@ _MAX_COMMANDS = 12  # with more, the list is folded
 
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (with suffix .html) and returns that path. Raises RunFolderError without any arm, for
-    arms or pairs of different traces, or for different warm-ups; what fails leaves nothing of the page behind."""
+    arms or pairs of different traces, or for different warm-ups; what fails leaves nothing of the page behind. Raises
+    PlotError at the end if plots of the user's own failed: then the rest is there."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
     check_warm_up(report.runs)
@@ -101,6 +104,9 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
                 file.write(text)
                 file.flush()  # a full disk is told before the figures are kept
             sections.keep()
+    if sections.failed:
+        of_own = fmt.count(len(sections.failed), "plot")
+        raise PlotError(f"{path} is written without {of_own} of your own: {'; '.join(sections.failed)}")
     return path
 
 
@@ -112,6 +118,7 @@ def _pages(report: ReportInput, sections: Sections) -> tuple[str, str]:
     for load, arms in groups.items():
         _ablation(sections, load, arms, report, slo)
     context = _context(report, sections, groups, baseline, slo)
+    context["plots"] += own_plots(sections, report)  # last: they may change the frames that they are given
     environment = Environment(
         loader=PackageLoader("analysis.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -131,9 +138,11 @@ def report_from_folders(
     slo: SLO | Mapping[str, float | None] | None = None,
     margin: float | None = None,
     command: str = "",
+    plots: Callable[[Sequence[Run]], Sequence[OwnPlot]] = lambda runs: (),
 ) -> Path:
     """Writes a report on every complete run at or below `folders`; returns its path. Arms are inferred from the swept
     keys, pairs from traces and policies. Baseline, question, SLO and margin are as given, else as the runs state them.
+    plots: makes the user's own, for the runs of the arms.
 
     Arms are simulated runs, or real runs if there are no simulated ones. A trace on which every simulated run is paired
     with a real one is left out of the arms, if there are other traces. Of several experiments the largest is reported;
@@ -165,6 +174,7 @@ def report_from_folders(
         replicated=stated(chosen, "replicates") or (),
         command=command,
         incomplete=sweep.incomplete,
+        plots=plots(chosen),
     )
     return write_report(report, out)
 

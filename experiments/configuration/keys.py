@@ -41,6 +41,7 @@ _KINDS: dict[Any, str] = {  # what a value must be, by the node that refuses it;
 _LISTS = {  # example values of keys that hold a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
+    "report.plots": "[{_target_: mine.waiting}]",
 }
 _DEFINING = {  # keys without a default: a model or device file must give them
     "model": ("name", "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -38,7 +38,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
         said = told(error.__cause__) if error.__cause__ else visible(" ".join(str(error).split()))
-        reason = missing_name(target) or _failure(error, target) or _stray(target, values) or said
+        reason = missing_name(target) or _failure(error, target) or stray(target, values) or said
         raise ConfigError(f"{key}: cannot make {target!r}: {reason}") from None
     except SystemExit as error:
         raise ConfigError(f"{key}: {target!r} ends Python (SystemExit {error}); mend it") from None
@@ -124,14 +124,14 @@ def _switches(target: str) -> set[str]:
     return {name for name, item in (known or {}).items() if isinstance(item.default, bool)}
 
 
-def _stray(target: str, values: dict[str, Any]) -> str:
+def stray(target: str, values: dict[str, Any]) -> str:
     """Returns what is wrong with a parameter that the class does not have; empty if there is none."""
     if (known := parameters(target)) is None:
         return ""
-    stray = next((name for name in values if name not in known and not name.startswith("_")), None)
-    if stray is None or any(item.kind is Parameter.VAR_KEYWORD for item in known.values()):
+    found = next((name for name in values if name not in known and not name.startswith("_")), None)
+    if found is None or any(item.kind is Parameter.VAR_KEYWORD for item in known.values()):
         return ""
-    return unknown(f"it has no parameter {stray!r}", stray, list(known))
+    return unknown(f"it has no parameter {found!r}", found, list(known))
 
 
 def parameters(target: str) -> Mapping[str, Parameter] | None:

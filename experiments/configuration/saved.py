@@ -51,11 +51,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     raw, started_in = saved_config(folder), read_manifest(folder).get("started_in")
     if isinstance(started_in, str) and Path(started_in) != Path.cwd():
         raw = {key: _from_here(value, Path(started_in)) for key, value in raw.items()}
-        if started_in not in sys.path:
-            sys.path.append(started_in)
+    import_from(started_in)
     for group, name in (("model", MODEL_FOLDER), ("trace", TRACE_FILE)):
         raw[group] = _with_own(raw.get(group), folder.absolute() / name)
     return raw
+
+
+def import_from(started_in: Any) -> None:
+    """Adds the directory in which a run was started, as its manifest has it, to sys.path, unless it is there."""
+    if isinstance(started_in, str) and started_in not in sys.path:
+        sys.path.append(started_in)
 
 
 def engine_dtype(saved: dict[str, Any]) -> str | None:

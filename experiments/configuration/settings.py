@@ -9,6 +9,7 @@ from typing import Any
 
 from testbed.checks import MAX_SEED, choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 
 FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded tokens, only their number, nothing
 GONE = {  # removed keys, and why they are no longer needed
@@ -162,6 +163,7 @@ class ReportConfig:
     margin: float = 0.02  # relative differences below this count as equal
     replicates: tuple[str, ...] = ()  # trace keys whose values are replicates, not different loads: [trace.transforms]
     warmup_s: float = 0.0  # from the first arrival: excluded from rates, and its arrivals from latencies
+    plots: tuple[Any, ...] = ()  # of your own: [{_target_: mine.waiting, num_bins: 30}, ...]
 
     def __post_init__(self) -> None:
         require("report.warmup_s", self.warmup_s, 0 <= self.warmup_s <= 1e9, "seconds, 0 to 1e9")
@@ -171,6 +173,9 @@ class ReportConfig:
                 raise ConfigError(
                     f"report.replicates has {key!r}; a replicate is another trace: name keys of the trace"
                 )
+        for plot in self.plots:
+            if not isinstance(plot, dict) or not isinstance(plot.get("_target_"), str):
+                raise ConfigError(f"report.plots has {shown(plot)}; name a plot as {{_target_: mine.waiting}}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from experiments.sweeps.progress import Followed
 from experiments.wiring.build import check_makeable
 from experiments.wiring.costs import fit_file
 from experiments.wiring.foreign import check_importable
+from experiments.wiring.own_plots import check_plots
 from experiments.wiring.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
@@ -161,6 +162,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             fit_file(config)  # raises if no fit comes with the testbed
             if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend", "model")])) not in makeable:
                 check_makeable(config)
+                check_plots(config)
                 makeable.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of_point(overrides, sweep.command, swept, number)

@@ -10,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from experiments.configuration.config import RunConfig
+from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.own_class import ROOMS, missing_name, place_in_own_code, told
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
@@ -61,18 +61,24 @@ def named_classes(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_classes(config: RunConfig) -> list[str]:
-    """Returns `key=module.Class` for each user's class in the configuration."""
-    return [f"{key}={target}" for key, target in named_classes(config.raw)]
+    """Returns `key=module.Class` for each user's class that takes part in a run."""
+    decides = {group: values for group, values in config.raw.items() if group not in JUDGING}
+    return [f"{key}={target}" for key, target in named_classes(decides)]
 
 
 def check_importable(config: RunConfig) -> None:
     """Raises PolicyError if a user's class cannot be imported; called before anything runs."""
     for key, target in named_classes(config.raw):
-        try:
-            resolve_name(target)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
-            reason = missing_name(target) or told(error)
-            raise PolicyError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
+        imported(key, target)
+
+
+def imported(key: str, target: str) -> Any:
+    """Returns what a dotted name is of. Raises PolicyError if it cannot be imported."""
+    try:
+        return resolve_name(target)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
+        reason = missing_name(target) or told(error)
+        raise PolicyError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:

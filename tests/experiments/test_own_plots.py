@@ -1,0 +1,168 @@
+"""A user's own plot, in the user's own file, gets into reports by `_target_`: of the runs, or of the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from analysis.load import load_run
+from experiments.wiring.foreign import own_classes
+from tests.experiments.kit import SHORT, TINY, config_of, say
+
+DOCS = Path(__file__).parents[2] / "docs"
+MINE = '''
+from matplotlib import pyplot
+
+def dots(sweep, column="ttft_s"):
+    """The requests,
+    in order.
+
+    Not of the caption.
+    """
+    return pyplot.plot(sweep.requests[column])[0].axes
+
+class Histogram:
+    def __init__(self, bins):
+        self.bins = bins
+    def __call__(self, sweep):
+        return sweep.requests.ttft_s.plot.hist(bins=self.bins).figure
+
+def raises(sweep):
+    return 1 / 0
+
+def ends(sweep):
+    raise SystemExit(3)
+
+def of_one(sweep):
+    from analysis import plots
+    return plots.gantt(sweep)
+
+def of_two(sweep, other):
+    return None
+
+class Mute:
+    pass
+
+NUMBER = 3
+'''
+TWO = "report.plots=[{_target_: mine.dots, column: tpot_s}, {_target_: mine.Histogram, bins: 5}]"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of the user's with `mine.py` in it, the present one."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield tmp_path
+    for name in ("mine", "my_plots"):
+        sys.modules.pop(name, None)
+
+
+def test_the_plots_that_a_sweep_states_are_in_its_report(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the runs were finished when they were stated, and if the report is made elsewhere."""
+    sweep = ("run", "-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi", "hydra.sweep.dir=s")
+    assert say(capsys, *sweep).status == 0
+    said = say(capsys, *sweep, TWO)
+    assert said.status == 0, said.err
+    assert "restated     2 of them" in said.out
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    assert say(capsys, "report", "../s").status == 0
+    text = Path("report.md").read_text()
+    assert "![mine.dots(column=tpot_s)](report_files/own_1.png)" in text
+    assert "*mine.dots(column=tpot_s).* The requests, in order.\n" in text
+    assert "![mine.Histogram(bins=5)](report_files/own_2.png)" in text
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_plots_of_the_command_line_take_their_place(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(capsys, "run", *TINY, *SHORT, TWO, "hydra.run.dir=a").status == 0
+    given = ("--plot", "mine.dots", "--plot", "{_target_: analysis.plots.timeline}")
+    assert say(capsys, "report", "a", "--out", "r", *given).status == 0
+    text = Path("r.md").read_text()
+    assert re.findall(r"!\[([\w.()=]+)\]\(r_files/own_\d.png\)", text) == ["mine.dots", "analysis.plots.timeline"]
+    assert "--plot mine.dots --plot '{_target_: analysis.plots.timeline}'" in text, "the command that repeats it"
+    assert say(capsys, "run", "from=a", "report.plots=[{_target_: mine.dots}]", "hydra.run.dir=b").status == 0
+    assert load_run(Path("b")).flat_config["report.plots"] == [{"_target_": "mine.dots"}]
+    said = say(capsys, "report", "a", "b", "--out", "both")
+    assert said.error().startswith("the runs state several report.plots: ")
+    assert said.error().endswith("; choose one with --plot")
+
+
+def test_a_plot_that_fails_does_not_take_the_report_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plots = ", ".join(f"{{_target_: mine.{name}}}" for name in ("raises", "ends", "of_one", "dots"))
+    assert say(capsys, "run", *TINY, *SHORT, f"report.plots=[{plots}]", "hydra.run.dir=a").status == 0
+    file, said = home / "mine.py", say(capsys, "report", "a").error()
+    line = {text: number for number, text in enumerate(MINE.splitlines(), 1)}
+    raises = f"mine.raises: {file}:{line['    return 1 / 0']}: ZeroDivisionError: division by zero; mend it there"
+    assert said.startswith(f"report.html is written without 3 plots of your own: {raises}; ")
+    assert f"mine.ends: {file}:{line['    raise SystemExit(3)']}: SystemExit: 3; mend it there; " in said
+    assert f"mine.of_one: {file}:{line['    return plots.gantt(sweep)']}: a plot is given a Sweep; this one" in said
+    text = Path("report.md").read_text()
+    assert "*mine.ends.* It could not be drawn: " in text
+    assert "![mine.dots](report_files/own_4.png)" in text
+    file.unlink()
+    sys.modules.pop("mine")
+    said = say(capsys, "report", "a", "--out", "b").error()
+    assert "b.html is written without 4 plots of your own: mine.raises: report.plots=mine.raises cannot be impo" in said
+    assert Path("b.html").exists()
+
+
+MISTAKES = [
+    ("{_target_: mine.dot}", "=mine.dot cannot be imported (mine has no 'dot'; did you mean 'dots'?)"),
+    ("{_target_: mien.dots}", "=mien.dots cannot be imported (there is no module 'mien' in"),
+    ("{_target_: mine.NUMBER}", ": cannot make 'mine.NUMBER': Expected a callable target, got '3'"),
+    ("{_target_: mine.Mute}", ": mine.Mute is no plot: its objects have no __call__(self, sweep)"),
+    ("{_target_: mine.of_two}", ": mine.of_two gets the runs and what stands beside _target_, no more: missing a"),
+    ("{_target_: mine.dots, colum: a}", ": mine.dots: it has no parameter 'colum'; did you mean 'column'?"),
+    ("{_target_: mine.Histogram, bin: 3}", ": cannot make 'mine.Histogram': it has no parameter 'bin'; did you mean"),
+    ("{bins: 3}", "report.plots has {'bins': 3}; name a plot as {_target_: mine.waiting}"),
+]
+
+
+@pytest.mark.parametrize(("plot", "said"), MISTAKES)
+def test_a_plot_that_cannot_be_made_is_told_before_anything_runs(
+    home: Path, capsys: pytest.CaptureFixture[str], plot: str, said: str
+) -> None:
+    run = ("run", *TINY, *SHORT, f"report.plots=[{plot}]")
+    for arguments in ((*run, "hydra.run.dir=a"), (*run, "-m", "seed=0,1", "hydra.sweep.dir=a")):
+        assert said in say(capsys, *arguments).error()
+        assert not Path("a").exists()
+    (home / "a").mkdir()
+    assert said in say(capsys, "report", "a", "--plot", plot).error()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("report.plots=mine.dots", "it must be a list, as in 'report.plots=[{_target_: mine.waiting}]'"),
+        ("report.plots=[mine.dots]", "report.plots has 'mine.dots'; name a plot as {_target_: mine.waiting}"),
+    ],
+)
+def test_a_plot_is_named_as_every_class_is(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
+    assert said in say(capsys, "run", *TINY, *SHORT, override).error()
+
+
+def test_a_plot_is_not_blamed_for_what_a_run_does() -> None:
+    assert not own_classes(config_of(report__plots=[{"_target_": "mine.dots"}]))
+
+
+def test_the_example_of_the_page_runs_as_it_stands(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = (DOCS / "extending.md").read_text().partition("## A plot\n")[2].partition("\n## ")[0]
+    python, shell = re.search(r"```python\n(.*?)```\n```sh\n(.*?)```", section, re.DOTALL).groups()  # type: ignore[union-attr]
+    example = DOCS / "examples" / "my_plots.py"
+    assert python in example.read_text()
+    shutil.copy(example, home)
+    for line in shell.replace("\\\n", " ").splitlines():
+        said = say(capsys, *shlex.split(line)[1:])
+        assert said.status == 0, said.err
+    assert {path.name for path in Path("other_files").glob("own_?.png")} == {"own_1.png", "own_2.png"}

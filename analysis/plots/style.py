@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ ORANGE, SKY, BLACK, BROWN, GREY = "#E69F00", "#56B4E9", "#000000", "#8B5A2B", "#
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN)
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (9, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_CYCLE = mpl.cycler(color=COLOURS)
+_CYCLE = cycler(color=COLOURS)
 WIDTH_IN = 7.2  # text width of a page
 PHONE_IN = 3.6  # width of an upright phone, at which text is as large as on a page
 

@@ -147,9 +147,10 @@ gpu-fidelity: gpu-check
 	    --out $$out/fidelity || exit 1; \
 	done
 
-# Steps against the card's measured ceilings.
+# Steps against the card's measured ceilings; then with weights and KV cache in FP8.
 gpu-speed: gpu-check
 	$(BIN)/testbed bench engine --models $(GPU_MODELS) --parts decode,sampling,prefill,mixed,swap
+	$(BIN)/testbed bench engine --models $(GPU_MODELS) --parts decode,prefill --dtypes fp8 --kv-dtype fp8_e4m3
 
 # Whole runs beside other engines.
 gpu-offline: gpu-check

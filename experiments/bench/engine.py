@@ -14,6 +14,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.bench import offline
@@ -21,6 +23,7 @@ from experiments.console import Parser
 from experiments.tables.devices import model_spec
 from experiments.wiring.build_engine import real_packages
 from real.config import MAX_NUM_THREADS
+from sim.cost.experts import touched_experts
 from testbed.checks import choose, require_whole, require_whole_or_null
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, SamplingParams
@@ -48,6 +51,7 @@ MIXED = (64, 512)  # decodes, and tokens of the prompt beside them
 SAMPLED = 64  # rows of the steps that sample in other ways than greedily
 SAMPLINGS = {"temperature 1": SamplingParams(temperature=1.0), "top-k, top-p": SamplingParams(top_k=20, top_p=0.9)}
 SWAPPED = (34, 512)  # blocks
+GPU_DTYPES = ("bfloat16", "float16", "fp8")
 PARTS = ("decode", "sampling", "prefill", "mixed", "swap", "offline")
 
 
@@ -96,7 +100,9 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times[2:])
 
 
-def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_tokens: int) -> RealBackend:
+def build_engine(
+    spec: ModelSpec, device: str, num_blocks: int, max_num_batched_tokens: int, kv_dtype: str | None = None
+) -> RealBackend:
     """Builds an engine with random weights and `num_blocks` KV blocks. Frees the memory of earlier engines first."""
     import torch
 
@@ -115,6 +121,7 @@ def build_engine(spec: ModelSpec, device: str, num_blocks: int, max_num_batched_
         max_model_len=min(8192, spec.max_position_embeddings),
         num_gpu_blocks=num_blocks,
         num_cpu_blocks=max(SWAPPED) if torch.cuda.is_available() and device != "cpu" else None,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -166,19 +173,24 @@ def swap_time(backend: RealBackend, num_blocks: int, to_host: bool, num_steps: i
     return _time(backend, (), shape, num_steps, **{f"swap_{kind}": pairs})
 
 
-def decode_floor_s(spec: ModelSpec, batch: int, context: int, bytes_per_s: float) -> float:
-    """The time to read once every weight that a decode step uses, and the KV of every row. Counts all experts."""
-    layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_mlp_parameters)
-    weights = (layers + spec.vocab_size * spec.embedding_size) * spec.dtype_bytes
-    return (weights + batch * context * spec.kv_bytes_per_token()) / bytes_per_s
-
-
-def prefill_floor_s(spec: ModelSpec, num_tokens: int, flops_per_s: float) -> float:
-    """The time of a prefill's GEMMs and attention. Attention is causal, and only the last token has logits."""
+def floor_s(
+    spec: ModelSpec, ceilings: Ceilings, kv_bytes_per_token: int, num_decodes: int, context: int, num_beside: int = 0
+) -> float:
+    """The least time of a step of decodes and of a prompt of `num_beside` tokens: to read once its weights and the KV
+    of every decode, or for its GEMMs and the prompt's causal attention, whichever is longer. Counts the experts that
+    random routers would choose, and logits for each decode and the prompt's last token."""
+    num_tokens, num_samples, experts = num_decodes + num_beside, num_decodes + bool(num_beside), spec.experts
+    head = spec.vocab_size * spec.embedding_size
+    rest: float = spec.num_mlp_parameters - spec.num_router_parameters
+    if experts is not None:
+        rest *= touched_experts(experts.num, experts.per_token, num_tokens) / experts.num
+    weights = spec.num_hidden_layers * (spec.num_attention_parameters + rest) * spec.dtype_bytes
+    num_bytes = weights + head * spec.activation_dtype_bytes + num_decodes * context * kv_bytes_per_token
     layers = spec.num_hidden_layers * (spec.num_attention_parameters + spec.num_active_mlp_parameters)
-    pairs = num_tokens * (num_tokens + 1) / 2
+    pairs = num_beside * (num_beside + 1) / 2
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
-    return (2 * layers * num_tokens + attention + 2 * spec.vocab_size * spec.embedding_size) / flops_per_s
+    flops = 2 * layers * num_tokens + attention + 2 * head * num_samples
+    return max(num_bytes / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
 
 
 def _tables(backend: RealBackend, num_rows: int, context: int) -> list[list[int]]:
@@ -210,14 +222,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (all; swap only on a GPU)")
     parser.add_argument("--models", default=None, help="on a GPU: names of the model group (qwen3_0.6b,qwen3_8b)")
     parser.add_argument(
-        "--dtypes", default="float32,bfloat16", help="on a CPU: comma-separated, of float32, bfloat16 (both)"
-    )
+        "--dtypes", help="comma-separated, of weights: on a CPU of float32, bfloat16 (both); on a GPU of bfloat16, "
+        "float16, fp8 (the model's)",
+    )  # fmt: skip
+    parser.add_argument("--kv-dtype", choices=("fp8_e4m3", "fp8_e5m2"), help="on a GPU: of the KV cache, of all steps")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the whole runs, in turns (3)")
     parser.add_argument("--threads", type=int, default=None, help="of torch on the CPU; left out: torch's choice")
     options = parser.parse_args(arguments)
-    parts, dtypes = (",".join(PARTS) if options.parts is None else options.parts).split(","), options.dtypes.split(",")
-    for dtype in dtypes:
-        choose("--dtypes", dtype, offline.CPU_DTYPES)
+    parts = (",".join(PARTS) if options.parts is None else options.parts).split(",")
     for part in parts:
         choose("--parts", part, PARTS)
     require_whole("--repeats", options.repeats, 1)
@@ -230,26 +242,28 @@ def main(arguments: list[str]) -> int:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)
     print(f"engine: {describe_device(device)}, torch {torch.__version__}", flush=True)
-    specs = (
-        [SMALL]
-        if device.type == "cpu"
-        else [model_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
-    )
-    if device.type == "cpu" and options.models is not None:
+    on_cpu = device.type == "cpu"
+    dtypes: list[Any] = options.dtypes.split(",") if options.dtypes else [*offline.CPU_DTYPES] if on_cpu else [None]
+    for dtype in dtypes if options.dtypes else ():
+        choose("--dtypes", dtype, offline.CPU_DTYPES if on_cpu else GPU_DTYPES)
+    if on_cpu and options.models is not None:
         raise ConfigError("--models is for a GPU: on a CPU one small model is measured")
-    if device.type == "cpu" and options.parts and "swap" in parts:
+    if on_cpu and options.kv_dtype is not None:
+        raise ConfigError("--kv-dtype is for a GPU: on a CPU the cache has the model's format")
+    if on_cpu and options.parts and "swap" in parts:
         raise ConfigError("--parts swap needs a GPU: on a CPU both pools lie in the same memory")
+    models = [] if on_cpu else [model_spec(name) for name in (options.models or ",".join(SHAPES)).split(",")]
+    specs = [replace(spec, dtype=dtype or spec.dtype) for spec in models for dtype in dtypes] or [SMALL]
     if set(parts) - {"offline"}:
-        _step_tables(specs, device, parts)
-    if "offline" in parts:
-        if device.type == "cpu":
-            offline.on_cpu(SMALL, options.repeats, options.threads or torch.get_num_threads(), dtypes)
-        else:
-            offline.on_gpu(specs[0], options.repeats)
+        _step_tables(specs, device, parts, options.kv_dtype)
+    if "offline" in parts and on_cpu:
+        offline.on_cpu(SMALL, options.repeats, options.threads or torch.get_num_threads(), dtypes)
+    elif "offline" in parts:
+        offline.on_gpu(specs[0], options.repeats)
     return 0
 
 
-def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
+def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str], kv_dtype: str | None) -> None:
     import torch
 
     from real.cache_engine import block_bytes
@@ -268,38 +282,33 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
         num_blocks = (
             max((max(*BATCHES, SAMPLED, MIXED[0]) + 1) * -(-context // BLOCK_SIZE), -(-max(prompts) // BLOCK_SIZE)) + 1
         )
-        backend = build_engine(spec, device.type, num_blocks, max(max(BATCHES), *prompts))
+        backend = build_engine(spec, device.type, num_blocks, max(max(BATCHES), *prompts), kv_dtype)
         size = f"{spec.num_parameters / 1e9:.2f} B parameters, {spec.dtype}"
-        print(f"\n  {spec.name}, {size}, attention {backend.attention_name}")
+        print(f"\n  {spec.name}, {size}, KV cache {kv_dtype or 'as computed'}, attention {backend.attention_name}")
         print(f"  {'step':<38}{'ms':>9}{'device ms':>11}{'floor ms':>10}{'of floor':>10}{'host':>7}")
-        rate, shown = ceilings.bytes_per_s, f"batch {{}}, context {context}"
+        least = partial(floor_s, spec, ceilings, spec.kv_bytes_per_token(kv_dtype))
         if "decode" in parts:
             for batch in BATCHES:
                 taken = decode_time(backend, spec, batch, context, num_steps)
-                _show_step(f"decode, {shown.format(batch)}", taken, decode_floor_s(spec, batch, context, rate))
+                _show_step(f"decode, batch {batch}, context {context}", taken, least(batch, context))
         if "sampling" in parts:
-            floor_s = decode_floor_s(spec, SAMPLED, context, rate)
             for name, sampling in SAMPLINGS.items():
                 taken = decode_time(backend, spec, SAMPLED, context, num_steps, sampling)
-                _show_step(f"{name}, {shown.format(SAMPLED)}", taken, floor_s)
+                _show_step(f"{name}, batch {SAMPLED}, context {context}", taken, least(SAMPLED, context))
         if "prefill" in parts:
             for length in prompts:
-                floor_s = prefill_floor_s(spec, length, ceilings.flops_per_s)
                 taken = prefill_time(backend, spec, length, max(3, num_steps // 3))
-                _show_step(f"prefill, {length} tokens", taken, floor_s)
+                _show_step(f"prefill, {length} tokens", taken, least(0, 0, length))
         if "mixed" in parts:
             batch, num_beside = MIXED
-            products_s = prefill_floor_s(spec, num_beside, ceilings.flops_per_s)
-            products_s += prefill_floor_s(spec, 1, ceilings.flops_per_s) * batch
-            floor_s = max(decode_floor_s(spec, batch, context, rate), products_s)
             taken = decode_time(backend, spec, batch, context, num_steps, num_beside=num_beside)
-            _show_step(f"mixed, {batch} and {num_beside} tokens", taken, floor_s)
+            _show_step(f"mixed, {batch} and {num_beside} tokens", taken, least(batch, context, num_beside))
         if "swap" in parts and is_cuda:
             for num_swapped, to_host in itertools.product(SWAPPED, (True, False)):
                 num_bytes = num_swapped * block_bytes(spec, BLOCK_SIZE, backend.cache.gpu.whole.dtype)
                 taken = swap_time(backend, num_swapped, to_host, num_steps)
-                floor_s = num_bytes / links[to_host]
-                _show_step(f"swap, {num_swapped} blocks {'out' if to_host else 'in'}", taken, floor_s)
+                name = f"swap, {num_swapped} blocks {'out' if to_host else 'in'}"
+                _show_step(name, taken, num_bytes / links[to_host])
         backend.close()
         del backend
         if is_cuda:
@@ -307,9 +316,9 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str]) -> None:
             torch.cuda.empty_cache()
 
 
-def _show_step(name: str, taken: StepTime, floor_s: float) -> None:
+def _show_step(name: str, taken: StepTime, least_s: float) -> None:
     print(
-        f"  {name:<38}{taken.total_s * 1e3:>9.3f}{taken.device_s * 1e3:>11.3f}{floor_s * 1e3:>10.3f}"
-        f"{floor_s / taken.total_s:>10.0%}{taken.host_share:>7.1%}",
+        f"  {name:<38}{taken.total_s * 1e3:>9.3f}{taken.device_s * 1e3:>11.3f}{least_s * 1e3:>10.3f}"
+        f"{least_s / taken.total_s:>10.0%}{taken.host_share:>7.1%}",
         flush=True,
     )

@@ -39,6 +39,41 @@ def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
     assert "this engine" in mixed
 
 
+def test_the_least_time_of_a_step():
+    """Counted by hand: reading what a decode reads, computing what a prompt computes, experts that are chosen."""
+    spec = replace(engine.SMALL, tie_word_embeddings=True, dtype="bfloat16")
+    hidden, inner, layers, vocab = 512, 1024, 5, 16384
+    weights = layers * (hidden * (512 + 2 * 128) + 512 * hidden + 3 * hidden * inner)
+    bytes_per_s, flops_per_s = engine.Ceilings(1e9, 1e30), engine.Ceilings(1e30, 1e9)
+    read = 2 * (weights + vocab * hidden) + 4 * 100 * 1000
+    assert engine.floor_s(spec, bytes_per_s, 1000, 4, 100) == pytest.approx(read / 1e9)
+    fp8 = weights + 2 * vocab * hidden + 4 * 100 * 1000
+    assert engine.floor_s(replace(spec, dtype="fp8"), bytes_per_s, 1000, 4, 100) == pytest.approx(fp8 / 1e9)
+    attention = 4 * layers * 512 * (60 * 61 / 2)
+    computed = 2 * weights * 64 + attention + 2 * vocab * hidden * 5
+    assert engine.floor_s(spec, flops_per_s, 1000, 4, 100, 60) == pytest.approx(computed / 1e9)
+    sparse = replace(spec, architecture="Qwen3MoeForCausalLM", num_experts=8, num_experts_per_tok=2,
+                     moe_intermediate_size=inner)  # fmt: skip
+    more = 8 * (1 - 0.75**4) - 1  # experts beside one
+    router = layers * 8 * hidden
+    read += 2 * layers * 3 * hidden * inner * more
+    assert engine.floor_s(sparse, bytes_per_s, 1000, 4, 100) == pytest.approx(read / 1e9, rel=2 * router / read)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--dtypes", "fp8"), "--dtypes is 'fp8'; choose one of float32, bfloat16"),
+        (("--kv-dtype", "fp8_e4m3"), "--kv-dtype is for a GPU: on a CPU the cache has the model's format"),
+        (("--models", "qwen3_8b"), "--models is for a GPU: on a CPU one small model is measured"),
+    ],
+)
+def test_what_a_cpu_does_not_measure(capsys, arguments, problem):
+    said = say(capsys, "bench", "engine", "--device", "cpu", *arguments)
+    assert said.status == 1
+    assert problem in said.err
+
+
 class _Fake:
     """A contender in this process. Those before it have gone when it is made."""
 

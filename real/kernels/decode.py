@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
-from real.kernels.formats import as_stored, capability
+from real.kernels.formats import as_stored, beside, capability
 from real.kernels.parts import Parts
 
 MAX_GROUP_TILE = 64  # query heads of one program
@@ -68,7 +68,7 @@ def decode_kernel(
     dims = tl.arange(0, HEAD_PAD)
     is_part = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     queries = query + token.to(tl.int64) * stride_query_token + heads[:, None] * stride_query_head + dims[None, :]
-    vectors = tl.load(queries, mask=is_part, other=0.0)  # [GROUP_TILE, HEAD_PAD]
+    vectors = beside(tl.load(queries, mask=is_part, other=0.0), KV_FORMAT)  # [GROUP_TILE, HEAD_PAD]
     head_slopes = tl.zeros([GROUP_TILE], tl.float32)
     if HAS_ALIBI:
         head_slopes = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) * 1.4426950408889634
@@ -182,7 +182,7 @@ def paged_decode(
     group = num_heads // num_kv_heads
     assert query.stride(2) == output.stride(2) == kv_cache.stride(4) == 1, "the elements of a head lie side by side"
     gpu = capability(query.device)
-    stored = as_stored(kv_cache, gpu, scoring.k_scale, scoring.v_scale)
+    stored = as_stored(kv_cache, gpu, scoring.k_scale, scoring.v_scale, query.dtype)
     tile = tiling(head_dim, group, query.dtype, stored.kv_format, gpu is not None and gpu[0] == 9)
     head_pad = max(16, triton.next_power_of_2(head_dim))
     num_items = num_rows if parts is None else len(parts.items)

@@ -4,6 +4,9 @@ Written bits are those of torch: round to nearest even, after clamping to the la
 instruction for a format (e4m3 before compute capability 8.9), its bits are shifted into those of a float16. This keeps
 sign, exponent and mantissa, also of subnormals. The bias of the exponent differs, so the value is too small by a factor
 of 2^8, which the caller includes in its scale.
+
+Attention over FP8 computes in float16 where the model computes in bfloat16: FP8 becomes float16 in one instruction, and
+exactly. Queries are made smaller, so that large ones fit, and the factor is included in the scale.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ PLAIN = tl.constexpr(0)  # the cache holds the model's own format
 NATIVE = tl.constexpr(1)  # FP8 that the compiler converts
 E4M3_BITS = tl.constexpr(2)
 E5M2_BITS = tl.constexpr(3)
+QUERY_FACTOR = tl.constexpr(2.0**-8)
 SETTLED = tl.constexpr(4)  # is added to a format on the GPUs that `settled` serves
 
 BITS = {torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
@@ -32,7 +36,7 @@ class Stored(NamedTuple):
     keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     values: Tensor
     kv_format: int
-    k_factor: float  # by which a loaded key must be multiplied
+    k_factor: float  # by which the product of a loaded key and a query, as `beside` returns it, must be multiplied
     v_factor: float
 
 
@@ -48,14 +52,17 @@ def readable(stored: Tensor, capability: tuple[int, int] | None) -> tuple[Tensor
     return stored.view(torch.uint8), bits + settled, 256.0 if stored.dtype == torch.float8_e4m3fn else 1.0
 
 
-def as_stored(kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: float, v_scale: float) -> Stored:
+def as_stored(
+    kv_cache: Tensor, capability: tuple[int, int] | None, k_scale: float, v_scale: float, dtype: torch.dtype
+) -> Stored:
     """Returns a layer's KV memory, [2, num_blocks, …], for reading on a GPU of this capability (None: the interpreter).
 
-    k_scale, v_scale: the scales with which an FP8 cache was written; ignored for other caches.
+    k_scale, v_scale: the scales with which an FP8 cache was written; ignored for other caches. dtype: of the queries.
     """
     cache, kv_format, factor = readable(kv_cache, capability)
     k_scale, v_scale = (k_scale, v_scale) if kv_format else (1.0, 1.0)
-    return Stored(cache[0], cache[1], kv_format, k_scale * factor, v_scale * factor)
+    smaller = QUERY_FACTOR.value if kv_format and dtype == torch.bfloat16 else 1.0
+    return Stored(cache[0], cache[1], kv_format, k_scale * factor / smaller, v_scale * factor)
 
 
 def for_writing(kv_cache: Tensor) -> tuple[Tensor, int]:
@@ -68,6 +75,14 @@ def for_writing(kv_cache: Tensor) -> tuple[Tensor, int]:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a GPU; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@triton.jit
+def beside(query, kv_format: tl.constexpr):
+    """Returns queries as they are multiplied by keys of the cache."""
+    if kv_format != PLAIN and query.dtype == tl.bfloat16:
+        query = (query.to(tl.float32) * QUERY_FACTOR).to(tl.float16)
+    return query
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
-from real.kernels.formats import as_stored, capability
+from real.kernels.formats import as_stored, beside, capability
 
 ROWS, TILES = 128, 16  # rows and tiles of one iteration of tiles_kernel
 HAVE_ROOM = (9, 10)  # major compute capabilities with 227 KB of shared memory per program; others have 99 or 163
@@ -55,6 +55,7 @@ def prefill_kernel(
         query + tokens[:, None] * stride_query_token + heads[:, None] * stride_query_head + dims[None, :],
         mask=is_part, other=0.0,
     )  # fmt: skip
+    vectors = beside(vectors, KV_FORMAT)
     head_slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         head_slopes = tl.load(slopes + heads) * 1.4426950408889634
@@ -194,7 +195,7 @@ def paged_prefill(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv_cache.shape[3]
-    stored = as_stored(kv_cache, capability(query.device), scoring.k_scale, scoring.v_scale)
+    stored = as_stored(kv_cache, capability(query.device), scoring.k_scale, scoring.v_scale, query.dtype)
     window = 0 if scoring.window is None else min(scoring.window, MAX_WINDOW)
     prefill_kernel[(len(tiles), num_kv_heads)](
         output, query, stored.keys, stored.values, block_tables, context_lens, query_starts, tiles, scoring.slopes,

@@ -131,9 +131,13 @@ def read_keys(values: Values, row: int, first: int, last: int) -> tuple[Tensor, 
 
 def attend(values: Values, row: int, token: int, position: int) -> None:
     """Fills the output of one token, which is at this position of its row."""
+    from real.kernels.formats import QUERY_FACTOR
+
     first = max(0, position + 1 - values["window"]) if values["HAS_WINDOW"] else 0
     keys, read = read_keys(values, row, first, position + 1)
     query = values["query"][token].float()
+    if values["KV_FORMAT"] and values["query"].dtype == torch.bfloat16:
+        query *= QUERY_FACTOR.value
     group = query.shape[0] // keys.shape[1]
     keys, read = keys.repeat_interleave(group, 1), read.repeat_interleave(group, 1)
     scores = torch.einsum("hd,phd->hp", query, keys) * (values["qk_scale"] * math.log(2))

@@ -31,8 +31,9 @@ def run(provider, batch: Batch) -> torch.Tensor:
     return provider(batch.spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
 
 
-def assert_right(batch: Batch, output: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 5e-6 if batch.spec.dtype == torch.float32 else 4e-3
+def assert_right(batch: Batch, output: torch.Tensor, expected: torch.Tensor, tolerance: float = 4e-3) -> None:
+    if batch.spec.dtype == torch.float32:
+        tolerance = 5e-6
     largest = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
 
@@ -122,6 +123,17 @@ def test_decodes_in_parts(lengths, num_parts, window, alibi, kv_dtype, seed):
         patch.setattr(parts, "MIN_PART", 32)
         output = decode_by(batch, num_parts)
     assert_right(batch, output, batch.expected())
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_in_bfloat16_an_fp8_cache_is_read_as_float16(kv_dtype):
+    """Queries that float16 could not hold among them; in bfloat16 the interpreter cannot multiply."""
+    spec = make_spec(2, 4, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, scales=(0.037, 2.5))
+    batch = Batch(spec, [(70, 1), (20, 33), (0, 40), (300, 1)], 5, released=0, poison=NAN)
+    assert_right(batch, run(TritonAttention, batch), batch.expected(), 8e-3)
+    batch.query[::3] *= 2.0**17
+    assert float(batch.query.abs().max()) > 65504 * 2
+    assert_right(batch, run(TritonAttention, batch), batch.expected(), 8e-3)
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -17,10 +17,11 @@ from real.layers.packed import make_code
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
 from testbed.specs.memory import num_blocks_of_budget, num_kv_blocks
+from testbed.specs.model import ExpertsShape
 
 WARM_UP_CONTEXT = 1024  # enough for several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for the kernels of measured prefills; the maximum would take seconds on a CPU
-WARM_UP_TILES = (17, 33, 512)  # tokens for which FP8 weights and experts have tiles of other sizes
+WARM_UP_TILES = (17, 33)  # tokens with which GEMMs with FP8 weights begin to have tiles of another size
 
 
 def fitting_num_blocks(
@@ -130,7 +131,7 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
     is_cuda = runner.placement.device.type == "cuda"
     if is_cuda:
         cache.warm_up()
-    for load in warm_up_loads(runner.limits, is_cuda):
+    for load in warm_up_loads(runner.limits, is_cuda, runner.spec.experts):
         run_load(runner, synthetic_load(runner, load, 2), cache)
     if not is_cuda:
         make_code(runner.model, runner.limits.max_num_batched_tokens)
@@ -138,7 +139,9 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
         layer.zero_()
 
 
-def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, int]]]:
+def warm_up_loads(
+    limits: BatchLimits, is_cuda: bool, experts: ExpertsShape | None = None
+) -> list[list[tuple[int, int]]]:
     """Returns rows (query length, context length) for steps of each kind. On a GPU a kind is a set of kernels: long and
     short prefills, with and without decodes, few long decodes and many short ones, and numbers of tokens."""
     num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
@@ -148,9 +151,19 @@ def warm_up_loads(limits: BatchLimits, is_cuda: bool) -> list[list[tuple[int, in
     if is_cuda:
         short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, limits.max_model_len))
         loads += [[prefill, long], [short], [short, *decodes], [long]]
-        most = min(limits.max_num_batched_tokens, limits.max_model_len)
-        loads += [[(num, num)] for num in WARM_UP_TILES if num <= most]
+        sizes = {*WARM_UP_TILES, *(() if experts is None else tokens_of_larger_tiles(experts))}
+        most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+        for num in sorted(size for size in sizes if size <= most):
+            parts = [min(limits.max_model_len, num - first) for first in range(0, num, limits.max_model_len)]
+            loads.append([(part, part) for part in parts])
     return loads
+
+
+def tokens_of_larger_tiles(experts: ExpertsShape) -> list[int]:
+    """Returns the numbers of tokens with which tiles of an expert's tokens become larger on a GPU."""
+    from real.kernels.routing import TILES  # not at the top: needs Triton
+
+    return [tile * experts.num // experts.per_token + 1 for tile in TILES[:-1]]
 
 
 def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | None:

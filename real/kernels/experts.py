@@ -8,7 +8,7 @@ programs write the same element, so results are the same in every run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -116,15 +116,24 @@ def down_kernel(
 
 
 class Tiling(NamedTuple):
-    """Output features of a program, input features of an iteration, and launch options."""
+    """Output features of a program, input features of an iteration, launch options, and whether FP8 is `settled`, which
+    takes twice the shared memory, so that fewer programs run at once."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    settles: bool = True
+
+    def options(self, weight: Stored) -> dict[str, Any]:
+        """What a kernel is told of this, and of the format of a weight."""
+        kind = weight.kind if self.settles else weight.kind % 4
+        options = {"BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "FORMAT": kind}
+        options["IS_EVEN"] = weight.is_even(self.block_k)
+        return options | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-FEW = Tiling(64, 128, 4, 3)  # for tiles of few pairs, which wait for the weights
+FEW = Tiling(64, 128, 4, 3, settles=False)  # for tiles of few pairs, which wait for the weights
 SOME = Tiling(64, 64, 4, 3)
 MANY = Tiling(64, 64, 8, 3), Tiling(128, 64, 8, 3)  # the first kernel has two sums for each feature
 
@@ -151,14 +160,12 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
     tile = tilings(block_m, x.dtype, first)[0]
     gate_up_kernel[(len(tiles), triton.cdiv(inner, tile.block_n))](
         between, x, *first.tensors, order, tiles, x.stride(0), *first.strides, between.stride(0),
-        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        FORMAT=first.kind, IS_EVEN=first.is_even(tile.block_k), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token, BLOCK_M=block_m, **tile.options(first),
     )  # fmt: skip
     results = x.new_empty((num_tokens * per_token, hidden))
     tile = tilings(block_m, x.dtype, second)[1]
     down_kernel[(len(tiles), triton.cdiv(hidden, tile.block_n))](
         results, between, *second.tensors, shares.contiguous(), order, tiles, between.stride(0), *second.strides,
-        results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        FORMAT=second.kind, IS_EVEN=second.is_even(tile.block_k), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **tile.options(second),
     )  # fmt: skip
     return results.view(num_tokens, per_token, hidden).sum(1)

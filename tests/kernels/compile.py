@@ -175,9 +175,9 @@ def draw() -> None:
         draw_tokens(token_ids, token_ids, logits, token_ids, ones, token_ids, limits)
 
 
-def experts(num_tokens: int, label: str) -> tuple[str, Work]:
-    """Eight of Qwen3-30B-A3B's experts, chosen and run. parts: a rank's columns begin within a block of weights that
-    share a scale."""
+def experts(num_tokens: int, label: str, num: int = 8) -> tuple[str, Work]:
+    """Some of Qwen3-30B-A3B's experts, of which eight are chosen and run. parts: a rank's columns begin within a block
+    of weights that share a scale."""
 
     def work() -> None:
         from real.kernels.experts import run_experts
@@ -185,12 +185,12 @@ def experts(num_tokens: int, label: str) -> tuple[str, Work]:
         from real.layers.matrix import Matrix
 
         dtype = torch.float32 if label == "fp32" else torch.bfloat16
-        shares, chosen = choose(torch.zeros(num_tokens, 8, dtype=dtype), 8, normalizes=True)
+        shares, chosen = choose(torch.zeros(num_tokens, num, dtype=dtype), 8, normalizes=True)
 
         def weight(rows: int, columns: int) -> Matrix:
             if "e4m3" not in label:
-                return Matrix(torch.empty(8, rows, columns, dtype=dtype))
-            return fp8(8, rows, columns, run=32 if "parts" in label else 128)
+                return Matrix(torch.empty(num, rows, columns, dtype=dtype))
+            return fp8(num, rows, columns, run=32 if "parts" in label else 128)
 
         run_experts(torch.zeros(num_tokens, 2048, dtype=dtype), shares, chosen, weight(1536, 2048), weight(2048, 768))
 

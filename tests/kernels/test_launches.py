@@ -12,6 +12,7 @@ import torch
 
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
+from testbed.specs.model import ExpertsShape
 from tests.kernels.compile import draw, experts, fp8_linear, on_no_gpu, step
 from tests.kernels.paged_batches import make_spec
 
@@ -68,13 +69,27 @@ def launches(request, monkeypatch, tmp_path):
 
 
 def test_after_the_warm_up_no_number_of_tokens_needs_another_kernel(launches):
-    """For FP8 weights, in steps that are not captured."""
-    for load in warm_up_loads(BatchLimits(16, 2048, 300, 2048), is_cuda=True):
-        fp8_linear(sum(num for num, _ in load))[1]()
-    num_kernels = launches.num_kernels
-    for num_tokens in (1, 2, 5, 15, 16, 17, 31, 32, 48, 63, 64, 65, 300):
+    """For FP8 weights and for experts, in steps that are not captured."""
+
+    def run(num_tokens: int) -> None:
         fp8_linear(num_tokens)[1]()
+        experts(num_tokens, "bf16", num=128)[1]()
+
+    for load in warm_up_loads(BatchLimits(16, 8192, 100, 1000), is_cuda=True, experts=ExpertsShape(128, 8, 768)):
+        assert max(num for num, _ in load) <= 1000
+        run(sum(num for num, _ in load))
+    num_kernels = launches.num_kernels
+    for num_tokens in (1, 2, 5, 15, 16, 17, 31, 32, 48, 63, 64, 65, 300, 1000, 1024, 1025, 8192):
+        run(num_tokens)
     assert launches.num_kernels == num_kernels
+
+
+@pytest.mark.parametrize("launches", [90, 80], indirect=True, ids=str)
+def test_fp8_weights_are_loaded_ahead_whatever_part_a_program_has(launches):
+    """Single bytes cannot be: Triton must see that a part begins at a multiple of 16."""
+    for num_tokens in (16, 32, 64):
+        fp8_linear(num_tokens)[1]()
+    assert min(launches.pending["multiply_kernel"]) >= 4  # two turns of x and of the weight
 
 
 @pytest.mark.parametrize(
@@ -182,6 +197,7 @@ def test_where_triton_cannot_pipeline_what_is_settled_nothing_is(launches):
 def test_fp8_experts_load_ahead_and_one_scale_for_each_row(launches):
     experts(1, "bf16 e4m3")[1]()
     assert min(launches.pending["gate_up_kernel"]) >= 3  # at least one part of x and of both weights
+    assert not any("inline_asm" in launches.code[name] for name in ("gate_up_kernel", "down_kernel")), "settled"
     assert min(launches.pending["down_kernel"]) >= 2
     for name in ("gate_up_kernel", "down_kernel"):
         assert "tensor<64x1x!tt.ptr<f32>" in launches.code[name]

@@ -342,21 +342,23 @@ def dequantize(values: Values) -> None:
 
 
 def multiply(values: Values) -> None:
-    """Sums of parts of the input features."""
+    """Sums of parts of the input features, or all and the bias at once."""
     check_strides(values, stride_x=("x", 0))
-    x, size = values["x"].float(), values["part_size"]
+    x, size, output = values["x"].float(), values["num_turns"] * values["BLOCK_K"], values["output"]
     must(x.shape == (values["num_tokens"], values["NUM_IN"]), "the sizes of the input")
     must(len(x) <= values["BLOCK_M"], "a program for all tokens")
     weight = fp8_weight(values, values["BLOCK_K"])
-    must(size % values["BLOCK_K"] == 0 and len(values["sums"]) == -(-values["NUM_IN"] // size), "parts of whole loads")
-    for part, sums in enumerate(values["sums"]):
-        columns = slice(part * size, (part + 1) * size)
-        sums.copy_(x[:, columns] @ weight[:, columns].T)
+    parts = [part @ columns.T for part, columns in zip(x.split(size, 1), weight.split(size, 1), strict=True)]
+    if output.dim() == 3:
+        must(output.dtype == torch.float32 and not values["HAS_BIAS"], "sums of parts are float32, without the bias")
+    must(output.numel() == sum(map(torch.numel, parts)), "a place for each sum")
+    output.view(len(parts), *parts[0].shape).copy_(torch.stack(parts) + (values["bias"] if values["HAS_BIAS"] else 0))
 
 
 def add(values: Values) -> None:
     output, sums = values["output"], values["sums"]
-    must(sums.shape == (values["num_parts"], *output.shape) and values["size"] == output.numel(), "sums of the output")
+    must(sums.shape == (values["num_parts"], *output.shape), "sums of the output")
+    must(output.shape[1] == values["NUM_OUT"], "an output feature each")
     must(values["HAS_BIAS"] == (values["bias"] is not None), "a bias if there is one")
     output.copy_(sums.sum(0) + (values["bias"] if values["HAS_BIAS"] else 0))
 
@@ -418,7 +420,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
         (weights, "dequantize_kernel", ("output",), dequantize),
-        (fp8_linear, "multiply_kernel", ("sums",), multiply),
+        (fp8_linear, "multiply_kernel", ("output",), multiply),
         (fp8_linear, "add_kernel", ("output",), add),
         (block_copy, "move_kernel", ("target",), move),
         (racing, "largest_kernel", ("largest",), largest_logits),

@@ -19,7 +19,7 @@ from real.layers.linear import Kept, Part, whole_part
 from real.layers.matrix import Matrix, Scales, dequantize
 from testbed.specs.quantization import PER_BLOCK, PER_CHANNEL, PER_TENSOR, Fp8Scheme
 from tests.kernels.paged_batches import Batch, make_spec
-from tests.real.engine_helpers import row, step_logits, tiny_backend, tiny_spec
+from tests.real.engine_helpers import EXPERTS, row, step_logits, tiny_backend, tiny_spec
 from tests.real.fake_flash import FakeFlash, FakeFlash3
 
 pytestmark = pytest.mark.gpu
@@ -105,14 +105,21 @@ def test_auto_settles_on_no_reference(block_size):
 
 
 @pytest.mark.parametrize("max_captured_tokens", [256, 0])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 300}, {"kv_dtype": "fp8_e4m3"}, {"model": {"dtype": "fp8"}}, {"model": EXPERTS}],
+    ids=str,
+)
 def test_once_an_engine_has_started_no_step_compiles_a_kernel(monkeypatch, options, max_captured_tokens):
     from triton import knobs
 
     rng = random.Random(7)
     options = options | {"max_model_len": 2048, "num_gpu_blocks": 600, "max_num_batched_tokens": 512}
     options["max_captured_tokens"] = max_captured_tokens
-    spec = tiny_spec(num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
+    spec = tiny_spec(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        **options.pop("model", {}),
+    )  # fmt: skip
     backend = tiny_backend(spec, device="cuda", dtype="bfloat16", attention="triton", block_size=16, **options)
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
@@ -366,22 +373,24 @@ def test_fp8_weights_give_what_they_stand_for(num_tokens, num_out, num_in, start
     assert weight.scales is not None
     exact = dequantize(weight.weight, *weight.scales[:3], torch.float64)
     expected, on_gpu = x.double() @ exact.T + bias.double(), matrix_on_gpu(weight)
-    output = check_replayed(lambda: multiply_fp8(x.to(GPU), on_gpu, bias.to(GPU)))
+    given = (x.to(GPU), on_gpu, bias.to(GPU))  # a capture takes nothing from the host
+    output = check_replayed(lambda: multiply_fp8(*given))
     torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype] * 2, rtol=0)
     rounded = dequantize(weight.weight, *weight.scales[:3], x.dtype)
     assert torch.equal(dequantized(on_gpu, x.dtype).cpu(), rounded)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 3000])
-def test_routes_are_those_of_a_cpu(num_tokens):
+@pytest.mark.parametrize(("num", "per_token"), [(128, 8), (1, 1), (60, 4), (160, 6), (512, 10)])
+def test_routes_are_those_of_a_cpu(num, per_token, num_tokens):
     from real.kernels.routing import routes
 
-    scores = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(num_tokens)])
-    given = choose_experts(scores.float(), 8, normalizes=True)
-    shares, experts = choose_experts(scores.float().to(GPU), 8, normalizes=True)
+    scores = torch.stack([torch.randperm(num, generator=torch.Generator().manual_seed(i)) for i in range(num_tokens)])
+    given = choose_experts(scores.float(), per_token, normalizes=True)
+    shares, experts = choose_experts(scores.float().to(GPU), per_token, normalizes=True)
     assert torch.equal(experts.cpu(), given[1])
     torch.testing.assert_close(shares.cpu(), given[0], atol=1e-6, rtol=0)
-    order, tiles, block_m = routes(experts, 128)
+    order, tiles, block_m = routes(experts, num)
     flat = given[1].flatten()
     assert order.tolist() == flat.argsort(stable=True).tolist()
     sizes = [last - first for _, first, last in tiles.tolist() if last > first]

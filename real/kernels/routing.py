@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILES = (16, 64, 128)  # pairs of a tile
-BLOCK = 1024  # pairs, or tiles, of an iteration
+BLOCK = 256  # pairs, or tiles, of an iteration, for each warp
 
 
 @triton.jit
@@ -108,8 +108,9 @@ def routes(experts: Tensor, num_experts: int, max_tile: int = TILES[-1]) -> Rout
     block_m = min(max_tile, next((tile for tile in TILES if mean <= tile), TILES[-1]))
     num_tiles = num_pairs // block_m + min(num_experts, num_pairs)  # at most one tile per expert is not full
     order, tiles = experts.new_empty(num_pairs), experts.new_empty((num_tiles, 3))
+    warps = 4 if block_m == TILES[0] else 16  # each iteration waits for its loads and for all warps
     routes_kernel[(num_experts,)](
         order, tiles, experts, num_pairs, num_tiles, NUM=num_experts, NUM_PAD=triton.next_power_of_2(num_experts + 1),
-        BLOCK_M=block_m, BLOCK=BLOCK, num_warps=4,
+        BLOCK_M=block_m, BLOCK=warps * BLOCK, num_warps=warps,
     )  # fmt: skip
     return Routes(order, tiles, block_m)

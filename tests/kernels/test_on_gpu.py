@@ -399,6 +399,16 @@ def test_routes_are_those_of_a_cpu(num, per_token, num_tokens):
     assert all(int(flat[order[first]]) == expert for expert, first, last in tiles.tolist() if last > first)
 
 
+def test_scores_that_are_no_numbers_choose_experts_that_exist():
+    """As the tokens that pad a captured step may; experts that do not exist would lie beyond the weights."""
+    scores = torch.full((3, 33), float("nan"), device=GPU)
+    scores[1] = float("-inf")
+    scores[2, 4:] = 0.0
+    experts = choose_experts(scores, 8, normalizes=True)[1]
+    assert int(experts.min()) >= 0
+    assert int(experts.max()) < 33
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])

@@ -48,7 +48,7 @@ def test_a_weight_is_dequantised_as_by_torch(groups, num_out, num_in, start, dty
     groups=st.sampled_from([(128, 128), (48, 256), (1, None), (None, None)]),
     num_tokens=st.sampled_from([1, 5, 16, 17, 64]),
     num_out=st.sampled_from([16, 72, 200]),
-    num_in=st.sampled_from([72, 128, 1000]),
+    num_in=st.sampled_from([72, 640, 1000]),
     num_processors=st.sampled_from([1, 4, 132]),
     has_bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16]),

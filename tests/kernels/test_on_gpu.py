@@ -360,10 +360,13 @@ def check_replayed(work: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", [PER_BLOCK, PER_CHANNEL, PER_TENSOR], ids=["blocks", "channels", "a tensor"])
-@pytest.mark.parametrize(("num_out", "num_in", "start"), [(6144, 4096, 0), (4096, 12288, 0), (1000, 1160, 64)])
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "start"), [(6144, 4096, 0), (4096, 12288, 0), (24576, 1024, 0), (1000, 1160, 64)]
+)
 @pytest.mark.parametrize("num_tokens", [1, 16, 24, 64, 200])
 def test_fp8_weights_give_what_they_stand_for(num_tokens, num_out, num_in, start, scheme):
-    """A few tokens by weights as they are stored, more by dequantised ones; at sizes of Qwen3-8B, and at odd ones."""
+    """A few tokens by weights as they are stored, in parts or whole, more by dequantised ones; at sizes of Qwen3-8B and
+    at odd ones."""
     from real.kernels.fp8_linear import multiply_fp8
     from real.kernels.weights import dequantized
 

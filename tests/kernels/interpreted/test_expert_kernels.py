@@ -84,8 +84,8 @@ def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, 
     torch.testing.assert_close(output.double(), expected, atol=5e-6 * largest, rtol=0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
-@pytest.mark.parametrize("num_experts", [1, 4, 128])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 200, 700])
+@pytest.mark.parametrize("num_experts", [1, 4, 60, 128])
 def test_tiles_hold_every_pair_once_and_are_of_one_expert(num_tokens, num_experts):
     generator = torch.Generator().manual_seed(num_tokens)
     skew = torch.linspace(1, 3, num_experts)  # some experts have more pairs than others

@@ -152,8 +152,8 @@ def tiling(head_dim: int, group: int, dtype: torch.dtype, kv_format: int, on_hop
         return Tiling(group_tile(group), 32 if head_pad <= 64 else 16, 4, 2)
     if head_pad > 128:
         return Tiling(group_tile(group), 32, 4, 3)
-    if kv_format:  # a key has half of the bytes; other GPUs have too little shared memory for 128 large ones
-        return Tiling(group_tile(group), 128 if on_hopper else 8192 // max(64, head_pad), 4, STAGES)
+    if kv_format and on_hopper:  # a key has half of the bytes; elsewhere more keys would leave fewer programs at once
+        return Tiling(group_tile(group), 128, 4, STAGES)
     return Tiling(group_tile(group), 4096 // max(64, head_pad), 4, STAGES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,36 +47,34 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
 def load_calibration(path: str | Path) -> Calibration:
     """Reads the file that save_calibration wrote. Raises ProfileError with the file, the field, its value and what was
     expected."""
-    file = Path(path)
+    file, place = Path(path), f"cost.path: {path}"
     if not file.is_file():
         wrong = f"{path} is a folder; name its calibration file" if file.is_dir() else f"no file at {path}"
         raise ProfileError(f"cost.path: {wrong}; {_WRITES}")
     if file.suffix == ".parquet":
         raise ProfileError(
-            f"cost.path: {path} is no fit, which is a .json; if it is a profile: `testbed calibrate fit {path} --out "
-            "<fit>.json`"
+            f"{place} is no fit, which is a .json; if it is a profile: `testbed calibrate fit {path} --out <fit>.json`"
         )
-    document = json_object(file.read_bytes(), f"cost.path: {path}", ProfileError, f"; {_WRITES}")
+    document = json_object(file.read_bytes(), place, ProfileError, f"; {_WRITES}")
     if (found := document.get("format")) != FORMAT:
         raise ProfileError(
-            f"cost.path: {path} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
+            f"{place} is no calibrated cost: its 'format' is {shown(found)}; expected {FORMAT!r}"
             f"{_of_version(str(found))}"
         )
     for key in _KEYS:
         if key not in document:
-            raise ProfileError(f"cost.path: {path} lacks {key!r}")
-    coefficients = _object(path, "coefficients_ns", document, COEFFICIENTS)
+            raise ProfileError(f"{place} lacks {key!r}")
+    coefficients = _object(place, "coefficients_ns", document["coefficients_ns"], COEFFICIENTS)
+    of_ns = {key: float(_checked(place, f"coefficients_ns.{key}", coefficients[key], _NS)) for key in COEFFICIENTS}
     return Calibration(
-        manifest=ProfileManifest.from_json(document["manifest"], f"cost.path: {path}: manifest"),
-        decode_curve=_curve(path, "decode_curve", document),
-        prefill_curve=_curve(path, "prefill_curve", document),
-        coefficients=Coefficients(
-            **{key: _ns(path, f"coefficients_ns.{key}", coefficients[key]) for key in COEFFICIENTS}
-        ),
-        ranges=_ranges(path, document["ranges"]),
-        quality=_quality(path, document["quality"]),
-        num_folds=_whole(path, "num_folds", document["num_folds"], least=2),
-        repeated_saving=_share(path, "repeated_saving", document["repeated_saving"]),
+        manifest=ProfileManifest.from_json(document["manifest"], f"{place}: manifest"),
+        decode_curve=_curve(place, "decode_curve", document["decode_curve"]),
+        prefill_curve=_curve(place, "prefill_curve", document["prefill_curve"]),
+        coefficients=Coefficients(**of_ns),
+        ranges=_ranges(place, document["ranges"]),
+        quality=_quality(place, document["quality"]),
+        num_folds=_checked(place, "num_folds", document["num_folds"], _count(2)),
+        repeated_saving=float(_checked(place, "repeated_saving", document["repeated_saving"], _SHARE)),
     )
 
 
@@ -89,69 +88,60 @@ def _of_version(found: str) -> str:
     return " (an older fit: `testbed calibrate fit <its profile> --out <json>` makes it again)"
 
 
-def _refused(path: str | Path, field: str, value: Any, expected: str) -> ProfileError:
-    return ProfileError(f"cost.path: {path}: {field} is {shown(value)}; expected {expected}")
+Kind = tuple[Callable[[Any], bool], str]  # (whether a value is valid, what is expected)
 
 
-def _object(path: str | Path, key: str, document: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    values = document[key]
-    if not isinstance(values, dict) or sorted(values) != sorted(names):
-        raise ProfileError(f"cost.path: {path}: {key!r} must hold exactly {', '.join(names)}")
-    return values
+def _count(least: int) -> Kind:
+    return whole(least, MAX_COUNT), f"a whole number, from {least} to {MAX_COUNT:,}"
 
 
-def _ns(path: str | Path, field: str, value: Any) -> float:
-    if not number(0, MAX_PART_NS)(value):
-        raise _refused(path, field, value, f"a number of ns, from 0 to {MAX_PART_NS:,}")
-    return float(value)
+_NS: Kind = (number(0, MAX_PART_NS), f"a number of ns, from 0 to {MAX_PART_NS:,}")
+_SHARE: Kind = (number(0, 1), "a share from 0 to 1")
+_PAIR: Kind = (lambda value: isinstance(value, list) and len(value) == 2, "a pair of numbers")
 
 
-def _share(path: str | Path, field: str, value: Any) -> float:
-    if not number(0, 1)(value):
-        raise _refused(path, field, value, "a share from 0 to 1")
-    return float(value)
+def _refused(place: str, field: str, value: Any, expected: str) -> ProfileError:
+    return ProfileError(f"{place}: {field} is {shown(value)}; expected {expected}")
 
 
-def _whole(path: str | Path, field: str, value: Any, least: int = 0) -> int:
-    if not whole(least, MAX_COUNT)(value):
-        raise _refused(path, field, value, f"a whole number, from {least} to {MAX_COUNT:,}")
-    return int(value)
-
-
-def _pair(path: str | Path, field: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _refused(path, field, value, "a pair of numbers")
+def _checked(place: str, field: str, value: Any, kind: Kind) -> Any:
+    is_one, expected = kind
+    if not is_one(value):
+        raise _refused(place, field, value, expected)
     return value
 
 
-def _curve(path: str | Path, key: str, document: dict[str, Any]) -> Curve:
-    points = document[key]
+def _object(place: str, field: str, values: Any, names: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ProfileError(f"{place}: {field} must hold exactly {', '.join(names)}")
+    return values
+
+
+def _curve(place: str, key: str, points: Any) -> Curve:
     if not isinstance(points, list) or not points:
-        raise _refused(path, key, points, "a list of (rows, ns)")
+        raise _refused(place, key, points, "a list of (rows, ns)")
     curve: list[tuple[int, float]] = []
     for index, point in enumerate(points):
         field = f"{key}[{index}]"
-        rows, ns = _pair(path, field, point)
-        rows, ns = _whole(path, f"{field}[0]", rows), _ns(path, f"{field}[1]", ns)
+        rows, ns = _checked(place, field, point, _PAIR)
+        rows, ns = _checked(place, f"{field}[0]", rows, _count(0)), float(_checked(place, f"{field}[1]", ns, _NS))
         if curve and (rows <= curve[-1][0] or ns < curve[-1][1]):
-            raise _refused(path, field, point, f"more rows, and no less ns, than {list(curve[-1])} before it")
+            raise _refused(place, field, point, f"more rows, and no less ns, than {list(curve[-1])} before it")
         curve.append((rows, ns))
     return tuple(curve)
 
 
-def _ranges(path: str | Path, raw: Any) -> Ranges:
+def _ranges(place: str, raw: Any) -> Ranges:
     if not isinstance(raw, dict) or "moves" not in raw or not set(raw) <= set(REGIONS):
-        raise _refused(path, "ranges", raw, f"an object with 'moves' and others of {', '.join(REGIONS)}")
+        raise _refused(place, "ranges", raw, f"an object with 'moves' and others of {', '.join(REGIONS)}")
     ranges: Ranges = {}
     for region, features in raw.items():
-        if not isinstance(features, dict) or sorted(features) != sorted(_FEATURES[region]):
-            raise ProfileError(f"cost.path: {path}: ranges.{region} must hold exactly {', '.join(_FEATURES[region])}")
         ranges[region] = {}
-        for name, bounds in features.items():
+        for name, bounds in _object(place, f"ranges.{region}", features, _FEATURES[region]).items():
             field = f"ranges.{region}.{name}"
-            low, high = (_whole(path, field, bound) for bound in _pair(path, field, bounds))
+            low, high = (_checked(place, field, bound, _count(0)) for bound in _checked(place, field, bounds, _PAIR))
             if low > high:
-                raise _refused(path, field, bounds, "the lowest before the highest")
+                raise _refused(place, field, bounds, "the lowest before the highest")
             ranges[region][name] = low, high
     return ranges
 
@@ -166,18 +156,16 @@ _FEATURES = {
 }
 
 
-def _quality(path: str | Path, raw: Any) -> dict[str, Quality]:
+def _quality(place: str, raw: Any) -> dict[str, Quality]:
     if not isinstance(raw, dict) or "all" not in raw or not set(raw) <= {"all", *REGIONS}:
-        raise _refused(path, "quality", raw, f"an object with 'all' and others of {', '.join(REGIONS)}")
+        raise _refused(place, "quality", raw, f"an object with 'all' and others of {', '.join(REGIONS)}")
     found = {}
     for region, values in raw.items():
-        if not isinstance(values, dict) or sorted(values) != sorted(Quality._fields):
-            raise ProfileError(f"cost.path: {path}: quality.{region} must hold exactly {', '.join(Quality._fields)}")
+        found[region] = Quality(**_object(place, f"quality.{region}", values, Quality._fields))
         for name in ("num_steps", "num_shapes"):
-            _whole(path, f"quality.{region}.{name}", values[name], least=1)
+            _checked(place, f"quality.{region}.{name}", values[name], _count(1))
         for name, low in (("median", 0.0), ("p90", 0.0), ("bias", -1.0), ("noise", 0.0)):
             value = values[name]
             if not (number(low, MAX_ERROR)(value) or (name == "noise" and value is None)):
-                raise _refused(path, f"quality.{region}.{name}", value, f"a number from {low:g} to {MAX_ERROR:g}")
-        found[region] = Quality(**values)
+                raise _refused(place, f"quality.{region}.{name}", value, f"a number from {low:g} to {MAX_ERROR:g}")
     return found

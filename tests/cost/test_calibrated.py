@@ -255,7 +255,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
             "coefficients_ns.prefill is -1; expected a number of ns, from 0 to 1,000,000,000,000,000",
         ),
         (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
-        (["coefficients_ns"], {}, "'coefficients_ns' must hold exactly decode_context_token, "),
+        (["coefficients_ns"], {}, "coefficients_ns must hold exactly decode_context_token, "),
         (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(rows, ns\)"),
         (
             ["decode_curve", 1],

@@ -12,14 +12,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from experiments.console import (
-    Parser,
-    folder_named,
-    go_on_unheard,
-    open_closed_streams,
-    take_any_character,
-    words,
-)
+from experiments.console import Parser, folder_named, go_on_unheard, open_closed_streams, take_any_character, words
 from experiments.runs.collector import THRESHOLD
 from testbed.errors import ConfigError, TestbedError
 

@@ -29,12 +29,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        source: Inbox,
-        router: Router,
-        backends: Sequence[SimBackend],
-        *,
-        replicas_per_link: int | None = None,
+        self, source: Inbox, router: Router, backends: Sequence[SimBackend], *, replicas_per_link: int | None = None
     ) -> None:
         self._dispatcher = Dispatcher(source, router, len(backends), self._route_again)
         self.inboxes = self._dispatcher.inboxes

@@ -10,14 +10,7 @@ from typing import Any, Protocol, TypeVar
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.measures.notes import BUSY, replay_notes
-from analysis.naming import (
-    is_of_trace,
-    is_seed,
-    labels_of,
-    level_names,
-    naming_keys,
-    naming_rank,
-)
+from analysis.naming import is_of_trace, is_seed, labels_of, level_names, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
 

@@ -117,13 +117,7 @@ def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:
     return f"from {told[0]} to {told[-1]} ({len(known)} arms)" if len(told) > _MAX_VALUES else fmt.listing(told)
 
 
-def absent(
-    question: str,
-    *,
-    has_slo: bool,
-    has_gaps: bool = True,
-    has_deadlines: bool = True,
-) -> list[str]:
+def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_deadlines: bool = True) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
     of_slo, in_summary, in_table = (

@@ -251,11 +251,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
 
 
 def _said(
-    rows: Sequence[Comparison],
-    effects: Sequence[Effect],
-    arms: Sequence[Arm],
-    margin: float,
-    num_replicates: int,
+    rows: Sequence[Comparison], effects: Sequence[Effect], arms: Sequence[Arm], margin: float, num_replicates: int
 ) -> list[str]:
     """The findings: main effects for a factorial design with replicates, else a few sentences on each arm.
 
@@ -330,10 +326,7 @@ def _context(
         "plots": run_plots(sections, groups, baseline, report),
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
-        "limits": [
-            *findings.limits([one.arms for one in sections.compared], report.arms, slo),
-            *report.notes,
-        ],
+        "limits": [*findings.limits([one.arms for one in sections.compared], report.arms, slo), *report.notes],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],
         "max_commands": _MAX_COMMANDS,

@@ -211,10 +211,7 @@ def _source_of(run: Run) -> tuple[Level, str]:
 
 
 def _fidelity(
-    arms: Sequence[Arm],
-    pairs: Sequence[Pair],
-    errors: Mapping[str, pd.DataFrame],
-    rankings: Mapping[str, pd.DataFrame],
+    arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame], rankings: Mapping[str, pd.DataFrame]
 ) -> Trust:
     if not pairs:
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")

@@ -10,13 +10,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
-from experiments.wiring.costs import (
-    CostEstimator,
-    block_bytes,
-    build_cost,
-    check_counted,
-    quantised_otherwise,
-)
+from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, check_counted, quantised_otherwise
 from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace

@@ -77,12 +77,7 @@ class Profiled(NamedTuple):
 
 
 def measure(
-    units: Sequence[Unit],
-    *,
-    repeats: int,
-    max_s: float,
-    seed: int,
-    progress: Callable[[], object],
+    units: Sequence[Unit], *, repeats: int, max_s: float, seed: int, progress: Callable[[], object]
 ) -> Profiled:
     """Measures all units `repeats` times, each time in another random order. In the first round each repeated unit is
     run once without measuring, so that no measured step includes one-time work.

@@ -71,12 +71,7 @@ class Collector(Recorder):
     """
 
     def __init__(
-        self,
-        requests: Seq[TextRequest],
-        tokenizer: Tokenizer | None,
-        eos_ids: frozenset[int],
-        *,
-        streams: bool,
+        self, requests: Seq[TextRequest], tokenizer: Tokenizer | None, eos_ids: frozenset[int], *, streams: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids

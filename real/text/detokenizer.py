@@ -64,10 +64,7 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        is_silent: Callable[[int], bool],
-        is_byte: Callable[[int], bool],
+        self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool], is_byte: Callable[[int], bool]
     ) -> None:
         self._decode = decode
         self._is_silent = is_silent

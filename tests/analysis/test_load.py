@@ -115,10 +115,7 @@ def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):
     sweep = load_sweep(tmp_path)
     assert len(sweep.runs) == 4
     assert swept_keys(sweep.runs) == ["seed", "cache.watermark"]
-    assert {(path.name, reason.split()[0]) for path, reason in sweep.incomplete} == {
-        ("dead", "not"),
-        ("cut", "the"),
-    }
+    assert {(path.name, reason.split()[0]) for path, reason in sweep.incomplete} == {("dead", "not"), ("cut", "the")}
     frame = sweep.frame
     assert list(frame.columns[:3]) == ["run", "seed", "cache.watermark"]
     assert frame["ttft_s.p50"].notna().all()

@@ -257,11 +257,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
         (["coefficients_ns"], {}, "coefficients_ns must hold exactly decode_context_token, "),
         (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(rows, ns\)"),
-        (
-            ["decode_curve", 1],
-            [1, 5],
-            r"decode_curve\[1\] is \[1, 5\]; expected more rows, and no less ns, than \[1, ",
-        ),
+        (["decode_curve", 1], [1, 5], r"decode_curve\[1\] is \[1, 5\]; expected more rows, and no less ns, than \[1, "),
         (["decode_curve", 1], [9], r"decode_curve\[1\] is \[9\]; expected a pair of numbers"),
         (["coefficients_ns", "host"], 10**400, r"coefficients_ns.host is 1000\d*\.\.\.0*; expected a number of ns"),
         (["coefficients_ns", "host_row"], 1e300, "coefficients_ns.host_row is 1e\\+300; expected a number of ns"),
@@ -312,9 +308,7 @@ def test_no_fit_and_no_json_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [
-        ({"path": "b", "outside": "panic"}, r"cost\.outside is 'panic'; choose one of warn, refuse, allow"),
-    ],
+    [({"path": "b", "outside": "panic"}, r"cost\.outside is 'panic'; choose one of warn, refuse, allow")],
 )
 def test_impossible_settings_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):

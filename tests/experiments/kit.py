@@ -45,12 +45,7 @@ SHORT = (
     "trace.prompt={kind: uniform, min_tokens: 4, max_tokens: 24}",
     "trace.output={kind: uniform, min_tokens: 2, max_tokens: 8}",
 )
-REAL = (
-    "backend=real",
-    "backend.device=cpu",
-    "backend.num_threads=1",
-    "backend.pace=as_fast_as_possible",
-)
+REAL = ("backend=real", "backend.device=cpu", "backend.num_threads=1", "backend.pace=as_fast_as_possible")
 
 
 @cache

@@ -56,11 +56,7 @@ def test_a_length_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], o
     ("settings", "num"), [(["model=qwen3_0.6b"], 1), (["model=tiny"], 0), (["model=qwen3_0.6b", "backend=sim"], 0)]
 )
 def test_a_large_model_on_a_cpu_is_said_before_it_starts(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: list[str],
-    num: int,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, settings: list[str], num: int
 ) -> None:
     pytest.importorskip("torch")
 

@@ -71,11 +71,7 @@ PLAIN: dict[str, Any] = {
     "case": "plain",
     "system": "vllm_v1_0.33",
     "config": CONFIG,
-    "requests": [
-        request("10", 0, range(20, 25), 1),
-        request("9", 0, range(6), 2),
-        request("11", 7, range(40, 43), 1),
-    ],
+    "requests": [request("10", 0, range(20, 25), 1), request("9", 0, range(6), 2), request("11", 7, range(40, 43), 1)],
     "steps": [
         decision(0, {"9": 6, "10": 2}, 5, 5, {"9": 0, "10": 0}),
         decision(1, {"9": 1, "10": 3}, 4, 8),

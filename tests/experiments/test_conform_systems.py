@@ -6,15 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.conform.systems import SYSTEMS, DecisionReader
-from testbed.core.plan import (
-    Admission,
-    BatchPlan,
-    BatchShape,
-    Ignored,
-    Preemption,
-    PreemptionMode,
-    ScheduledSequence,
-)
+from testbed.core.plan import Admission, BatchPlan, BatchShape, Ignored, Preemption, PreemptionMode, ScheduledSequence
 from testbed.core.request import GREEDY
 from testbed.made_rows import MadeRows
 

@@ -118,8 +118,7 @@ def test_an_empty_folder_of_a_sweep_is_not_the_working_directory(
 
 
 @pytest.mark.parametrize(
-    ("quotes", "name"),
-    [("", "two words"), ("", "words (and), a comma"), ("'", "é=~#1"), ('"', "words (and), a comma")],
+    ("quotes", "name"), [("", "two words"), ("", "words (and), a comma"), ("'", "é=~#1"), ('"', "words (and), a comma")]
 )
 def test_a_folder_s_name_has_any_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quotes: str, name: str

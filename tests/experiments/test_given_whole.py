@@ -25,12 +25,7 @@ def own(folder: Path, group: str, text: str) -> list[str]:
     [
         ("scheduler", f"defaults: [vllm_v1, _self_]\nqueue_order: {{_target_: {ORDER}}}\n", "queue_order", "_target_"),
         ("backend", "defaults: [sim]\nrouter: {_target_: my.Router, depth: {a: 1}}\n", "router", "depth"),
-        (
-            "model",
-            "defaults: [tiny, _self_]\nrope_scaling: {rope_type: yarn, factor: 4}\n",
-            "rope_scaling",
-            "factor",
-        ),
+        ("model", "defaults: [tiny, _self_]\nrope_scaling: {rope_type: yarn, factor: 4}\n", "rope_scaling", "factor"),
         ("experiment", "# @package _global_\nscheduler:\n  queue_order: {_target_: my.Order}\n", "", ""),
     ],
 )

@@ -93,11 +93,7 @@ def test_ctrl_c_before_anything_is_written_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "signals",
-    [(signal.SIGTERM,), (signal.SIGINT,) * 3],
-    ids=["SIGTERM", "impatient Ctrl-C"],
-)
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "impatient Ctrl-C"])
 def test_a_cluster_s_signal_and_an_impatient_user_lose_nothing(
     tmp_path: Path, signals: tuple[signal.Signals, ...]
 ) -> None:

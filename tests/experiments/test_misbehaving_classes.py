@@ -231,11 +231,7 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ),
         ("victim", "FindsNone", ("misbehaving.py:29: StopIteration (in", "partial results kept")),
         ("admission", "RaisesMute", (": Mute: what it says cannot be read (in", "partial results kept")),
-        (
-            "admission",
-            "Cancels",
-            (": GeneratorExit (in scheduler.admission=", "partial results kept"),
-        ),
+        ("admission", "Cancels", (": GeneratorExit (in scheduler.admission=", "partial results kept")),
         ("admission", "AllowsNumber", ("scheduler.admission: misbehaving.AllowsNumber lacks allows; ",)),
         ("admission", "AllowsRaises", ("scheduler.admission: ", "ValueError: not today; mend it there")),
         ("queue_order", "OthersRaise", ("misbehaving.py:", ": KeyError: '", "(in scheduler.queue_order=misbehaving.O")),
@@ -285,12 +281,7 @@ def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
 
 @pytest.mark.parametrize(("num_tokens", "num_held", "num_unfit"), [(128, 1, 0), (16, 1, 1)])
 def test_what_an_admission_policy_holds_back_for_ever_is_no_request_that_cannot_fit(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    misbehaving: str,
-    num_tokens: int,
-    num_held: int,
-    num_unfit: int,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, num_tokens: int, num_held: int, num_unfit: int
 ) -> None:
     rows = [{"arrival_time": 0, "prompt_tokens": size, "output_tokens": 2} for size in (4, 13, 20)[: 2 + num_unfit]]
     own = f"scheduler.admission={{_target_: {misbehaving}.HoldsLongOnes}}"

@@ -45,10 +45,7 @@ def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, capsys
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             "it has sliding-window attention in some layers only;",
         ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]},
-            "it has experts in some layers only;",
-        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]}, "it has experts in some layers only;"),
     ],
 )
 def test_a_model_whose_weights_and_operators_are_not_known_is_not_simulated(tmp_path, capsys, changes, why):

@@ -290,10 +290,7 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     ("plugin", "what"),
-    [
-        ("launcher=ray", "'.[ray]' in the repository"),
-        ("launcher=submitit_slurm", "'.[slurm]' in the repository"),
-    ],
+    [("launcher=ray", "'.[ray]' in the repository"), ("launcher=submitit_slurm", "'.[slurm]' in the repository")],
 )
 def test_a_launcher_that_is_not_installed_names_what_to_install(
     plugin: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -325,8 +322,7 @@ GONE = (
 
 
 @pytest.mark.parametrize(
-    ("value", "more"),
-    [("true", ()), ("false", ()), ("false", ("backend=real",)), ("false,true", ("--multirun",))],
+    ("value", "more"), [("true", ()), ("false", ()), ("false", ("backend=real",)), ("false,true", ("--multirun",))]
 )
 def test_a_setting_that_is_gone_says_why_it_is_not_needed(
     value: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

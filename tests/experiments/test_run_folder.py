@@ -23,17 +23,7 @@ from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
-from tests.experiments.kit import (
-    REAL,
-    SHORT,
-    TINY,
-    config_of,
-    decisions_of,
-    manifest_of,
-    say,
-    table_of,
-    trace_of,
-)
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of, trace_of
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 FILES = {

@@ -286,10 +286,7 @@ def test_every_study_that_is_shipped_is_tried() -> None:
         ("seed=range(0,4,0)", "seed=range(0,4,0): range() arg 3 must not be zero"),
         ("experiment=admission,watermark", "run one experiment at a time"),
         ("hydra.sweep.subdir=${seed}", "hydra.sweep.subdir: a point's folder is named by what the point is"),
-        (
-            "scheduler.queue_order={_target_: nowhere.Order}",
-            "nowhere.Order cannot be imported (there is no module ",
-        ),
+        ("scheduler.queue_order={_target_: nowhere.Order}", "nowhere.Order cannot be imported (there is no module "),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
@@ -339,14 +336,8 @@ def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
             "cannot make 'testbed.policies.oracle.Noisy'",
         ),
         ("scheduler.max_model_len=64,100000", "scheduler.max_model_len is 100000, but the model has "),
-        (
-            "scheduler=sarathi,vllm_v0 & model.sliding_window=8",
-            "cache.sliding_window or model.sliding_window, 8, ",
-        ),
-        (
-            "scheduler=vllm_v0 & model.sliding_window=null,8",
-            "cache.sliding_window or model.sliding_window, 8, ",
-        ),
+        ("scheduler=sarathi,vllm_v0 & model.sliding_window=8", "cache.sliding_window or model.sliding_window, 8, "),
+        ("scheduler=vllm_v0 & model.sliding_window=null,8", "cache.sliding_window or model.sliding_window, 8, "),
         ("scheduler=vllm_v0 & scheduler.lookahead_slots=0,2", "scheduler.lookahead_slots is 2, which"),
     ],
 )

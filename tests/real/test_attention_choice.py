@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from real import kernels
-from real.attention import (
-    first_step,
-    flash3_provider,
-    flash_provider,
-    triton_provider,
-    varlen_provider,
-)
+from real.attention import first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
 from real.attention.flash_provider import why_not
 from real.attention.flash_step import ALL, FlashProvider, Options, Part
 from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together

@@ -7,11 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention import (
-    flash3_provider,
-    flash_provider,
-    torch_provider,
-)
+from real.attention import flash3_provider, flash_provider, torch_provider
 from real.attention.torch_provider import TorchAttention
 from tests.kernels.paged_batches import Batch, make_spec
 

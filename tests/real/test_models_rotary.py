@@ -41,10 +41,7 @@ def assert_same_rotation(spec: ModelSpec, positions: torch.Tensor, reference: Ll
         torch.testing.assert_close(ours[:, 0], other[0, :, :half], atol=atol, rtol=0)
 
 
-numbers = {
-    "factor": st.floats(1.0, 40.0),
-    "original_max_position_embeddings": st.sampled_from([64, 4096, 8192, 32768]),
-}
+numbers = {"factor": st.floats(1.0, 40.0), "original_max_position_embeddings": st.sampled_from([64, 4096, 8192, 32768])}
 SCALINGS = st.one_of(
     st.none(),
     st.builds(RopeScaling, st.just("linear"), numbers["factor"]),
@@ -71,9 +68,7 @@ SCALINGS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    scaling=SCALINGS,
-    head_dim=st.sampled_from([2, 6, 20, 64, 80, 96, 128, 256]),
-    theta=st.sampled_from([1e4, 5e5, 1e6]),
+    scaling=SCALINGS, head_dim=st.sampled_from([2, 6, 20, 64, 80, 96, 128, 256]), theta=st.sampled_from([1e4, 5e5, 1e6])
 )
 def test_rotations_are_those_of_transformers(scaling, head_dim, theta):
     spec = tiny_spec(head_dim=head_dim, rope_theta=theta, max_position_embeddings=131_072, rope_scaling=scaling)

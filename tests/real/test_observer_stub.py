@@ -118,10 +118,7 @@ def test_the_synchronous_class_is_refused_where_vllm_plans_ahead(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"observe": "log.jsonl", "tokens": "length"},
-            r"has tokens='length'; the observer has observe \(a file\)",
-        ),
+        ({"observe": "log.jsonl", "tokens": "length"}, r"has tokens='length'; the observer has observe \(a file\)"),
         ({"observ": "log.jsonl"}, "has observ='log.jsonl'; the observer has"),
         ({"observe": 5}, "has observe=5; the observer has"),
         ("log.jsonl", "has 'log.jsonl'; the observer has"),

@@ -85,10 +85,7 @@ def tokens_alone(request: vllm.Request) -> list[int]:
         ({"ec_transfer_config": object()}, "encoder-cache connectors"),
         ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "KV events"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallelism"),
-        (
-            {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)},
-            "data parallelism",
-        ),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)}, "data parallelism"),
         ({"model_config": SimpleNamespace(is_multimodal_model=True)}, "multimodal models"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder models"),
         ({"model_config": SimpleNamespace(runner_type="pooling")}, "pooling models"),

@@ -13,13 +13,7 @@ from experiments.wiring.costs import build_cost
 from real.backend import RealBackend, shapes_to_capture
 from real.batch import BatchLimits
 from real.config import RealConfig
-from real.graphs import (
-    Captured,
-    GraphShape,
-    captured_shapes,
-    captured_sizes,
-    captured_token_counts,
-)
+from real.graphs import Captured, GraphShape, captured_shapes, captured_sizes, captured_token_counts
 from real.max_load import capture_steps
 from real.staging import Staging
 from sim.cost.config import RooflineConfig

@@ -98,12 +98,7 @@ def go_plain(setup: Setup, seed: int) -> Log:
 
 
 def go_fleet(
-    setup: Setup,
-    seed: int,
-    router: Router,
-    num_replicas: int,
-    *,
-    replicas_per_link: int | None = None,
+    setup: Setup, seed: int, router: Router, num_replicas: int, *, replicas_per_link: int | None = None
 ) -> list[Log]:
     """`inputs` on replicas of `setup`."""
     bind(router, RouterContext(seed, num_replicas))

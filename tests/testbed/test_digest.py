@@ -21,15 +21,7 @@ from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.policies.preemption import Swap
 from tests.properties.life import shuffle_blocks
-from tests.testbed.core_kit import (
-    COMPOSITIONS,
-    add,
-    drain,
-    make_limits,
-    make_request,
-    make_scheduler,
-    step,
-)
+from tests.testbed.core_kit import COMPOSITIONS, add, drain, make_limits, make_request, make_scheduler, step
 
 CHUNK = KVRules(allocate="chunk")
 Pairs = Seq[tuple[int, int]]

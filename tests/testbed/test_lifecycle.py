@@ -196,15 +196,7 @@ def rejected() -> Scheduler:
 
 @pytest.mark.parametrize(
     "state",
-    [
-        never_planned,
-        waiting,
-        decoding,
-        part_way_through_its_prompt,
-        sharing_blocks,
-        preempted_and_waiting,
-        rejected,
-    ],
+    [never_planned, waiting, decoding, part_way_through_its_prompt, sharing_blocks, preempted_and_waiting, rejected],
 )
 def test_an_abort_in_any_state_frees_everything_and_touches_nobody_else(state) -> None:  # type: ignore[no-untyped-def]
     scheduler = state()

@@ -67,12 +67,7 @@ OF_A_BATCH = [  # what each step computes, by what the queue is blocked, how man
     (["a", "b"], None, 1),
     (["c"], None, 0),
 ]
-OF_WHAT_RUNS = [
-    (["a", "b"], FULL, 2),
-    (["a", "b"], FULL, 1),
-    (["c"], None, 2),
-    (["a", "c"], None, 0),
-]
+OF_WHAT_RUNS = [(["a", "b"], FULL, 2), (["a", "b"], FULL, 1), (["c"], None, 2), (["a", "c"], None, 0)]
 
 
 @pytest.mark.parametrize(("caps_running", "of_b", "expected"), [(False, 3, OF_A_BATCH), (True, 2, OF_WHAT_RUNS)])

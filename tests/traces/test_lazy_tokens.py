@@ -104,12 +104,7 @@ def test_a_simulated_run_makes_no_tokens_of_prompts_that_share_nothing() -> None
     rows = [TraceRequest(str(i), i * 10**9, (Span(i, 0, 100 + i),), Span(i, 100 + i, 30)) for i in range(20)]
     assert made_in_a_run(rows) == []
     again = TraceRequest("again", 10**12, rows[-1].prompt, rows[-1].output)
-    assert made_in_a_run([*rows, again]) == [
-        119,
-        30,
-        119,
-        30,
-    ]  # who has the prefix, who finds it
+    assert made_in_a_run([*rows, again]) == [119, 30, 119, 30]  # who has the prefix, who finds it
 
 
 @pytest.mark.parametrize("num_emitted", [0, 2])

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.readers import (
-    json_list,
-    open_trace,
-    read_trace,
-)
+from testbed.traces.readers import json_list, open_trace, read_trace
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import read_pieces
 from testbed.traces.stream import StreamedTrace

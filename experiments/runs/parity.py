@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,16 @@ def recorded_inputs(
                 f"{key} is {wanted}, and {folder} ran with {had}: leave it out ({_as_it_was(folder)}), or choose "
                 "another cost model"
             )
-    forced = own.forced  # as in the real run: its tape has all other tokens
-    make = _request_maker(config, trace, forced, manifest.get("end_token_ids") or ())
+    rows = {row.request_id: row for row in trace.rows}
+    vocab_size = build.vocab_size(config)
+    sampling = with_ends(config.sampling, manifest.get("end_token_ids") or ())
+
+    def make(request_id: str, arrival_ns: int) -> Request:
+        if request_id not in rows:
+            raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
+        # forced as in the real run: its tape has all other tokens
+        return forcing(to_request(rows[request_id], vocab_size, arrival_ns, sampling), own.forced)
+
     return checker, TapeInbox(tape, make), pools
 
 
@@ -133,26 +140,22 @@ def check_parity(folder: Path, *recorders: Recorder, replica: int = 0) -> Parity
         )
     checker, inbox, pools = recorded_inputs(folder, config, read_jsonl(folder / "trace.jsonl"), replica)
     scheduler = build.build_scheduler(config, pools)
-    divergence: DivergedError | None = None
-    is_cut = False
-    failure: TestbedError | None = None
+    ended: TestbedError | None = None
     try:
         checker.drive(serve(inbox, scheduler, together([*recorders, checker])))
-    except DivergedError as diverged:
-        divergence = diverged
-    except _TapeEndedError:
-        is_cut = True
-    except LivelockError as error:
-        failure = error
+    except (DivergedError, _TapeEndedError, LivelockError) as error:
+        ended = error
     except TestbedError:
         raise
     except (Exception, SystemExit) as error:
-        failure = policy_failure(error, config)
-        if failure is None:
+        ended = policy_failure(error, config)
+        if ended is None:
             raise
+    divergence = ended if isinstance(ended, DivergedError) else None
+    failure = None if isinstance(ended, DivergedError | _TapeEndedError) else ended
     if failure is not None and not checker.has_ended:
         raise failure
-    is_cut = is_cut or failure is not None
+    is_cut = ended is not None and divergence is None
     return ParityReport(checker.num_steps, scheduler.digest, divergence, is_cut, failure)
 
 
@@ -224,18 +227,6 @@ def _plan_part(plan: BatchPlan) -> dict[str, Any]:
         "ignored": [item.request_id for item in plan.ignored],
         "cached_tokens": {item.request_id: item.num_cached_tokens for item in plan.admitted},
     }
-
-
-def _request_maker(config: RunConfig, trace: Trace, forced: str, ends: Sequence[int]) -> Callable[[str, int], Request]:
-    rows = {row.request_id: row for row in trace.rows}
-    vocab_size, sampling = build.vocab_size(config), with_ends(config.sampling, ends)
-
-    def make(request_id: str, arrival_ns: int) -> Request:
-        if request_id not in rows:
-            raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
-        return forcing(to_request(rows[request_id], vocab_size, arrival_ns, sampling), forced)
-
-    return make
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -194,12 +193,14 @@ def _run(
     write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
     watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
-    more = [extra for extra in (prepared.checker, watch, watcher) if extra is not None]
-    more += [*batch_limits(config), progress]
-    own: list[list[Recorder]] = [[*lines] for lines in status_lines(config.record.status_s, schedulers)]
-    if ledger is not None:
-        own = [[*lines, ledger.of_engine()] for lines in own]
-    recorders = _recorders(prepared, records, tapes, more, own)
+    shared = [one for one in (prepared.checker, watch, watcher) if one is not None]
+    shared += [*batch_limits(config), progress]
+    recorders: list[Recorder] = []
+    for number, lines in enumerate(status_lines(config.record.status_s, schedulers)):
+        replayed = [] if prepared.replay is None else [tapes[number], prepared.replay.lags[number]]
+        ops = [] if ledger is None else [ledger.of_engine()]
+        one = together([records.recorders[number], *replayed, *shared, *lines, *ops])
+        recorders.append(prepared.late[number].of(one) if prepared.late else one)
     loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
     try:
@@ -246,25 +247,6 @@ def _drive(
             raise
         return failure
     return None
-
-
-def _recorders(
-    prepared: Prepared,
-    records: engines.RunRecords,
-    tapes: list[TapeWriter],
-    more: list[Recorder],
-    more_of_each: Sequence[Sequence[Recorder]],
-) -> list[Recorder]:
-    """Returns one combined recorder for each engine: its own records, tape, lag and `more_of_each`, and the recorders
-    that all engines share."""
-    own: Iterable[Sequence[Recorder]] = [()] * len(records.recorders)
-    if prepared.replay is not None:
-        own = zip(tapes, prepared.replay.lags, strict=True)
-    recorders = [
-        together([recorder, *one, *more, *others])
-        for recorder, one, others in zip(records.recorders, own, more_of_each, strict=True)
-    ]
-    return [late.of(one) for late, one in zip(prepared.late, recorders, strict=True)] if prepared.late else recorders
 
 
 class _Closable(Protocol):

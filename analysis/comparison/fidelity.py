@@ -67,13 +67,9 @@ def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
     return real[good], sim[good]
 
 
-def relative_error(sim: float | None, real: float | None) -> float | None:
-    """(sim - real) / real; None if either is unknown or the real value is 0."""
-    return None if sim is None or not real else (sim - real) / real
-
-
 def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
-    """One row for each of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative); NaN means not reached.
+    """One row for each of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; NaN if the real value is 0).
+    NaN means not reached.
 
     reals: the real run and its repeats, of which the mean is taken."""
     same_trace([sim, *reals])
@@ -86,20 +82,14 @@ def _mean(runs: Sequence[Run], path: str) -> float | None:
 
 
 def _errors(sim: Mapping[str, float | None], real: Mapping[str, float | None]) -> pd.DataFrame:
-    rows = [
-        {"metric": path, "sim": sim[path], "real": real[path], "error": relative_error(sim[path], real[path])}
-        for path in sim
-    ]
-    return pd.DataFrame(rows).astype({"sim": float, "real": float, "error": float})
+    table = pd.DataFrame({"sim": sim, "real": real}, dtype=float).rename_axis("metric").reset_index()
+    return table.assign(error=(table["sim"] - table["real"]) / table["real"].replace(0.0, np.nan))
 
 
 def worst_errors(tables: Iterable[pd.DataFrame]) -> dict[str, float]:
     """Metric -> the largest absolute error in any of the `error_table`s; without metrics that are never reached."""
-    worst: dict[str, float] = {}
-    for table in tables:
-        for path, error in table.set_index("metric")["error"].dropna().items():
-            worst[str(path)] = max(worst.get(str(path), 0.0), abs(float(error)))
-    return worst
+    errors = [table.set_index("metric")["error"].abs() for table in tables]
+    return pd.concat(errors).groupby(level=0, sort=False).max().dropna().to_dict() if errors else {}
 
 
 def part_errors(sim: Run, real: Run, request_ids: Collection[str]) -> pd.DataFrame:

@@ -21,7 +21,6 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from analysis.comparison.fidelity import relative_error
 from analysis.load import Run, load_run
 from analysis.measures.summary import summary_value
 from analysis.reports.fidelity_findings import probe_of
@@ -211,7 +210,7 @@ def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _R
     for path in METRICS:
         truth, found = _mean(runs, path), _values(runs, path)
         low, high, *errors = (
-            percent(relative_error(value, truth))
+            percent(value / truth - 1.0)
             for value in (min(found), max(found), *(_mean(of, path) for of in columns.values()))
         )
         rows.append([metric_name(path), f"{1e3 * truth:.2f}", f"{low} … {high}", *errors])

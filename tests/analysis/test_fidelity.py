@@ -57,8 +57,9 @@ def test_errors_are_signed_and_relative_to_the_real_run(tmp_path):
     assert (part["ttft_s.mean"], part["tpot_s.p90"], part["itl_s.p50"], part["e2e_s.p99"]) == (-0.5, 0, 0, -1 / 3)
     worst = fidelity.worst_errors([fidelity.error_table(*runs) for runs in ((sim, real), (real, sim), (sim, sim))])
     assert (worst["ttft_s.mean"], worst["itl_s.mean"]) == (0.25, 0)
-    assert fidelity.relative_error(None, 1.0) is None
-    assert fidelity.relative_error(1.0, 0.0) is None
+    of_nothing = fidelity.error_table(sim, run_of(tmp_path / "at once", [0, 0])).set_index("metric")
+    assert of_nothing.loc["ttft_s.mean", "real"] == 0
+    assert math.isnan(of_nothing.loc["ttft_s.mean", "error"])
 
 
 def test_only_the_same_requests_of_the_same_trace_are_matched(tmp_path):

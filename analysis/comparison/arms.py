@@ -61,10 +61,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
     naming = naming_keys([run.flat_config for run in runs], swept)
     given = {key for run in runs for key in run.manifest.get("given") or ()}
     of_runs = {key: [repr(run.flat_config.get(key)) for run in runs] for key in swept}
-    naming += [
-        key for key in swept
-        if key in given and not any(_follows(of_runs[key], of_runs[one]) for one in naming)
-    ]  # fmt: skip
+    naming += [key for key in swept if key in given and not any(_follows(of_runs[key], of_runs[one]) for one in naming)]
     arms = []
     for members in grouped(runs, lambda run: repr([run.flat_config.get(key) for key in swept])).values():
         levels = {key: members[0].flat_config.get(key) for key in swept}

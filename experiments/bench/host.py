@@ -122,10 +122,7 @@ def measure(load: Load, num_steps: int) -> list[float]:
     requests = [Request(str(i), p, sampling=params, forced_output=forced) for i, p in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as folder:
         recorder = RunRecorder(Path(folder))
-        drive = Drive(
-            serve(AllAtOnce(requests), scheduler, recorder), _Watched(backend, log),
-            SkippingClock(), log,
-        )  # fmt: skip
+        drive = Drive(serve(AllAtOnce(requests), scheduler, recorder), _Watched(backend, log), SkippingClock(), log)
         while len(log.steps) < num_wanted:
             drive.step()
         recorder.close()

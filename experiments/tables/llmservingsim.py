@@ -103,9 +103,8 @@ def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tupl
     _check_shape(folder, meta, spec)
     version, dtype = str(meta.get("profiler_version", "of unknown version")), _DTYPES[meta["variant"]]
     label = partial(
-        rows_of, dtype=dtype, engine=f"vllm {meta['vllm_version']}",
-        source=f"llmservingsim {version}", licence=LICENCE,
-    )  # fmt: skip
+        rows_of, dtype=dtype, engine=f"vllm {meta['vllm_version']}", source=f"llmservingsim {version}", licence=LICENCE
+    )
     widths = _widths(spec, size)
     tables = [_layers(folder / name, column, widths, label, without) for name, column in _LAYER_FILES]
     return [*tables, *_attention(folder / "attention.csv", spec, size, partial(label, kv_dtype=dtype))]

@@ -125,9 +125,7 @@ def generate(
                 num_ignored += 1
                 print(f"error: {asked[index].place}: {came.message}", file=sys.stderr)
 
-        call: dict[str, Any] = {
-            "use_tqdm": not stream, "on_piece": shown if stream else None, "on_output": done
-        }  # fmt: skip
+        call: dict[str, Any] = {"use_tqdm": not stream, "on_piece": shown if stream else None, "on_output": done}
         try:
             if chat:
                 llm.chat([_messages(one) for one in asked], sampling, **call)

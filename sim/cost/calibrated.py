@@ -89,9 +89,7 @@ class Calibration:
         factors = {name: host if name.startswith("host") else device for name in COEFFICIENTS}
         values = {name: getattr(self.coefficients, name) * factor for name, factor in factors.items()}
         curves = [tuple((rows, ns * device) for rows, ns in curve) for curve in (self.decode_curve, self.prefill_curve)]
-        return replace(
-            self, decode_curve=curves[0], prefill_curve=curves[1], coefficients=Coefficients(**values)
-        )  # fmt: skip
+        return replace(self, decode_curve=curves[0], prefill_curve=curves[1], coefficients=Coefficients(**values))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -208,10 +208,8 @@ def test_what_an_interrupted_run_left_open_lasts_until_its_end(tmp_path: Path) -
     events = read(folder / "timeline.json")
     end_ns = max(row["end_ns"] for row in records(folder, "steps"))
     unfinished = {
-        event["args"]["request_id"]
-        for event in events
-        if event.get("args", {}).get("finish_reason") == "unfinished"
-    }  # fmt: skip
+        event["args"]["request_id"] for event in events if event.get("args", {}).get("finish_reason") == "unfinished"
+    }
     began = [row for row in records(folder, "requests") if row["finish_ns"] is None]
     assert unfinished == {row["request_id"] for row in began}
     for event in events:
@@ -228,10 +226,8 @@ def test_a_window_has_what_overlaps_it_whole(folder: Path) -> None:
     rows = [row for row in records(folder, "steps") if row["start_ns"] < 2e9 and row["end_ns"] > 1e9]
     assert [ns(event["ts"]) for event in slices(events, *KINDS)] == [row["start_ns"] for row in rows]
     there = {
-        row["request_id"]
-        for row in records(folder, "requests")
-        if row["arrival_ns"] < 2e9 and row["finish_ns"] >= 1e9
-    }  # fmt: skip
+        row["request_id"] for row in records(folder, "requests") if row["arrival_ns"] < 2e9 and row["finish_ns"] >= 1e9
+    }
     assert {event["id2"]["local"] for event in events if event["ph"] == "b"} == there
     busy = [row for row in records(folder, "steps") if row["start_ns"] == rows[-1]["end_ns"]]
     assert busy, "the run goes on behind the window"

@@ -22,9 +22,7 @@ from tests.cost.shapes import decode, prefill, shapes
 MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)
 WIDE = ModelSpec("wide", num_hidden_layers=2, hidden_size=4096, intermediate_size=16384)  # prefills bound by arithmetic
 DEVICE = DeviceSpec("d")
-BARE = DeviceSpec(
-    "bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0
-)  # fmt: skip
+BARE = DeviceSpec("bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0)
 NO_LAUNCH = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
 
 

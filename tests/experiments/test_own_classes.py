@@ -150,7 +150,7 @@ def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
         ("sweep", ["run", "-m", *short, "hydra.sweep.dir=sweep"], {"budget": 2}),
         ("forced", ["run", *short[:-1], f"++{own}", "hydra.run.dir=forced"], {"budget": 2}),
         ("in", ["run", "from=run", "scheduler={composition: {_target_: mine.OneAtATime}}", "hydra.run.dir=in"], {}),
-    )  # fmt: skip
+    )
     for name, arguments, parameters in runs:
         said = say(capsys, *arguments)
         assert said.status == 0, said.err

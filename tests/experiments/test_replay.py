@@ -30,9 +30,7 @@ from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
 from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
 
-SESSIONS = {
-    "trace__min_turns": 2, "trace__max_turns": 3, "trace__closed_loop": True, "trace__think_time_s": 0.02
-}  # fmt: skip
+SESSIONS = {"trace__min_turns": 2, "trace__max_turns": 3, "trace__closed_loop": True, "trace__think_time_s": 0.02}
 
 
 def replayed(folder: Path, **settings: object) -> Path:
@@ -291,9 +289,7 @@ def test_beams_are_swapped_where_everything_else_is_recomputed(tmp_path: Path) -
 
 
 def test_groups_that_the_model_ended_are_simulated_as_long_as_they_were(tmp_path: Path) -> None:
-    ended = {
-        "trace__forced": "nothing", "sampling__n": 2, "sampling__temperature": 1.0, "cache__num_gpu_blocks": 400
-    }  # fmt: skip
+    ended = {"trace__forced": "nothing", "sampling__n": 2, "sampling__temperature": 1.0, "cache__num_gpu_blocks": 400}
     alike = replayed(tmp_path / "alike", **ended, sampling__max_tokens=20, sampling__ignore_eos=True)
     apart = replayed(tmp_path / "apart", **ended, sampling__max_tokens=60, sampling__stop_token_ids=[*range(9)])
     beams = {

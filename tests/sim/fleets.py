@@ -104,7 +104,4 @@ def go_fleet(
     bind(router, RouterContext(seed, num_replicas))
     schedulers = [setup.scheduler() for _ in range(num_replicas)]
     inbox, cost = inputs(seed)
-    return drive(
-        inbox, router, schedulers, [cost] * num_replicas,
-        replicas_per_link=replicas_per_link, seed=seed,
-    )  # fmt: skip
+    return drive(inbox, router, schedulers, [cost] * num_replicas, replicas_per_link=replicas_per_link, seed=seed)

@@ -65,9 +65,7 @@ AT_CLIENT = ["first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s"]
 
 
 def row(name, arrival_s=0.0, output_tokens=5, **more):
-    return {
-        "request_id": name, "arrival_time": arrival_s, "prompt_tokens": 16, "output_tokens": output_tokens
-    } | more  # fmt: skip
+    return {"request_id": name, "arrival_time": arrival_s, "prompt_tokens": 16, "output_tokens": output_tokens} | more
 
 
 def at_once(num, output_tokens):
@@ -183,9 +181,7 @@ def test_a_client_that_has_gone_away_gets_nothing_more():
 
 
 def test_the_answers_of_a_request_are_there_with_the_last_token_of_all():
-    plain, behind = (
-        run.requests for run in both(at_once(2, 4), sampling={"n": 3, "temperature": 1.0})
-    )  # fmt: skip
+    plain, behind = (run.requests for run in both(at_once(2, 4), sampling={"n": 3, "temperature": 1.0}))
     assert behind["token_ns"].equals(plain["token_ns"])
     assert behind["first_sent_ns"].tolist() == [11 * MS, 12 * MS]
     assert behind["last_sent_ns"].tolist() == [41 * MS, 42 * MS], "those of one request go together"

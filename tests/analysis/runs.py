@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,21 @@ def change_config(folder, **settings):
         section, _, leaf = key.rpartition("__")
         (config.setdefault(section, {}) if section else config)[leaf] = value
     (folder / "config.yaml").write_text(json.dumps(config))
+
+
+def change_manifest(folder: Path, **entries: Any) -> None:
+    """Sets entries of a run's manifest."""
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def change_columns(file: Path, **columns: Sequence[Any]) -> None:
+    """Replaces columns of a Parquet file; their types stay."""
+    table = pq.read_table(file)
+    for name, values in columns.items():
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, pa.array(values, table.schema.field(name).type))
+    pq.write_table(table, file)
 
 
 def change_requests(folder: Path, change: Callable[[int, dict[str, Any]], float]) -> None:

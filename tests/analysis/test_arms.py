@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from analysis import format as fmt
@@ -12,7 +10,7 @@ from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import load, load_run, load_sweep
 from analysis.naming import level_names
-from tests.analysis.runs import change_config, write_run
+from tests.analysis.runs import change_config, change_manifest, write_run
 
 
 def test_what_a_model_recommends_sets_no_runs_apart(tmp_path):
@@ -74,9 +72,7 @@ def test_a_simulation_of_a_measured_run_has_its_load(tmp_path):
     for rate in (4, 8):
         folder = write_run(tmp_path / f"{rate}", num_requests=10)
         change_config(folder, trace__path=f"{folder}/trace.jsonl")
-        said = {"measured_trace": {"name": "synthetic", "path": None, "rate": rate}}
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | said))
+        change_manifest(folder, measured_trace={"name": "synthetic", "path": None, "rate": rate})
         runs.append(load_run(folder))
     assert list(by_load(infer_arms(runs), [])) == ["rate = 4 requests/s", "rate = 8 requests/s"]
 
@@ -102,11 +98,8 @@ def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_th
     assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}
     change_config(tmp_path / "b/sim", model__name="c")
     assert [pair.real.path.parent.name for pair in infer_pairs(load_sweep(tmp_path).runs)] == ["a"], "b has none"
-    manifest = tmp_path / "b/sim/manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"measured_trace": {"name": "synthetic"}}))
-    for name in ("b/real", "1-again"):
-        other = tmp_path / name / "manifest.json"
-        other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_trace": {"name": "synthetic"}}))
+    for name in ("b/sim", "b/real", "1-again"):
+        change_manifest(tmp_path / name, measured_trace={"name": "synthetic"})
     kept = [pair.real.path for pair in infer_pairs(load_sweep(tmp_path).runs)]
     assert tmp_path / "b/real" in kept, "testbed fidelity simulated it as another model"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from itertools import permutations
@@ -16,7 +15,7 @@ from analysis.load import Run, load_run
 from analysis.measures.statistics import widened
 from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.report import report_from_folders
-from tests.analysis.runs import change_requests, write_run
+from tests.analysis.runs import change_manifest, change_requests, write_run
 
 MEANS = LATENCY[:6:2]  # of so few requests a P99 has no interval
 MEAN_TTFT = MEANS[0]
@@ -145,10 +144,8 @@ def test_what_runs_say_of_their_own_times_stands_on_the_page(tmp_path):
     assert "- On this one trace, each measured once, " in once.partition("## Answer")[2].partition("| trust |")[0]
     assert "| fidelity | poor | measured on a real engine, nothing is simulated; how far the engine differs" in once
     for folder, share in zip(folders, (31, 44), strict=True):
-        file = folder / "manifest.json"
-        said = {"notes": [f"BUSY MACHINE: for {share} % of the time it waited"]}
-        busy = {"replay": said, "host": {"core_wait_share": share / 100}}
-        file.write_text(json.dumps(json.loads(file.read_text()) | busy))
+        busy = {"notes": [f"BUSY MACHINE: for {share} % of the time it waited"]}
+        change_manifest(folder, replay=busy, host={"core_wait_share": share / 100})
     text = report_from_folders(folders, tmp_path / "report.html").with_suffix(".md").read_text()
     assert "BUSY MACHINE: for 44 % of the time it waited (the worst of 2 runs that say so)" in text
     answer = text.partition("## Answer")[2].partition("| trust |")[0]

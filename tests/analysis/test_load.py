@@ -13,7 +13,7 @@ import analysis
 from analysis.load import Run, Sweep, load_run, load_sweep, same_trace, swept_keys
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.analysis.runs import write_run
+from tests.analysis.runs import change_manifest, write_run
 
 
 def refused(what, match):
@@ -73,8 +73,7 @@ def test_records_that_end_in_the_middle_are_of_a_run_to_be_made_again(folder, na
         lambda: load_run(folder),
         "its records end in the middle; the run did not finish: run its command again with overwrite=true",
     )
-    said = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(said | {"command": "scheduler_cls=real.vllm.TestbedScheduler"}))
+    change_manifest(folder, command="scheduler_cls=real.vllm.TestbedScheduler")
     refused(lambda: load_run(folder), f"still serves, or ended before its requests did: `testbed parity {folder}` repl")
 
 
@@ -97,8 +96,7 @@ def test_a_partial_run_loads_and_says_so(tmp_path):
     ],
 )
 def test_where_all_runs_are_partial_it_says_what_to_do(tmp_path, command, cure):
-    file = write_run(tmp_path / "run", num_requests=30, stop_s=1.0) / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"command": command, "failure": None}))
+    change_manifest(write_run(tmp_path / "run", num_requests=30, stop_s=1.0), command=command, failure=None)
     refused(lambda: load_sweep(tmp_path), f"1 incomplete, the first: {cure}")
 
 

@@ -22,7 +22,7 @@ from analysis.reports.parts import ReportInput, Sections
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.page import Page
-from tests.analysis.runs import change_config, write_run
+from tests.analysis.runs import change_config, change_manifest, write_run
 
 FEW = {"num_requests": 10}
 SMALL = {"num_requests": 40, "rate": 12.0, "num_blocks": 120}
@@ -329,8 +329,7 @@ def test_a_fleet_names_its_replicas_and_router_and_one_engine_none(tmp_path):
     for router in ("random", "round_robin"):
         folder = write_run(tmp_path / router, **FEW)
         change_config(folder, fleet__router=router)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"num_replicas": 4, "router": router}))
+        change_manifest(folder, num_replicas=4, router=router)
     write_run(tmp_path / "alone" / "run", **FEW)
     fleet = report_from_folders([tmp_path / "random", tmp_path / "round_robin"], tmp_path / "f.html")
     text = fleet.with_suffix(".md").read_text()
@@ -379,9 +378,8 @@ def test_a_busy_machine_of_the_real_run_of_a_pair_is_told_first(tmp_path):
     """Else what the machine did would be told as the simulator's error."""
     for kind in ("sim", "real"):
         write_run(tmp_path / kind, kind, num_requests=8)
-    file = tmp_path / "real" / "manifest.json"
     busy = {"notes": ["BUSY MACHINE: for 52 % of the time this run waited for a core"]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"replay": busy, "host": {"core_wait_share": 0.52}}))
+    change_manifest(tmp_path / "real", replay=busy, host={"core_wait_share": 0.52})
     page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md")
     first = page.read_text().partition("**Before you read on**")[2].partition("## ")[0]
     assert "BUSY MACHINE: for 52" in first

@@ -8,14 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from analysis.timelines.export import PHASES, Window, kind_of, write_timeline
 from testbed.errors import ConfigError, RunFolderError
 from tests.analysis.chrome_events import Event, ns, read
-from tests.analysis.runs import write_run
+from tests.analysis.runs import change_columns, change_manifest, write_run
 from tests.analysis.trace_processor import answers
 
 
@@ -26,15 +25,6 @@ def drawn(*folders: Path, out: Path | None = None, window: Window | None = None)
 
 def slices(events: list[Event], *names: str) -> list[Event]:
     return [event for event in events if event["ph"] == "X" and event["name"] in names]
-
-
-def change(file: Path, **columns: list[Any]) -> None:
-    """Replaces columns of a Parquet file."""
-    table = pq.read_table(file)
-    for name, values in columns.items():
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, pa.array(values, table.schema.field(name).type))
-    pq.write_table(table, file)
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -80,7 +70,7 @@ def test_where_the_time_went_lies_within_the_step_and_what_the_step_before_hid_i
     prepare_ns = [row["prepare_ns"] for row in rows]
     hidden = rows[3]["end_ns"] - rows[3]["start_ns"]
     prepare_ns[3] = 10 * hidden
-    change(folder / "steps.parquet", prepare_ns=prepare_ns)
+    change_columns(folder / "steps.parquet", prepare_ns=prepare_ns)
     events = drawn(folder)
     for name in ("prepare", "forward", "sample"):
         expected = [row[f"{name}_ns"] for row in rows]
@@ -184,15 +174,14 @@ def test_two_runs_of_one_trace_lie_on_one_axis_with_a_process_each(tmp_path: Pat
 
 def test_each_replica_is_a_process(folder: Path) -> None:
     rows, requests = records(folder, "steps"), records(folder, "requests")
-    change(folder / "steps.parquet", replica=[row["step"] % 2 for row in rows])
-    change(folder / "requests.parquet", replica=[number % 2 for number in range(len(requests))])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"num_replicas": 2}))
+    change_columns(folder / "steps.parquet", replica=[row["step"] % 2 for row in rows])
+    change_columns(folder / "requests.parquet", replica=[number % 2 for number in range(len(requests))])
+    change_manifest(folder, num_replicas=2)
     events = drawn(folder)
     for event in slices(events, *KINDS):
         assert event["pid"] == 1 + event["args"]["step"] % 2
     assert {event["pid"] for event in events if event["ph"] == "b"} == {1, 2}
-    change(folder / "steps.parquet", replica=[2] * len(rows))
+    change_columns(folder / "steps.parquet", replica=[2] * len(rows))
     refused(folder, "a row of replica 2")
 
 
@@ -276,7 +265,7 @@ def test_an_empty_run_is_refused(folder: Path) -> None:
 
 def test_damaged_records_are_named(folder: Path) -> None:
     rows = records(folder, "steps")
-    change(folder / "steps.parquet", end_ns=[None] + [row["end_ns"] for row in rows[1:]])
+    change_columns(folder / "steps.parquet", end_ns=[None] + [row["end_ns"] for row in rows[1:]])
     refused(folder, "steps.parquet: a row lacks its start_ns or end_ns")
 
 

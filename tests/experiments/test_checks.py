@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.load import load_run
@@ -18,7 +16,8 @@ from analysis.reports.report import report_from_folders
 from experiments import simulate
 from experiments.runs.run import execute
 from testbed.policies.compositions.unified import Unified
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, table_of, trace_of
+from tests.analysis.runs import change_columns
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, trace_of
 
 needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 TIGHT = {
@@ -78,10 +77,8 @@ def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(
 def test_a_report_says_first_which_records_are_wrong(tmp_path: Path) -> None:
     for seed in (0, 1):
         assert execute(config_of(seed=seed), tmp_path / str(seed)).exit_status == 0
-    table = table_of(tmp_path / "1", "steps")
-    index = table.column_names.index("num_decode_tokens")
-    wrong = pa.array([n + 1 for n in table.column(index).to_pylist()], table.schema.field(index).type)
-    pq.write_table(table.set_column(index, table.schema.field(index), wrong), tmp_path / "1" / "steps.parquet")
+    wrong = load_run(tmp_path / "1").steps.num_decode_tokens + 1
+    change_columns(tmp_path / "1" / "steps.parquet", num_decode_tokens=wrong)
     (tmp_path / "1" / "summary.json").unlink()
     assert load_run(tmp_path / "1").summary["checks"]["work_conserved"]["holds"] is False
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -23,6 +22,7 @@ from experiments.fidelity.measured import MeasuredRequest, measured
 from experiments.fidelity.outputs import renewed
 from experiments.fidelity.simulating import simulate
 from testbed.traces.readers.own import read_jsonl
+from tests.analysis.runs import change_columns, change_manifest
 from tests.experiments.fidelity_kit import (
     FEW,
     FILE,
@@ -96,10 +96,7 @@ def test_a_warm_up_that_leaves_no_request_is_said(base, tmp_path):
 @pytest.mark.usefixtures("unrendered")
 def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path):
     folder = copied(base, tmp_path / "cut")
-    table = pq.read_table(folder / "requests.parquet")
-    reasons = pa.array(["abort", "ignored", *table["finish_reason"].to_pylist()[2:]])
-    place = table.schema.get_field_index("finish_reason")
-    pq.write_table(table.set_column(place, "finish_reason", reasons), folder / "requests.parquet")
+    change_columns(folder / "requests.parquet", finish_reason=["abort", "ignored", *base.requests.finish_reason[2:]])
     assert fidelity(folder, "--out", tmp_path / "out") == 0
     (load,) = result(tmp_path / "out")["loads"]
     assert load["num_requests"] == 58
@@ -141,13 +138,9 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
 
 def slower_ttft(folder: Path, factor: float) -> None:
     """The run as if every first token had come so many times later."""
-    table = pq.read_table(folder / "requests.parquet")
-    arrival = table["arrival_ns"]
-    later = pc.add(
-        arrival, pc.cast(pc.multiply(pc.subtract(table["first_token_ns"], arrival), factor), "int64", safe=False)
-    )
-    table = table.set_column(table.schema.get_field_index("first_token_ns"), "first_token_ns", later)
-    pq.write_table(table, folder / "requests.parquet")
+    requests = load_run(folder).requests
+    later = requests.arrival_ns + (factor * (requests.first_token_ns - requests.arrival_ns)).astype("int64")
+    change_columns(folder / "requests.parquet", first_token_ns=later)
 
 
 # --- fitting ---
@@ -156,8 +149,7 @@ def slower_ttft(folder: Path, factor: float) -> None:
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp_path, capsys):
     real = copied(base, tmp_path / "both" / "real")
-    manifest = json.loads((real / "manifest.json").read_text())
-    (real / "manifest.json").write_text(json.dumps(manifest | {"backend": "real"}))
+    change_manifest(real, backend="real")
     copied(base, tmp_path / "both" / "sim")
     assert fidelity(tmp_path / "both", real, real, "cost=roofline", "--out", tmp_path / "out") == 0
     loads = {load["name"]: load for load in result(tmp_path / "out")["loads"]}
@@ -260,8 +252,7 @@ def test_a_report_takes_measured_closed_loops_whose_arms_share_no_trace(tmp_path
     for name, overhead_ns in (("vllm_v0", GIVEN_NS), ("vllm_v1", GIVEN_NS), ("again", PLANTED_NS)):
         trace, scheduler = {**FEW, "max_turns": 3}, name.replace("again", "vllm_v1")
         folder = copied(ran(tmp_path / name, overhead_ns, trace=trace, scheduler=scheduler), tmp_path / "real" / name)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"backend": "real"}))
+        change_manifest(folder, backend="real")
         config = (folder / "config.yaml").read_text()
         (folder / "config.yaml").write_text(config.replace(f"_ns: {overhead_ns}", f"_ns: {GIVEN_NS}"))
     page, reals = tmp_path / "report.html", [tmp_path / "real" / name for name in ("vllm_v0", "vllm_v1", "again")]

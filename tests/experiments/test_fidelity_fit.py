@@ -6,14 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.load import load_run
 from experiments import simulate
 from experiments.fidelity import comparing, fitting
 from testbed.traces.readers.own import read_jsonl
+from tests.analysis.runs import change_columns
 from tests.experiments.fidelity_kit import ENGINE, FEW, GIVEN_NS, PLANTED_NS, TRACE, copied, fidelity, ran, result
 
 HOST = "device.step_overhead_ns"
@@ -69,14 +68,11 @@ def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(
 
 
 def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
-    table = pq.read_table(folder / "requests.parquet")
-    for name in ("first_token_ns", "finish_ns"):
-        values = [
-            value + 10**9 if request_id in ids else value
-            for value, request_id in zip(table[name].to_pylist(), table["request_id"].to_pylist(), strict=True)
-        ]
-        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values, pa.int64()))
-    pq.write_table(table, folder / "requests.parquet")
+    requests = load_run(folder).requests
+    late_ns = 10**9 * requests.request_id.isin(ids)
+    change_columns(
+        folder / "requests.parquet", **{name: requests[name] + late_ns for name in ("first_token_ns", "finish_ns")}
+    )
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -22,6 +22,7 @@ from experiments.observe.log import read_log
 from experiments.runs.in_vllm import device_of
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
+from tests.analysis.runs import change_manifest
 
 LOGS = Path(__file__).parent / "observed"
 NAMES = ["sync", "async"]
@@ -398,8 +399,7 @@ def test_who_simulates_a_model_of_another_architecture_says_whose_prices_to_take
 def test_engines_stand_side_by_side_in_a_report(tmp_path: Path) -> None:
     for name, backend in (("vllm", "vllm"), ("real", "real")):
         import_log(LOGS / "sync.jsonl.gz", tmp_path / name)
-        file = tmp_path / name / "manifest.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"backend": backend}))
+        change_manifest(tmp_path / name, backend=backend)
     sim = tmp_path / "sim"
     assert main(["run", f"from={tmp_path / 'vllm'}", "backend=sim", "cost=constant", f"hydra.run.dir={sim}"]) == 0
     folders = [str(tmp_path / name) for name in ("vllm", "real", "sim")]

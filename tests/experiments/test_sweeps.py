@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.configuration.options import options
+from tests.analysis.runs import change_manifest
 from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say, write_rows
 
 POINTS = "seed=0,1,2"
@@ -157,7 +157,7 @@ def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pyte
     cut = point(tmp_path / "s", 1)
     digest = manifest_of(cut)["digest"]
     (cut / "done").unlink()
-    (cut / "manifest.json").write_text(json.dumps(manifest_of(cut) | {"status": "partial"}))
+    change_manifest(cut, status="partial")
     before = stamps(tmp_path / "s")
     said = sweep(capsys, tmp_path / "s", POINTS)
     assert said.status == 0

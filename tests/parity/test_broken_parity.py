@@ -25,6 +25,7 @@ from experiments.runs.run import execute
 from testbed.errors import RunFolderError, TestbedError
 from testbed.policies.compositions.unified import Unified
 from testbed.records.tape import read_tape
+from tests.analysis.runs import change_manifest
 from tests.experiments.kit import config_of, manifest_of, say, trace_of
 from tests.parity.kit import real_config, real_run, replay_config, replayed_run
 
@@ -231,8 +232,7 @@ def cut(folder: Path, num_steps: int) -> int:
         kept.append(line)
     path.write_text("".join(kept))
     (folder / "done").unlink()
-    manifest = manifest_of(folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "partial"}))
+    change_manifest(folder, status="partial")
     return len(read_tape(path).steps)
 
 
@@ -261,7 +261,7 @@ def test_a_manifest_that_was_cut_is_named(copied: Path) -> None:
 def test_a_run_that_was_interrupted_between_two_requests_is_cut(copied: Path, tmp_path: Path) -> None:
     """Whatever had arrived was done: the replay ends by itself, and yet more would have come."""
     (copied / "done").unlink()
-    (copied / "manifest.json").write_text(json.dumps(manifest_of(copied) | {"status": "partial"}))
+    change_manifest(copied, status="partial")
     report = check_parity(copied)
     assert (report.divergence, report.is_cut) == (None, True)
     replayed = replayed_run(tmp_path / "sim", real_config("unified"), copied)
@@ -271,7 +271,7 @@ def test_a_run_that_was_interrupted_between_two_requests_is_cut(copied: Path, tm
 
 def test_a_whole_run_with_a_torn_tape_is_damaged(copied: Path) -> None:
     cut(copied, 11)
-    (copied / "manifest.json").write_text(json.dumps(manifest_of(copied) | {"status": "complete"}))
+    change_manifest(copied, status="complete")
     num_steps = manifest_of(copied)["num_steps"]
     with pytest.raises(
         RunFolderError, match=rf"tape\.jsonl has 11 steps, and the run had {num_steps}: its end is lost"

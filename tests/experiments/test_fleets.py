@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +44,6 @@ class Broken:
 class Deaf:
     pass
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "my_routers.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    yield tmp_path
-    sys.modules.pop("my_routers", None)
 
 
 def steps_of(folder: Path) -> pa.Table:
@@ -123,11 +112,11 @@ def test_a_run_is_made_again_from_its_folder(home: Path, capsys: pytest.CaptureF
 
 
 def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *FLEET, "backend.router={_target_: my_routers.EveryOther}")
+    said = say(capsys, "run", *FLEET, "backend.router={_target_: mine.EveryOther}")
     assert said.status == 0, said.err
     requests = table_of(home / "run").sort_by("arrival_ns")
     assert requests["replica"].to_pylist() == [2, 1, 0] * 8
-    others = "{_target_: my_routers.EveryOther, step: 1}"
+    others = "{_target_: mine.EveryOther, step: 1}"
     nested = f"backend.router={{_target_: testbed.routing.routers.SessionSticky, others: {others}}}"
     said = say(capsys, "run", *FLEET, *SESSIONS, nested, "hydra.run.dir=sticky")
     assert said.status == 0, said.err
@@ -139,9 +128,9 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("router={_target_: my_routers.Lost}", "router Lost sent request 'r0' to 'somewhere'; route() must return the"),
-        ("router={_target_: my_routers.Broken}", "my_routers.py:20: AttributeError: 'Request' object has no attribute"),
-        ("router={_target_: my_routers.Deaf}", "backend.router: my_routers.Deaf lacks route"),
+        ("router={_target_: mine.Lost}", "router Lost sent request 'r0' to 'somewhere'; route() must return the"),
+        ("router={_target_: mine.Broken}", "mine.py:20: AttributeError: 'Request' object has no attribute"),
+        ("router={_target_: mine.Deaf}", "backend.router: mine.Deaf lacks route"),
         ("router=round_robbin", "backend.router is 'round_robbin'; did you mean 'round_robin'? valid: round_robin,"),
         (
             "router={_target_: testbed.routing.routers.LeastLoaded, measure: token}",

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -69,17 +68,6 @@ def my_trace(num):
             for i in range(num)]
     return Trace("mine", tuple(row_from_fields(row, f"row {i}") for i, row in enumerate(rows)))
 '''
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the user's with `mine.py` in it, the present one."""
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    yield tmp_path
-    for name in ("mine", "other"):
-        sys.modules.pop(name, None)
 
 
 def test_what_the_page_says_of_a_sequence_is_there() -> None:
@@ -397,7 +385,6 @@ def test_one_that_reads_it_is_refused_where_it_is_installed_or_has_no_source(
     for name in ("installed_policy.Victim", "other.Made"):
         error = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: {name}}}").error()
         assert f"{name} reads forced_output, which says how long an output will be" in error
-    sys.modules.pop("installed_policy", None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,17 +51,6 @@ class Mute:
 NUMBER = 3
 '''
 TWO = "report.plots=[{_target_: mine.dots, column: tpot_s}, {_target_: mine.Histogram, bins: 5}]"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the user's with `mine.py` in it, the present one."""
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    yield tmp_path
-    for name in ("mine", "my_plots"):
-        sys.modules.pop(name, None)
 
 
 def test_the_plots_that_a_sweep_states_are_in_its_report(

@@ -12,6 +12,7 @@ from experiments.cli import main
 from experiments.configuration.compose import compose_from
 from experiments.wiring.traces import build_trace
 from testbed.traces.serialize import write_jsonl
+from tests.experiments.kit import say
 
 TRACE = {"name": "synthetic", "num_requests": 60, "rate": 10, "seed": 5,
          "prompt": {"kind": "uniform", "min_tokens": 50, "max_tokens": 600},
@@ -28,7 +29,7 @@ def ran(folder: Path, overhead_ns: int = GIVEN_NS, **settings) -> Run:
 
 
 def fidelity(*arguments: object) -> int:
-    return main(["fidelity", *(str(argument) for argument in arguments)])
+    return main(["fidelity", *map(str, arguments)])
 
 
 def result(folder: Path) -> dict:
@@ -36,13 +37,7 @@ def result(folder: Path) -> dict:
 
 
 def error_line(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    assert fidelity(*arguments) != 0
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert "Traceback" not in said
-    return said
+    return say(capsys, "fidelity", *map(str, arguments)).error()
 
 
 def copied(run: Run, folder: Path) -> Path:

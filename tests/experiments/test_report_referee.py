@@ -62,9 +62,8 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
         ("lower", "unknown", f" (no interval of the difference of {other} is known)"),
         ("unknown", "unknown", " (no interval of the difference is known)"),
     )
-    estimate = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
     for first, second, words in cases:
-        rows = [Comparison(name, share, 0.5, estimate, said) for name, said in ((one, first), (other, second))]
+        rows = [Comparison(name, share, 0.5, CHANGE, said) for name, said in ((one, first), (other, second))]
         (told, *_) = answer([Compared("", arms, rows, ())], slo)
         assert told.endswith(f"{words}.") if words else not told.endswith(")."), told
 

@@ -10,12 +10,12 @@ import pytest
 
 from analysis import plots
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare
+from analysis.comparison.compare import LATENCY, Comparison, compare
 from analysis.comparison.effects import Compared, Effect
 from analysis.comparison.triggered import _diluted
 from analysis.format import change, count, number
 from analysis.load import load, load_sweep
-from analysis.measures.metrics import SLO, request_metrics
+from analysis.measures.metrics import request_metrics
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.measures.summary import summarise
 from analysis.reports.cautions import cautions
@@ -189,14 +189,6 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
     assert said.startswith(f"{names} are beyond capacity: in 3 of 4 runs on average {came} came, ")
 
 
-def test_what_is_claimed_of_one_trace_says_so(tmp_path: Path) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=LIGHT, scheduler=name)
-    arms = infer_arms(load_sweep(tmp_path).runs)
-    (said,) = answer([Compared("", arms, [row("vllm_v1", 0, -0.2, "lower")], ())], None)
-    assert said.startswith("On this one trace, vllm_v1 against sarathi: better in mean TTFT")
-
-
 def test_arms_with_more_replicates_than_others_are_named(tmp_path: Path) -> None:
     for name, num in (("vllm_v1", 3), ("sarathi", 2)):
         for seed in range(num):
@@ -298,21 +290,6 @@ def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: P
     assert next(len(line.get_xdata()) for line in axes.lines if line.get_marker() != "None") == 2
     said = report(tmp_path)
     assert "window(start_s=0, end_s=4)" in said
-
-
-def test_attainments_that_noise_explains_are_told_so(tmp_path: Path) -> None:
-    for seed in range(2):
-        for name in ("vllm_v1", "prefill_first"):
-            trace = {"num_requests": 150, "rate": 40.0}
-            ran(tmp_path / f"{name}-{seed}", trace=trace, scheduler=name, cache=TIGHT, seed=seed, slo={"ttft_s": 0.2})
-    arms = infer_arms(load_sweep(tmp_path).runs)
-    share = SLO_METRICS[0]
-    estimate = Estimate(-0.2, -0.9, 0.5, 2, "paired t", "log_ratio")
-    cases: tuple[tuple[Verdict, bool], ...] = (("inside the noise", True), ("lower", False), ("unknown", False))
-    for verdict, is_said in cases:
-        rows = [Comparison(arms[1].name, share, 0.5, estimate, verdict)]
-        (first, *_) = answer([Compared("", arms, rows, ())], SLO(ttft_s=0.2))
-        assert first.endswith("(no difference beyond the noise).") is is_said
 
 
 def test_a_setting_given_for_one_arm_alone_is_in_its_name(tmp_path: Path) -> None:

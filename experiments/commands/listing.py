@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.run import RunResult
 from testbed.errors import ConfigError
@@ -137,7 +138,8 @@ def print_summary(result: RunResult) -> None:
         print(clock_line(probe))
     for note in result.notes:
         print(f"note         {note}")
-    print(f"{result.status:<12} {from_here(result.folder)}")
+    is_kept = read_manifest(result.folder).get("created") == result.manifest["created"]  # or the one before it is
+    print(f"{result.status:<12} {from_here(result.folder) if is_kept else 'not kept'}")
 
 
 def clock_line(probe: dict[str, Any]) -> str:

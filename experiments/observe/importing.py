@@ -24,6 +24,7 @@ from experiments.observe.records import Measured, replay
 from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.in_vllm import device_of, manifest_in_vllm, why_unpriced, with_model
+from experiments.runs.replacing import replacing
 from experiments.runs.run_folder import claim, refuse_overwrite, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.core.commands import Recorder
@@ -36,7 +37,7 @@ from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import write_jsonl
 from testbed.wording import count
 
-CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
+_OF_LOGS = CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
 
 
 def import_log(
@@ -53,7 +54,8 @@ def import_log(
         _try(log, file)
     folder.mkdir(parents=True, exist_ok=True)
     config, unpriced = _config(log, folder, device)
-    return _make_folder(log, file, folder, config, trace, unpriced, command)
+    with replacing(folder, _OF_LOGS):
+        return _make_folder(log, file, folder, config, trace, unpriced, command)
 
 
 def import_own(
@@ -69,7 +71,8 @@ def import_own(
         "started_in": os.getcwd(),
     }  # fmt: skip
     unpriced = why_unpriced(log.header, config)
-    _make_folder(log, file, folder, _by_rules_of(log, config), trace, unpriced, command, known)
+    with replacing(folder, _OF_LOGS):
+        _make_folder(log, file, folder, _by_rules_of(log, config), trace, unpriced, command, known)
 
 
 def _read(file: Path, sender: Sender | None = None) -> ObservedLog:

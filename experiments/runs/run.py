@@ -32,7 +32,8 @@ from experiments.runs.prepare import (
     trace_inbox,
 )
 from experiments.runs.progress import Progress
-from experiments.runs.run_folder import ABSENT, claimed, locked, refuse_overwrite, write_json, writing
+from experiments.runs.replacing import claimed
+from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
 from experiments.wiring.costs import itemise

@@ -1,4 +1,4 @@
-"""The files of a run folder: locks, the log, atomic writes, overwriting.
+"""The files of a run folder: locks, atomic writes, what may be written over. A run in place of another: replacing.py.
 
 A process that writes holds a lock on the log; the operating system releases it when the process dies.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import shutil
 import stat
@@ -31,10 +30,11 @@ from testbed.records.schema import STEP_TRACE_FILE
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, if PyYAML was built with libyaml
 
 LOG_FILE = "run.log"
-_OF_RUNS = ("done", "manifest.json", "requests.parquet")
+REPLACED, REPLACING = ".replaced", ".replacing"  # folders in a run's, of the run that it replaces (replacing.py)
+_OF_RUNS = ("done", "manifest.json", "requests.parquet", REPLACED, REPLACING)
 _WRITTEN = (
-    *_OF_RUNS, "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE, TRACE_FILE, STEP_TRACE_FILE,
-    "config.yaml", "timeline.json",
+    "done", "manifest.json", "requests.parquet", "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE,
+    TRACE_FILE, STEP_TRACE_FILE, "config.yaml", "timeline.json",
 )  # fmt: skip
 ABSENT: dict[str, Any] = dict.fromkeys((  # entries that not every manifest has: those of other backends
     "cost", "cost_fit", "cost_error", "estimator", "attention", "attention_reasons", "weights", "core", "compiler",
@@ -70,7 +70,8 @@ def refuse_overwrite(
         return
     other = f"choose another {key}" + ("" if allow is None else f" or pass {allow}")
     if has_run(folder):
-        raise RunFolderError(f"{folder} already holds a run, and runs are not overwritten; {other}")
+        more = f" (and in {REPLACED} the one before it)" if (folder / REPLACED).exists() else ""
+        raise RunFolderError(f"{folder} already holds a run{more}, and runs are not overwritten; {other}")
     found = [name for name in (*_WRITTEN, LOG_FILE) if (folder / name).exists()]
     was_begun = {LOG_FILE, "config.yaml"}.issubset(found)  # the first files of any run: left by one that was killed
     if found and not was_begun and (found != [LOG_FILE] or (folder / LOG_FILE).stat().st_size):
@@ -124,26 +125,23 @@ def require_writable(folder: Path) -> None:
 
 
 def claim(folder: Path, config: RunConfig) -> None:
-    """Makes the folder, removes the files of an earlier run, and writes the resolved configuration."""
+    """Makes the folder, removes the files of a run in it, and writes the resolved configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in [*(folder / name for name in _WRITTEN), *folder.glob("tape*.jsonl")]:
-        file.unlink(missing_ok=True)
+    for file in files_of_run(folder):
+        file.unlink()
     if (folder / LOG_FILE).exists():
         os.truncate(folder / LOG_FILE, 0)  # not deleted: this file holds the lock
     (folder / "config.yaml").write_text(as_yaml(config.raw))
 
 
+def files_of_run(folder: Path, more: Sequence[str] = ()) -> list[Path]:
+    """Returns the files of a run in the folder, and `more`, but not the log: it holds the lock."""
+    named = [folder / name for name in (*_WRITTEN, *more)]
+    return [file for file in (*named, *folder.glob("tape*.jsonl")) if os.path.lexists(file)]
+
+
 def as_yaml(tree: dict[str, Any]) -> str:
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
-
-
-@contextmanager
-def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
-    """Context that locks and claims the folder and opens its log. Raises RunFolderError if another process has it."""
-    with locked(folder):
-        claim(folder, config)
-        with _log_to(folder / LOG_FILE):
-            yield
 
 
 @contextmanager
@@ -238,28 +236,6 @@ def is_same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-class _LogFile(logging.FileHandler):
-    """A log file whose write errors end the run, like those of its other files, instead of printing a stack trace."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        raise
-
-
-@contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    log = logging.getLogger("testbed")
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-
-
 _NO_ROOM = {
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk quota is used up", "free some space"),
@@ -305,15 +281,34 @@ def describe_failure(error: BaseException, target: Path | str = "while writing")
     return str(error) or type(error).__name__
 
 
+def has_results(folder: Path) -> bool:
+    """Whether a run that ended early is worth keeping: a request finished, or a tape has the steps of lost records."""
+    import pyarrow.parquet as pq  # not at the top: Arrow is slow to import
+
+    from analysis.load import load_run
+
+    try:
+        load_run(folder)
+        reasons = pq.read_table(folder / "requests.parquet", columns=["finish_reason"]).column(0)
+        return bool(reasons.null_count < len(reasons))
+    except RunFolderError:
+        return any(file.stat().st_size for file in folder.glob("tape*.jsonl"))
+
+
 def describe_kept(folder: Path) -> str:
     """Returns what can be read of a run that ended early; its records cannot be read if they were not closed."""
     from analysis.load import load_run, restoring  # not at the top: Arrow is slow to import
 
+    before = ""
+    if (folder / REPLACED).exists():
+        if not has_results(folder):
+            return f"the run before it stays in {folder}"
+        before = f"; the run before it is in {folder / REPLACED}"
     try:
         load_run(folder)
     except RunFolderError:
         if command := restoring(folder):
-            return f"its records in {folder} cannot be read; `{command}` writes them anew from its tape"
+            return f"its records in {folder} cannot be read; `{command}` writes them anew from its tape{before}"
         tape = ", but its tapes can (testbed parity)" if next(folder.glob("tape*.jsonl"), None) else ""
-        return f"its records in {folder} cannot be read{tape}; run it again with overwrite=true"
-    return f"partial results kept in {folder}"
+        return f"its records in {folder} cannot be read{tape}; run it again with overwrite=true{before}"
+    return f"partial results kept in {folder}{before}"

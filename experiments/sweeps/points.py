@@ -284,7 +284,7 @@ def _run(point: Point) -> Outcome:
             except RunFolderError:  # perhaps another sweep is using the same folder
                 if is_locked(Path(folder)):
                     return Outcome(point.label, "elsewhere", folder)
-                if is_done(Path(folder), identity):
+                if is_done(Path(folder), identity) and not config.overwrite:
                     return Outcome(point.label, "complete", folder)
                 raise
     except KeyboardInterrupt:

@@ -13,7 +13,8 @@ import pytest
 
 from analysis.load import load_run, load_sweep
 from experiments import simulate
-from experiments.runs.run_folder import claimed, is_locked
+from experiments.runs.replacing import claimed
+from experiments.runs.run_folder import is_locked
 from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
 from tests.experiments.test_sweeps import sweep
 
@@ -21,7 +22,7 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from experiments.configuration.compose import compose_config
-from experiments.runs.run_folder import claimed
+from experiments.runs.replacing import claimed
 
 with claimed(Path(sys.argv[1]), compose_config([])):
     print("claimed", flush=True)

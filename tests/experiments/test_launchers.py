@@ -60,6 +60,24 @@ def first_come(seq):
     os.kill(sweep, signal.SIGKILL)
     return (seq.seq_id,)
 """
+INTERRUPTS_ITS_SWEEP = """
+import os, signal, time
+from contextlib import suppress
+
+from testbed.policies.orders import KeyedQueue
+
+
+def order():
+    open(f"pid-{os.getpid()}", "w").close()
+    return KeyedQueue(first_come)
+
+
+def first_come(seq):
+    with suppress(FileNotFoundError):
+        os.rename("armed", "fired")  # only once
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(2)
+"""
 
 
 def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -171,6 +189,23 @@ def test_a_worker_ends_with_its_sweep_whatever_it_waits_for_but_a_point(tmp_path
     sweep.wait()
     until_ended(pids_in(tmp_path))
     assert [file.name for file in tmp_path.glob("point-*")] == ["point-True"], "what it was at is done"
+
+
+@linux
+def test_an_interrupted_sweep_ends_its_workers_without_a_process_that_a_second_interrupt_ends(tmp_path: Path) -> None:
+    """As `timeout -s INT` sends two at once, to the whole group: `pgrep`, which joblib asks for its workers' children
+    where psutil is missing, dies of the second, and the sweep waits for workers that nobody has ended."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    (tmp_path / "deadly.py").write_text(INTERRUPTS_ITS_SWEEP)
+    (tmp_path / "armed").touch()
+    (tmp_path / "pgrep").write_text("#!/bin/sh\nkill -INT $$\n")
+    (tmp_path / "pgrep").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ended = of_process(tmp_path, POINTS, "scheduler.queue_order={_target_: deadly.order}", *JOBLIB, PATH=path)
+    assert ended.returncode == 130
+    (line,) = [line for line in ended.stderr.splitlines() if line.strip()]
+    assert line == "error: interrupted; finished points stay, 3 points are left: the same command runs them"
+    until_ended(pids_in(tmp_path))
 
 
 def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path) -> None:

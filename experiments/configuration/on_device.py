@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.configuration.config import RunConfig
@@ -52,6 +52,16 @@ def slow_engine(config: RunConfig) -> list[str]:
         return []
     size = f"{config.model.name}, of {num / 1e6:,.0f} million parameters,"
     return [f"the engine runs on a CPU: {size} may take hours; to try it out, set model=tiny"]
+
+
+def unlike_clocks(configs: Iterable[RunConfig]) -> list[str]:
+    """Returns a note if several runs of one sweep each scale their time by a probe of their own."""
+    engines = [one.backend for one in configs if isinstance(one.backend, RealConfig | VllmConfig)]
+    num = sum(engine.pace == "probe_scaled" and engine.probe_ns is None for engine in engines)
+    if num < 2:
+        return []
+    why = f"each of {num} points scales its time by its own probe, so that points differ by the machine's state"
+    return [f"backend.pace=probe_scaled without backend.probe_ns: {why}; give all one, as a first run prints it"]
 
 
 def check_plans_ahead(config: RunConfig) -> None:

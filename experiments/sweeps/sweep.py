@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
-from experiments.configuration.on_device import check_device, slow_engine
+from experiments.configuration.on_device import check_device, slow_engine, unlike_clocks
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values
 from experiments.configuration.saved import read_manifest
@@ -84,7 +84,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
     points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo, before = _left_to_run(sweep, points)
-    for said in dict.fromkeys(said for _, config in points if todo for said in slow_engine(config)):
+    configs = [config for _, config in points if todo]
+    for said in dict.fromkeys([*unlike_clocks(configs), *(said for one in configs for said in slow_engine(one))]):
         print(f"note         {said}", flush=True)
     with writing(root):
         outcomes = _launched(sweep, todo) if todo else []

@@ -227,6 +227,16 @@ def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_
     assert "backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null" in alone.error()
 
 
+def test_a_sweep_whose_points_each_have_a_clock_of_their_own_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["run", "-m", *TINY, *SHORT, *REAL, "seed=0,1", "backend.pace=probe_scaled", f"hydra.sweep.dir={tmp_path}"]
+    said = say(capsys, *given).out
+    assert "note         backend.pace=probe_scaled without backend.probe_ns: each of 2 points scales" in said
+    assert "without backend.probe_ns" not in say(capsys, *given).out, "nothing is left to run"
+    assert "without backend.probe_ns" not in say(capsys, *given, "backend.probe_ns=100000").out
+
+
 def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say(capsys, "run", *REAL, *TINY, *SHORT, "backend.cpu_kv_bytes=1000000", f"hydra.run.dir={tmp_path / 'real'}")
     had = manifest_of(tmp_path / "real")["num_gpu_blocks"]

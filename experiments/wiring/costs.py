@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +36,10 @@ MEASURED_FIELDS = (  # device fields whose change does not affect operators that
     "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "memory_efficiency",
     "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "attention_packs_heads",
     "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
+)  # fmt: skip
+_OF_RANKS = (
+    "interconnect", "interconnect_bytes_per_s", "interconnect_efficiency", "interconnect_latency_ns",
+    "interconnect_factor",
 )  # fmt: skip
 PRICED_FIELDS = (  # device fields on which only step times depend
     *MEASURED_FIELDS, "interconnect_factor", "host_link_bytes_per_s", "host_link_latency_ns", "kernel_factor",
@@ -146,11 +150,14 @@ def unread_settings(config: RunConfig) -> list[str]:
     if not filters(config.sampling):
         notes += without_effect("cost", cost, ("filtering",), "sampling that has no top_k or top_p to apply")
     if config.tensor_parallel_size == 1:
-        notes += without_effect("cost", cost, ("logits",), "device.tensor_parallel_size=1")
+        one = "device.tensor_parallel_size=1"
+        notes += without_effect("cost", cost, ("logits",), one)
+        links = [] if isinstance(cost, TablesConfig) else unlike_the_library(config.device, _OF_RANKS)
+        notes += [f"device.{name} has no effect with {one}" for name in links]
     return notes
 
 
-def unlike_the_library(device: DeviceSpec, names: tuple[str, ...]) -> list[str]:
+def unlike_the_library(device: DeviceSpec, names: Sequence[str]) -> list[str]:
     """Returns those of the fields in which a device differs from the library's device of the same name."""
     known = device_spec(device.name)
     return [name for name in names if known is not None and getattr(device, name) != getattr(known, name)]

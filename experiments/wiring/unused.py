@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, OF_PREFIXES, make_policy, shipped_name
+from experiments.configuration.settings import SyntheticTraceConfig
 from experiments.wiring.build import asks_step_times
-from experiments.wiring.costs import unread_settings, without_effect
+from experiments.wiring.costs import unlike_the_library, unread_settings, without_effect
 from experiments.wiring.foreign import own_classes
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.config import SimConfig
-from sim.cost.config import RooflineConfig
+from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.policies.compositions.decode_first import DecodeFirst
 
@@ -42,7 +43,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
         if config.cost != RooflineConfig() and not asks_step_times(config):
             notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
-        notes += unread_settings(config)
+        notes += unread_settings(config) + _unswapped(config, backend, swept)
         of_ends = ("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "seed")
         notes += without_effect("sampling", drawn, of_ends, "backend=sim, whose outputs are those of the trace")
         if drawn.max_tokens is not None:
@@ -52,8 +53,8 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
             )
         if config.record.profile is not None:
             notes.append("record.profile has no effect in a simulation, which has no operators to trace")
-        if not backend.swap_overlap:
-            notes += without_effect("backend", backend, ("replicas_per_link",), "backend.swap_overlap=false")
+    if isinstance(config.trace, SyntheticTraceConfig) and config.trace.lengths_from is None:
+        notes += without_effect("trace", config.trace, ("lengths_format",), "trace.lengths_from=null")
     if isinstance(backend, VllmConfig) and backend.decides == "vllm":
         unwritten = ("token_times", "steps", "operators", "status_s")
         why = "backend.decides=vllm, whose records are made from vLLM's log"
@@ -83,6 +84,23 @@ def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
     return notes if may_ask else notes + without_effect("scheduler", chosen, ("oracle",), why)
 
 
+def _unswapped(config: RunConfig, backend: SimConfig, swept: Collection[str]) -> list[str]:
+    """Returns notes about settings of swaps where no step of the sweep can swap, or none overlaps with computation."""
+    chosen, is_alone = config.scheduler, config.sampling.num_seqs == 1
+    mode = shipped_name("scheduler.preemption", chosen.preemption)
+    is_other = isinstance(chosen.composition, dict) or any(key.startswith(("scheduler", "sampling")) for key in swept)
+    if is_other or not is_alone or mode not in ("recompute", "auto"):
+        by = "backend.swap_overlap=false"
+        return [] if backend.swap_overlap else without_effect("backend", backend, ("replicas_per_link",), by)
+    why = f"scheduler.preemption={mode}, which swaps {'nothing' if mode == 'recompute' else 'only groups of sequences'}"
+    notes = without_effect("backend", backend, ("swap_overlap", "replicas_per_link"), why)
+    links = ["host_link_latency_ns"]
+    if config.device.interconnect == "nvlink" or config.tensor_parallel_size == 1:  # else ranks meet over it
+        links.append("host_link_bytes_per_s")
+    changed = unlike_the_library(config.device, links) if isinstance(config.cost, RooflineConfig) else []
+    return notes + [f"device.{name} has no effect with {why}" for name in changed]
+
+
 def overruled(config: RunConfig, given: Mapping[str, str]) -> list[str]:
     """Returns a note about each setting that a command gives, and that another one overrules. given: key -> value."""
     notes = []
@@ -90,6 +108,9 @@ def overruled(config: RunConfig, given: Mapping[str, str]) -> list[str]:
         notes.append(f"model={given['model']} has no effect with model.path, whose files give the whole model")
     if "scheduler.watermark" in given and config.cache.watermark is not None:
         notes.append("scheduler.watermark has no effect with cache.watermark, which overrules it")
+    if "device" in given and config.is_simulated and isinstance(config.cost, ConstantConfig | LinearConfig):
+        memory = "" if config.cache.num_gpu_blocks is not None else ": its memory alone counts, for the KV blocks"
+        notes.append(f"device={given['device']} does not change the step times of cost={config.cost_name}{memory}")
     return notes
 
 
@@ -104,9 +125,12 @@ def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]
     """Returns notes about policies that go by a field in which no two requests differ. differ_in: as in a manifest's
     trace; None: not known."""
     named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
+    goes_by = {f"{key}={name}": GOES_BY[key].get(name or "") for key, name in named.items()}
+    if config.cache.isolate_tenants and config.cache.prefix_caching:
+        goes_by["cache.isolate_tenants=true"] = "tenant"
     return [
-        f"{key}={name} tells no requests apart here: {_ALIKE[field]}; trace.tenants, or "
+        f"{setting} tells no requests apart here: {_ALIKE[field]}; trace.tenants, or "
         "trace.transforms=[{name: label, classes: …}], gives them classes"
-        for key, name in named.items()
-        if differ_in is not None and (field := GOES_BY[key].get(name or "")) and field not in differ_in
+        for setting, field in goes_by.items()
+        if differ_in is not None and field and field not in differ_in
     ]

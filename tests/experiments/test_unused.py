@@ -79,14 +79,44 @@ def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
         assert (said in capsys.readouterr().out) is (name == "one")
 
 
+SWAPS = ("scheduler.preemption=swap",)
+LINK = ("device.host_link_bytes_per_s=1e9", "device.host_link_latency_ns=9")
+SWAP_KEYS = ("backend.swap_overlap", "device.host_link_latency_ns", "device.host_link_bytes_per_s")
+NO_SWAPS = "scheduler.preemption=auto, which swaps only groups of sequences"
+
+
+def test_settings_of_swaps_are_not_noted_where_another_point_of_the_sweep_swaps():
+    config = compose_config(["backend.swap_overlap=true"])
+    assert len(unused_settings(config, ["seed"])) == 1
+    assert unused_settings(config, ["scheduler.preemption"]) == unused_settings(config, ["scheduler"]) == []
+
+
 def test_what_has_no_effect_is_said(tmp_path, capsys):
     linear = ["cost=linear", "cost.base_s=1", "device.num_sms=9"]
-    fleet = ["backend.num_replicas=2", "backend.replicas_per_link=2"]
+    fleet = [*SWAPS, "backend.num_replicas=2", "backend.replicas_per_link=2"]
     roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
     for number, (options, expected) in enumerate((
         (linear, ["device.num_sms does not change the step times of cost=linear"]),
         (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
         ([*fleet, "backend.swap_overlap=true"], []),
+        (["backend.swap_overlap=true", *LINK], [f"{key} has no effect with {NO_SWAPS}" for key in SWAP_KEYS]),
+        (["backend.swap_overlap=true", "scheduler.preemption=recompute"],
+         ["backend.swap_overlap has no effect with scheduler.preemption=recompute, which swaps nothing"]),
+        (["backend.swap_overlap=true", *LINK, "sampling.n=2", "sampling.temperature=1"], []),
+        (["device=l40s", "device.interconnect=pcie_host", "device.tensor_parallel_size=2",
+          "device.host_link_bytes_per_s=1e9"], []),
+        ([*SWAPS, "backend.swap_overlap=true", *LINK], []),
+        (["device.interconnect_latency_ns=9"],
+         ["device.interconnect_latency_ns has no effect with device.tensor_parallel_size=1"]),
+        (["device.interconnect_latency_ns=9", "device.tensor_parallel_size=2"], []),
+        (["trace.lengths_format=azure"], ["trace.lengths_format has no effect with trace.lengths_from=null"]),
+        (["cache.isolate_tenants=true"],
+         ["cache.isolate_tenants=true tells no requests apart here: all requests have one tenant, or none; "
+          "trace.tenants, or trace.transforms=[{name: label, classes: …}], gives them classes"]),
+        (["device=a100", "cost=constant"],
+         ["device=a100 does not change the step times of cost=constant: its memory alone counts, for the KV blocks"]),
+        (["device=a100", "cost=linear", "cost.base_s=1", "cache.num_gpu_blocks=9000"],
+         ["device=a100 does not change the step times of cost=linear"]),
         (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",
                     "cost.logits has no effect with device.tensor_parallel_size=1",
                     "backend.router has no effect with backend.num_replicas=1"]),

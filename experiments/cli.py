@@ -115,7 +115,9 @@ def _list(arguments: list[str]) -> int:
 
     parser = Parser("testbed list", description="What there is to choose from, a line each.")
     parser.add_argument("group", nargs="?", help="only this group")
-    print_listing(parser.parse_args(arguments).group)
+    parser.add_argument("--config-dir", help="a folder of your own options, which are listed too")
+    options = parser.parse_args(arguments)
+    print_listing(options.group, options.config_dir)
     return 0
 
 

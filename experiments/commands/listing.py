@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,15 @@ DESCRIPTIONS = {
 }
 
 
-def print_listing(only: str | None) -> None:
+def print_listing(only: str | None, own: str | None = None) -> None:
+    """Prints the options of a group, or of all. own: a folder of the user's own options."""
     from experiments.configuration import policies
     from experiments.configuration.config import register
     from experiments.configuration.options import options
+    from experiments.configuration.overrides import library_of, with_searched
 
     register()
+    folders = library_of(with_searched([] if own is None else [f"--config-dir={own}"])).folders
     groups: dict[str, Iterable[tuple[str, str]]] = {
         "backend": DESCRIPTIONS["backend"].items(),
         "scheduler": _described("scheduler", options("scheduler")),
@@ -77,19 +81,21 @@ def print_listing(only: str | None) -> None:
     for group, rows in groups.items():
         if only in (None, group):
             print(group)
-            for name, text in rows:
-                print(f"  {name:<24} {text}")
+            yours = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+            for name, text in [*rows, *((file.stem, _described_in(file)) for file in yours)]:
+                print(f"  {name:<24} {text}".rstrip())
 
 
 def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
-    """Returns (name, description) of options that are YAML files; the first comment line is the description."""
+    """Returns (name, description) of options that are YAML files."""
     folder = files("experiments.conf") / group
-    described = []
-    for name in names:
-        file = folder / f"{name}.yaml"
-        lines = [line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
-        described.append((name, lines[0][2:] if lines else ""))
-    return described
+    return [(name, _described_in(folder / f"{name}.yaml")) for name in names]
+
+
+def _described_in(file: Traversable) -> str:
+    """Returns the first comment line of an option's file."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return next((line[2:] for line in lines if line.startswith("# ") and "@package" not in line), "")
 
 
 def _first_line(maker: Any) -> str:

@@ -61,7 +61,8 @@ def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
 
 @contextmanager
 def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[None]:
-    """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message.
+    """Context in which errors of Hydra and OmegaConf are raised as a ConfigError with a one-line message, and our own
+    about a value in a file of the user's name its line.
 
     overrides: what is applied here. keys: those of the chosen options, for errors of keys and values.
     """
@@ -76,6 +77,11 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
         raise ConfigError(said or _line(error) + more) from None
     except OverflowError:
         raise ConfigError(too_large(overrides, keys)) from None
+    except ConfigError as error:
+        items = [item for item in map(parsed, overrides) if not chooses(item)]
+        if place := "" if keys is None else keys.place_of(str(error), items):
+            raise ConfigError(f"{place}{error}") from None
+        raise
 
 
 def _line(error: BaseException) -> str:

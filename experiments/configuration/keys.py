@@ -25,11 +25,11 @@ from omegaconf.errors import (
 )
 
 from experiments.configuration.config import GROUPS, Root
-from experiments.configuration.options import CONF, OVERLAYS, Library, read_option
+from experiments.configuration.options import CONF, OVERLAYS, Library, needed_by, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
-from testbed.foreign_text import NEAR
+from testbed.foreign_text import NEAR, unknown
 
 PLAIN = tuple(item.name for item in fields(Root) if item.name not in GROUPS)  # keys outside groups
 _KINDS: dict[Any, str] = {  # what a value must be, by the node that refuses it; an item of a list: by its type
@@ -96,6 +96,22 @@ class Keys:
                 raise ConfigError(
                     f"{file}: {group}={option} is the shipped option of that name; give the file another one"
                 )
+
+    def refuse_bases(self) -> None:
+        """Raises ConfigError for a file of the user's own whose defaults name an option that does not exist."""
+        for group, option, _ in self.own_files():
+            for file, content in self.library.files(group, option):
+                for there, name in needed_by(content, group):
+                    if not self.library.has(there, name):
+                        said = f"{file}: its defaults name {there}={name}, which does not exist"
+                        raise ConfigError(unknown(said, name, self.library.names(there)))
+
+    def place_of(self, said: str, items: Sequence[Override]) -> str:
+        """Returns where the key that an error begins with is set, if that is a file of the user's own and no override
+        sets it."""
+        key = said.partition(" is ")[0]
+        is_given = any(_is_among(item.key_or_group, [key]) for item in items)
+        return "" if is_given or key not in self.places else self.places[key][0]
 
     def check_overlays(self) -> None:
         """Raises ConfigError for an overlay of the user's own without its first line."""

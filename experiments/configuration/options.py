@@ -5,6 +5,7 @@ Knows names and types; does not know what values mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -47,6 +48,9 @@ class Library:
         """Returns the file of an option, or None. If there are several, Hydra also takes the first."""
         places = (folder / group / f"{option}.yaml" for folder in (CONF, *self.folders))
         return next((place for place in places if place.is_file()), None)
+
+    def has(self, group: str, option: str) -> bool:
+        return self.file(group, option) is not None or f"{option}.yaml" in _stored(group)
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
         """Returns (file, modification time in ns, bytes) for each file in the user's own folders."""
@@ -99,6 +103,12 @@ class Library:
 def _bases(content: Mapping[str, Any]) -> list[str]:
     """Returns the options of its own group that are in an option's defaults."""
     return [base for base in content.get("defaults", ()) if isinstance(base, str) and base != "_self_"]
+
+
+def needed_by(content: Mapping[str, Any], group: str) -> list[tuple[str, str]]:
+    """Returns (group, option) for each option of our groups that the defaults of a file of this group need."""
+    pairs = [*((group, base.removeprefix(f"/{group}/")) for base in _bases(content)), *chosen_by(content).items()]
+    return [pair for pair in pairs if pair[0] in (*GROUPS, OVERLAYS) and re.fullmatch(r"[\w.-]+", pair[1])]
 
 
 def is_group(key: str) -> bool:

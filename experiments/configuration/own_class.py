@@ -29,6 +29,8 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     from hydra.utils import instantiate as hydra_instantiate
 
     target = str(node.get("_target_"))
+    if "." not in target or not all(map(str.isidentifier, target.split("."))):
+        raise ConfigError(f"{key}._target_ is {target!r}; it must be a module and a class in it, as mine.Class")
     values = {"_convert_": "all"} | {name: value for name, value in node.items() if name != "name"}
     for name in _switches(target).intersection(values):
         require_type(f"{key}.{name}", values[name], bool)

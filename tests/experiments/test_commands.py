@@ -64,6 +64,15 @@ def test_list_of_one_group_and_of_none(capsys: pytest.CaptureFixture[str]) -> No
     assert "device" in say(capsys, "list", "devise").error()
 
 
+def test_list_has_the_options_of_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost").mkdir()
+    (tmp_path / "cost" / "mine.yaml").write_text("# By the phase of the moon.\n_target_: moon.Price\n")
+    said = say(capsys, "list", "cost", "--config-dir", str(tmp_path)).out
+    assert said.splitlines()[-1].split(maxsplit=1) == ["mine", "By the phase of the moon."]
+    assert "mine" not in say(capsys, "list", "device", "--config-dir", str(tmp_path)).out
+    assert "--config-dir is 'nowhere'; name a folder" in say(capsys, "list", "--config-dir", "nowhere").error()
+
+
 def test_trace_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"arrival_time": float(i), "prompt_tokens": 10, "output_tokens": 5} for i in (0, 2, 1)]
     said = say(capsys, "trace", "jsonl", str(write_rows(tmp_path / "t.jsonl", rows)))

@@ -342,3 +342,30 @@ def test_a_name_is_no_way_to_choose() -> None:
     assert str(caught.value) == renamed
     assert compose_config(["scheduler=sarathi", "scheduler.name=sarathi"]).scheduler.name == "sarathi"
     assert compose_config(["scheduler=sarathi", "scheduler.name=mine"]).scheduler.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "more", "error"),
+    [
+        ("scheduler/mine", "defaults: [vlm_v1, _self_]", (),
+         "FILE: its defaults name scheduler=vlm_v1, which does not exist; did you mean 'vllm_v1'?"),
+        ("scheduler/mine", "defaults: [_schemas, _self_]", (), "FILE: its defaults name scheduler=_schemas, which"),
+        ("model/mine", "defaults: [qwen3_0.7b, _self_]", (), "FILE: its defaults name model=qwen3_0.7b, which"),
+        ("experiment/mine", "# @package _global_\ndefaults:\n  - override /device: h1000", (),
+         "FILE: its defaults name device=h1000, which does not exist; did you mean 'h100'?"),
+        ("scheduler/mine", "defaults: [_schema, _self_]\nmax_num_seqs: -8", (),
+         "FILE, line 2: scheduler.max_num_seqs is -8; it must be at least 1"),
+        ("scheduler/mine", "defaults: [_schema, _self_]\nmax_num_seqs: -8", ("scheduler.max_num_seqs=-7",),
+         "scheduler.max_num_seqs is -7; it must be at least 1"),
+        ("cost/mine", "_target_: mine cost.Price", (),
+         "FILE, line 1: cost._target_ is 'mine cost.Price'; it must be a module and a class in it, as mine.Class"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_an_own_option_names_its_file(
+    file: str, text: str, more: tuple[str, ...], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = tmp_path / f"{file}.yaml"
+    option.parent.mkdir()
+    option.write_text(text)
+    said = say(capsys, "run", "--config-dir", str(tmp_path), file.replace("/", "="), *more, "trace.num_requests=2")
+    assert said.error().startswith(error.replace("FILE", str(option)))

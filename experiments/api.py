@@ -41,6 +41,9 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     deleted when Python exits. Raises TestbedError with a one-line message. A failed check of the records is a
     RuntimeWarning.
     """
+    given = settings.get("backend", "sim")
+    if (given.get("name") if isinstance(given, Mapping) else given) in ("real", "vllm"):
+        raise ConfigError(f"simulate runs no engine, and backend is {shown(given)}; call replay, or leave it out")
     return _run(trace, folder, {"backend": "sim", **settings})
 
 

@@ -7,7 +7,7 @@ scheduling, input preparation, forward pass, sampling, host overheads. `real.pro
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -81,12 +81,15 @@ class Measurement(NamedTuple):
     clock: dict[str, Any] | None
 
 
-def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> Measurement:
+def measure_profile(
+    config: RunConfig, extent: Extent, *, command: str = "", say: Callable[[str], object] = str
+) -> Measurement:
     """Measures steps of the real engine of `config`, to which a cost model can be fitted: a grid and ordinary loads.
 
     The grid shows the cost of each size separately. The loads have batches as in runs: whole prompts and chunks, from
     one running sequence to as many as fit. Traces are generated only for this purpose, so that later predictions are of
-    unseen steps. Raises ConfigError if the engine has no room for steps.
+    unseen steps. say: is given a line when the weights are there, which may take long. Raises ConfigError if the engine
+    has no room for steps.
     """
     backend: Any = build_real_backend(config, swaps=True)  # swaps are measured too
     from real.clocks import make_clock
@@ -99,6 +102,7 @@ def measure_profile(config: RunConfig, extent: Extent, *, command: str = "") -> 
         measured = (config, backend, clock, extent, Path(scratch))
         units = [*_grid(*measured), *_loads(*measured)]
         num = sum(extent.repeats if unit.is_repeated else 1 for unit in units)
+        say(f"profile      the engine is ready: {num:,} episodes to measure")
         with progress("profile", "episode", num) as bar, fewer_collections():  # as in runs
             profiled = measure(
                 units, repeats=extent.repeats, max_s=extent.max_s, seed=PROFILE_SEED, progress=bar.update

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments.calibration.calibrate import (
@@ -21,6 +22,7 @@ from experiments.calibration.calibrate import (
 )
 from experiments.commands.listing import clock_line
 from experiments.configuration.compose import compose_config
+from experiments.configuration.on_device import slow_engine
 from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.configuration.saved import read_manifest
 from experiments.console import Parser
@@ -165,13 +167,15 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: 
             "`testbed run` as cost.path"
         )
     require_writable(folder)
+    for said in slow_engine(config):
+        print(f"note         {said}", flush=True)
     weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9
     print(
         f"profile      {config.model.name}, {weights_gb:.3g} GB of weights: they are made or read first, then steps "
         f"are measured for at most {extent.max_s:.0f} s (--max-seconds)",
         flush=True,
     )
-    measurement = measure_profile(config, extent, command=command)
+    measurement = measure_profile(config, extent, command=command, say=partial(print, flush=True))
     if not measurement.profile.steps:
         raise ConfigError(f"nothing was measured: {measurement.profiled.ended_by}; raise --max-seconds")
     return measurement

@@ -13,6 +13,7 @@ from experiments.calibration import calibrate
 from experiments.calibration import command as command_line
 from experiments.cli import main
 from sim.cost.calibration_file import load_calibration
+from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 from tests.experiments.kit import SHORT, TINY, manifest_of, say
 from tests.experiments.test_models_from_files import SHAPE
@@ -26,6 +27,7 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     folder = tmp_path / "calibration"
     said = say(capsys, "calibrate", *ENGINE, "backend.pace=probe_scaled", *FAST, "--out", str(folder))
     assert said.status == 0, said.err
+    assert "profile      the engine is ready: " in said.out, "weights may take long, and there is no bar"
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.command.startswith("testbed calibrate model=tiny")
     assert profile.manifest.device == "cpu"
@@ -50,6 +52,18 @@ def test_one_command_profiles_fits_and_says_how_to_simulate(tmp_path, capsys):
     assert manifest_of(tmp_path / "run")["cost"] == "calibrated"
     again = say(capsys, "calibrate", *ENGINE, *FAST, "--out", str(folder))
     assert "is not empty; choose another --out or pass --overwrite" in again.error()
+
+
+def test_a_large_model_on_a_cpu_is_noted_before_its_weights_are_made(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch")
+
+    def not_made(*_, **__):
+        raise ConfigError("no weights are made here")
+
+    monkeypatch.setattr(command_line, "measure_profile", not_made)
+    said = say(capsys, "calibrate", "model=qwen3_8b", "backend.device=cpu", "--out", str(tmp_path / "fit"))
+    assert said.error() == "no weights are made here"
+    assert "note         the engine runs on a CPU: qwen3_8b, of 8,19" in said.out
 
 
 def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give_it(tmp_path):

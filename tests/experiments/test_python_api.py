@@ -189,6 +189,12 @@ def test_a_replay_is_of_an_engine(backend):
         replay([{"arrival_time": 0, "prompt_tokens": 3, "output_tokens": 2}], backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["real", {"name": "vllm"}])
+def test_a_simulation_is_of_no_engine(backend):
+    with pytest.raises(TestbedError, match=r"simulate runs no engine, and backend is .*; call replay"):
+        simulate([{"arrival_time": 0, "prompt_tokens": 3, "output_tokens": 2}], backend=backend)
+
+
 def test_a_module_of_the_user_hides_none_of_ours(tmp_path):
     for name in ("analysis", "sim", "real"):
         (tmp_path / f"{name}.py").write_text("import pandas\n")

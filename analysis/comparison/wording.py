@@ -73,6 +73,7 @@ def bounds_text(comparison: Comparison) -> str:
         low, high = (difference_text(comparison.metric, end) for end in (estimate.low, estimate.high))
         if comparison.metric.is_share:
             return f"[{low.removesuffix(fmt.POINTS)},{fmt.SPACE}{high.removesuffix(fmt.POINTS)}]"
+        low, high = (f"+{text}" if end > 0 else text for text, end in ((low, estimate.low), (high, estimate.high)))
         return f"by [{low}, {high}]"
     low, high = (end.removesuffix(f"{fmt.SPACE}%") for end in _written(comparison)[1:])
     return f"[{low},{fmt.SPACE}{high}]"

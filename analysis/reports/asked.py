@@ -39,10 +39,12 @@ _WORDS = {
 }
 _STATISTICS = {"mean": ("mean ", "average"), "P99": ("p99", "tail", "99th")}
 _OF_SLO = re.compile(r"\b(goodput|attainment|slos?)\b")
+_MEAN_ITL = re.compile(rf"\b(?:mean|average) (?:{'|'.join(map(re.escape, _WORDS['ITL']))})")
+_FAIR = r"\b(?:un)?fair(?:er|est|ness)?\b"
 _UNJUDGED = {  # words for metrics without a verdict
     r"\bhits?\b(?! (?:the|its|their|an?|slos?|deadlines?)\b)": (HIT_RATE,),  # of a cache, not of a limit
     "preemptions": (PREEMPTIONS,),
-    r"\b(?:un)?fair(?:er|est|ness)?\b": FAIRNESS,
+    _FAIR: FAIRNESS,
 }
 _MAX_METRICS = 3  # that are told
 _MAX_LOADS, _MAX_VALUES = 3, 4  # of one metric: loads, and different values at one load
@@ -117,19 +119,23 @@ def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:
     return f"from {told[0]} to {told[-1]} ({len(known)} arms)" if len(told) > _MAX_VALUES else fmt.listing(told)
 
 
-def absent(question: str, *, has_slo: bool, has_gaps: bool = True, has_deadlines: bool = True) -> list[str]:
+def absent(
+    question: str, *, has_slo: bool, has_gaps: bool = True, has_deadlines: bool = True, has_tenants: bool = True
+) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
     of_slo, in_summary, in_table = (
         list(dict.fromkeys(words.findall(said))) for words in (_OF_SLO, _IN_SUMMARY, _IN_TABLE)
     )
     of_gaps = "ITL" in _named(_WORDS, said)
-    if of_gaps and has_gaps and _named(_STATISTICS, said) == ["mean"]:
+    if of_gaps and has_gaps and (_named(_STATISTICS, said) == ["mean"] or _MEAN_ITL.search(said)):
         in_summary.append("mean ITL")
     parts = [f"{_listed(of_slo)} (give an SLO, as --slo ttft_s=0.5)"] if of_slo and not has_slo else []
     parts += ["ITL (of runs with record.token_times=true)"] if of_gaps and not has_gaps else []
     if not has_deadlines and "deadlines met" in _named(_WORDS, said):
         parts.append("deadlines (of requests that have one, as by trace.deadline_s)")
+    if not has_tenants and re.search(_FAIR, said):
+        parts.append("fairness (of runs whose requests have several tenants, as by trace.tenants)")
     parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
     parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []
     return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []

@@ -338,8 +338,11 @@ def _context(
 
 def _lacks(runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
     """What the question names and the report does not compare."""
-    has_deadlines = any(run.summary["deadlines"] for run in runs)
-    return absent(question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines)
+    has_deadlines, has_tenants = (any(run.summary[key] for run in runs) for key in ("deadlines", "fairness"))
+    return absent(
+        question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines,
+        has_tenants=has_tenants,
+    )  # fmt: skip
 
 
 def _markdown(text: Any) -> str:

@@ -99,7 +99,8 @@ def _load(groups: Sequence[Compared]) -> Trust:
             said.append(f"not judged{'' if names == 'every arm' else f' for {names}'}: {why}")
     outcome = [_OUTCOME] if any(is_closed_loop(run) for arm in arms for run in arm.runs) else []
     if said:
-        return Trust("load", "fair", "; ".join([*said, *outcome]))
+        level: Level = "poor" if beyond == "every arm" else "fair"  # then latencies tell how long the trace is
+        return Trust("load", level, "; ".join([*said, *outcome]))
     if ignored := _ignoring(arms):
         return Trust("load", "fair", "; ".join([f"{ignored} ignored requests: less was served than came", *outcome]))
     return Trust("load", "good", "; ".join(["every arm kept up with what came", *outcome]))

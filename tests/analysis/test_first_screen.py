@@ -385,6 +385,14 @@ def test_the_lights_say_what_was_not_measured(arms: list[Arm]) -> None:
     assert lights(alone, [])["replicates"][0] == "poor"
 
 
+def test_the_load_is_a_poor_one_if_every_arm_is_beyond_its_capacity(arms: list[Arm]) -> None:
+    for arm, level in zip(arms, ["fair"] * (len(arms) - 1) + ["poor"], strict=True):
+        for run in arm.runs:
+            run.summary["steadiness"] = {"is_outrun": True}
+        assert lights(arms, [])["load"][0] == level, arm.name
+    assert lights(arms, [])["load"][1] == "beyond the capacity of every arm"
+
+
 def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_path: Path) -> None:
     sim = arms[0].runs[0]
     for name, noise, level in (("same", 0.0, "good"), ("noisy", 0.6, "poor")):
@@ -414,8 +422,14 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert said == f"{begin}deadlines (of requests that have one, as by trace.deadline_s)."
     (said,) = absent("Is the mean ITL lower?", has_slo=False)
     assert said == f"{begin}mean ITL (in the summary.json of each run)."
+    (said,) = absent("Is mean ITL traded for P99 TTFT?", has_slo=False)
+    assert said == f"{begin}mean ITL (in the summary.json of each run)."
+    assert absent("Is P99 ITL traded for the mean TTFT?", has_slo=False) == []
+    assert absent("Which is fairest?", has_slo=False) == []
+    (said,) = absent("What does fairness cost?", has_slo=False, has_tenants=False)
+    assert said == f"{begin}fairness (of runs whose requests have several tenants, as by trace.tenants)."
     for words in ("Which hits the deadline?", "A fairly good title to install?"):
-        assert absent(words, has_slo=True, has_gaps=False) == []
+        assert absent(words, has_slo=True, has_gaps=False, has_tenants=False) == []
     assert not is_asked(P99_ITL, "Which installation has this title?")
     assert is_asked(P99_ITL, "Which stalls?")
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)

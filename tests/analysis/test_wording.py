@@ -11,7 +11,7 @@ import pytest
 from analysis import format as fmt
 from analysis.comparison.arms import infer_arms
 from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison, judge
-from analysis.comparison.wording import change_text, interval_text, reached_text, verdict_text
+from analysis.comparison.wording import bounds_text, change_text, interval_text, reached_text, verdict_text
 from analysis.load import load_sweep
 from analysis.measures.statistics import Estimate, differences, verdict
 from analysis.reports import findings
@@ -121,6 +121,8 @@ def test_a_change_of_a_share_is_told_in_points():
     goodput = replace(all_of_it, metric=SLO_METRICS[1], base=0.4, estimate=none_left)
     said = interval_text(goodput).replace("\u00a0", " ")
     assert said == "from 0.400 req/s to 0 req/s by [−0.500 req/s, −0.300 req/s]"
+    either = replace(goodput, estimate=Estimate(-0.4, -2.5, 0.858, 5, "paired t", scale))
+    assert bounds_text(either).replace("\u00a0", " ") == "by [−2.50 req/s, +0.858 req/s]"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from analysis.reading.request_columns import STRINGS, RequestColumns
 from analysis.reading.rows import FileRows, naming, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
-from testbed.records.schema import REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
+from testbed.records.schema import REPLACED, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -248,7 +248,8 @@ def _cure(folder: Path, why: str = "the run did not finish") -> str:
         )
     if command := restoring(folder):
         return f"{why}, but its tape has all steps up to there: `{command}` writes their records"
-    return f"{why}: {_REPEAT}"
+    before = f"; the run before it is in {folder / REPLACED}" if (folder / REPLACED).exists() else ""
+    return f"{why}: {_REPEAT}{before}"
 
 
 def restoring(folder: Path) -> str:

@@ -48,7 +48,7 @@ def replay_stock(
     holds the finished steps. Raises TestbedError if there is no run: vLLM did not start, or finished no step."""
     assert isinstance(config.backend, VllmConfig)
     log = folder / LOG_FILE
-    backend = _started(config, log, told)
+    backend, earlier = _started(config, log, told)
     clock = make_clock(config.backend, backend)
     clock.start()
     sender, lag, core_wait = Sender([], backend.log_by(clock.now_ns)), ReplayLag(), CoreWait()
@@ -70,6 +70,8 @@ def replay_stock(
             f"{why}no run could be made of the log ({describe_failure(error)}); it is kept: "
             f"testbed observe import {log}"
         ) from failure
+    if earlier is not None and config.overwrite and failure is None:
+        earlier.unlink()
     return failure
 
 
@@ -86,9 +88,9 @@ def _failure_of(do: Callable[[], None]) -> KeyboardInterrupt | TestbedError | No
     return None
 
 
-def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
-    """Starts vLLM without overwriting a log: an earlier log is renamed, and deleted after the start if the run may be
-    overwritten. If vLLM does not start, the earlier log is restored."""
+def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> tuple[Any, Path | None]:
+    """Starts vLLM without overwriting a log: an earlier log is renamed. Returns the backend and the earlier log, if
+    there is one. If vLLM does not start, the earlier log is restored."""
     earlier = set_aside(log, log) if log.exists() else None
     try:
         backend = build_vllm_backend(config, observe=log, told=told)
@@ -97,9 +99,7 @@ def _started(config: RunConfig, log: Path, told: dict[str, Any]) -> Any:
         if earlier is not None:
             earlier.replace(log)
         raise
-    if earlier is not None and config.overwrite:
-        earlier.unlink()
-    return backend
+    return backend, earlier
 
 
 def options_of_stock(config: RunConfig) -> dict[str, Any]:

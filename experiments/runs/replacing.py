@@ -21,7 +21,6 @@ from experiments.configuration.config import RunConfig
 from experiments.runs.interrupt import undisturbed
 from experiments.runs.run_folder import (
     LOG_FILE,
-    REPLACED,
     REPLACING,
     claim,
     did_not_begin,
@@ -29,6 +28,7 @@ from experiments.runs.run_folder import (
     has_results,
     locked,
 )
+from testbed.records.schema import REPLACED
 
 
 @contextmanager

@@ -25,12 +25,12 @@ from sim.cost.config import RooflineConfig
 from testbed.errors import ConfigError, RunFolderError
 from testbed.output import whole_file
 from testbed.records.operators import OPERATORS_FILE
-from testbed.records.schema import STEP_TRACE_FILE
+from testbed.records.schema import REPLACED, STEP_TRACE_FILE
 
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, if PyYAML was built with libyaml
 
 LOG_FILE = "run.log"
-REPLACED, REPLACING = ".replaced", ".replacing"  # folders in a run's, of the run that it replaces (replacing.py)
+REPLACING = ".replacing"  # see replacing.py
 _OF_RUNS = ("done", "manifest.json", "requests.parquet", REPLACED, REPLACING)
 _WRITTEN = (
     "done", "manifest.json", "requests.parquet", "summary.json", "steps.parquet", "decisions.jsonl", OPERATORS_FILE,
@@ -282,13 +282,15 @@ def describe_failure(error: BaseException, target: Path | str = "while writing")
 
 
 def has_results(folder: Path) -> bool:
-    """Whether a run that ended early is worth keeping: a request finished, or a tape has the steps of lost records."""
+    """Whether a run that ended early is worth keeping: a request finished, it was made of a log whose steps all are in
+    it, or a tape has the steps of lost records."""
     import pyarrow.parquet as pq  # not at the top: Arrow is slow to import
 
     from analysis.load import load_run
 
     try:
-        load_run(folder)
+        if "no_profile" in load_run(folder).manifest:  # of logs alone
+            return True
         reasons = pq.read_table(folder / "requests.parquet", columns=["finish_reason"]).column(0)
         return bool(reasons.null_count < len(reasons))
     except RunFolderError:

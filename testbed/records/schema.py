@@ -12,6 +12,7 @@ A run folder holds:
     profile.json.gz    with record.profile: steps of a real run in torch's profiler
     run.log            the log
     done               written last: the folder is complete
+    .replaced          the run in whose place this one is written, until this one is complete
 Instants are int64 ns on the run's clock (0 is the start of the run); durations derived from them are seconds.
 """
 
@@ -24,6 +25,7 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import BatchPlan, PreemptionMode
 
 RUN_FILES = ("config.yaml", "manifest.json", "requests.parquet", "steps.parquet")  # without them a folder is not a run
+REPLACED = ".replaced"
 STEP_TRACE_FILE = "profile.json.gz"
 
 REQUEST_COLUMNS: dict[str, str] = {

@@ -327,6 +327,22 @@ def test_of_an_overwritten_run_nothing_is_left(monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "run" / "case.jsonl").exists()
 
 
+def test_of_a_run_that_is_not_replaced_by_a_whole_one_records_and_log_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, lambda number: None)
+    assert run(tmp_path / "run") == 0
+    before, log = load_run(tmp_path / "run"), (tmp_path / "run" / "observed.jsonl").read_text()
+    for num_steps in (0, 2, 6):  # no run could be made; of no finished request; of one
+        start(monkeypatch, lambda number, num_steps=num_steps: dies(number, num_steps))
+        assert run(tmp_path / "run", "overwrite=true") == 1
+        place = tmp_path / "run" / (".replaced" if num_steps else "")
+        assert load_run(place).requests.equals(before.requests)
+        assert load_run(place).manifest == before.manifest
+        assert (tmp_path / "run" / "observed.jsonl-1").read_text() == log
+        assert len(load_run(tmp_path / "run").steps) == (num_steps or len(before.steps))
+
+
 def test_an_interrupted_run_says_what_was_not_sent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,8 @@ def test_a_killed_run_leaves_the_earlier_one_which_is_not_lost_without_being_ask
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert {*killed.stdout.split()} == {".replaced", "config.yaml", "run.log", "notes.txt"}
     assert load_run(Path("run", ".replaced")).is_complete
+    said = "the run did not finish: run its command again with overwrite=true, or that of its sweep as it was; "
+    assert f"{said}the run before it is in run/.replaced" in say(capsys, "timeline", "run").error()
     assert "already holds a run" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
     again(capsys, "scheduler.admission={_target_: ends.Ends, error: fails}").error()
     assert files_of(Path("run")) == earlier

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from experiments.configuration.config import RunConfig
@@ -28,6 +28,7 @@ from experiments.runs.run_folder import (
     has_results,
     locked,
 )
+from testbed.errors import RunFolderError
 from testbed.records.schema import REPLACED
 
 
@@ -50,6 +51,13 @@ def replacing(folder: Path, more: Sequence[str] = ()) -> Iterator[None]:
     finally:
         with undisturbed():
             _settle(folder, more)
+
+
+def put_back(folder: Path) -> None:
+    """Puts the earlier run of a folder back if the new one was killed without results."""
+    if any((folder / name).exists() for name in (REPLACED, REPLACING)):
+        with suppress(RunFolderError), locked(folder), undisturbed():  # unless another process is writing to it
+            _settle(folder, ())
 
 
 def _set_earlier_aside(folder: Path, more: Sequence[str]) -> None:

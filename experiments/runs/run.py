@@ -32,7 +32,7 @@ from experiments.runs.prepare import (
     trace_inbox,
 )
 from experiments.runs.progress import Progress
-from experiments.runs.replacing import claimed
+from experiments.runs.replacing import claimed, put_back
 from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
@@ -104,6 +104,7 @@ def execute(
     far and marks the folder partial.
     """
     folder = folder.absolute()
+    put_back(folder)
     refuse_overwrite(folder, config.overwrite)
     check_profile(config)
     if trace is not None:

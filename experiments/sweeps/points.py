@@ -34,6 +34,7 @@ from experiments.configuration.saved import read_manifest
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
+from experiments.runs.replacing import put_back
 from experiments.runs.run import INTERRUPTED, RunResult, execute
 from experiments.runs.run_folder import SET_ASIDE, describe_failure, did_not_begin, has_run, is_locked, set_aside
 from testbed.errors import RunFolderError, TestbedError
@@ -316,7 +317,8 @@ def say_not_begun(point: Point, why: str) -> None:
     """Records a failure for a point that was not begun, if its folder holds no run and its configuration is valid."""
     with suppress(TestbedError):
         config = RunConfig.from_container(point.raw)
-        point.origin.say_failed(point.place(identity_of(config)), config, why, point.command)
+        put_back(folder := point.place(identity_of(config)))
+        point.origin.say_failed(folder, config, why, point.command)
 
 
 class _NoTerminal(io.TextIOBase):

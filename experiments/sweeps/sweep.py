@@ -34,6 +34,7 @@ from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
 from experiments.runs.origin import Origin, end_of_others, restate
+from experiments.runs.replacing import put_back
 from experiments.runs.run import FailedError
 from experiments.runs.run_folder import is_locked, named_folder, refuse_run, writing
 from experiments.sweeps.points import (
@@ -206,7 +207,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[
     num_restated = 0
     for point, config in points:
         identity = identity_of(config)
-        folder = point.place(identity)
+        put_back(folder := point.place(identity))
         if not config.overwrite and is_done(folder, identity):
             done[folder] = point
             if not config.allow_ignored and (said := read_manifest(folder).get("ignored")):

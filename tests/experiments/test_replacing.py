@@ -120,9 +120,8 @@ def test_a_killed_run_leaves_the_earlier_one_which_is_not_lost_without_being_ask
     assert load_run(Path("run", ".replaced")).is_complete
     said = "the run did not finish: run its command again with overwrite=true, or that of its sweep as it was; "
     assert f"{said}the run before it is in run/.replaced" in say(capsys, "timeline", "run").error()
-    assert "already holds a run" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
-    again(capsys, "scheduler.admission={_target_: ends.Ends, error: fails}").error()
-    assert files_of(Path("run")) == earlier
+    assert "already holds a run, and" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
+    assert files_of(Path("run")) == earlier, "the next command put it back"
 
 
 def test_a_run_whose_move_was_killed_is_put_together_again(
@@ -131,9 +130,8 @@ def test_a_run_whose_move_was_killed_is_put_together_again(
     Path("run", ".replacing").mkdir()
     for name in ("done", "manifest.json"):
         Path("run", name).rename(Path("run", ".replacing", name))
-    assert "already holds a run" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
-    again(capsys, "scheduler.admission={_target_: ends.Ends, error: fails}").error()
-    assert files_of(Path("run")) == earlier
+    assert "already holds a run, and" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
+    assert files_of(Path("run")) == earlier, "the next command put it back"
 
 
 def test_of_a_swept_point_that_fails_the_earlier_run_stays(
@@ -151,3 +149,19 @@ def test_of_a_swept_point_that_fails_the_earlier_run_stays(
     assert files_of(tmp_path / "s") == before
     assert "2 of 2 points" in sweep(capsys, tmp_path / "s", "seed=0,1").out
     assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
+def test_a_swept_point_that_was_killed_is_done_before_as_its_earlier_run_is_put_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(capsys, tmp_path / "s", "seed=0,1")
+    before = files_of(tmp_path / "s")
+    for run in load_sweep(tmp_path / "s").runs:
+        (run.path / ".new").mkdir()
+        for name in files_of(run.path):
+            (run.path / name).rename(run.path / ".new" / name)
+        (run.path / ".new").rename(run.path / ".replaced")
+        (run.path / "run.log").touch()
+        (run.path / "manifest.json").write_text('{"status": "partial"}')
+    assert "done before  2 of 2 points" in sweep(capsys, tmp_path / "s", "seed=0,1").out
+    assert files_of(tmp_path / "s") == before

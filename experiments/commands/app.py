@@ -70,7 +70,7 @@ def run_app(arguments: list[str]) -> int:
         swept = with_swept(overrides) if sweeps else overrides
         keys = check_values(swept, is_sweep=sweeps)
         overrides = emptied(of_points(overrides, keys) if sweeps else overrides)
-    _check_environment(overrides)
+    _check_hydras(overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # Hydra's plugin search does not find it in an editable installation
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -96,9 +96,12 @@ def _run_hydras(mode: str, overrides: list[str]) -> None:
         (app.run if mode == "RUN" else app.multirun)("config", _job, [*given, f"hydra.mode={mode}"])
 
 
-def _check_environment(overrides: Sequence[str]) -> None:
-    """Raises ConfigError if hydra.job.env_copy names a variable that is not set."""
+def _check_hydras(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for what Hydra refuses with a stack trace: hydra=<one value>, and variables that are not set
+    in hydra.job.env_copy."""
     for item in map(parsed, overrides):
+        if item.key_or_group == "hydra" and (item.is_sweep_override() or not isinstance(item.value(), dict)):
+            raise ConfigError(f"{item.input_line}: name one of Hydra's keys, as hydra.sweep.dir=<folder>")
         if item.key_or_group not in ("hydra.job", "hydra.job.env_copy") or item.is_sweep_override():
             continue
         value = item.value()

@@ -125,7 +125,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     its app alone."""
     for item in (item for item in map(parsed, overrides) if is_hydras(item)):
         raise ConfigError(
-            f"{item.input_line} has no effect here: Hydra's keys are of `testbed run` without from=; leave it out"
+            f"{item.input_line} has no effect here: Hydra's keys are of `testbed run` (with from=: hydra.run.dir); "
+            "leave it out"
         )
     choices = [item for item in overrides if not is_value(item)]
     with in_one_line(choices, keys):

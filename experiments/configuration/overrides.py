@@ -74,7 +74,8 @@ def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
 
 def is_hydras(item: Override) -> bool:
     """Whether an override is of a key that Hydra's app reads; the search path is read by all."""
-    return item.key_or_group.startswith("hydra") and item.key_or_group != "hydra.searchpath"
+    key = item.key_or_group
+    return key == "hydra" or (key.startswith(("hydra.", "hydra/")) and key != "hydra.searchpath")
 
 
 def with_searched(arguments: list[str]) -> list[str]:
@@ -303,7 +304,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
         if group == "hydra/launcher" and option not in names and option in _EXTRAS:
             raise ConfigError(f"{item.input_line} needs a package that is not installed: pip install {_EXTRAS[option]}")
         if names and option not in names and library.file(group, option) is None:
-            near = (file for folder in library.folders for file in (folder / group).glob("*"))
+            near = (file for folder in library.folders for file in (folder / group).glob("*") if file.is_file())
             if file := next((file for file in near if option in (file.stem, file.name)), None):
                 raise ConfigError(f"{file}: the file of an option ends in .yaml; rename it to {file.stem}.yaml")
             keys = [key for key, policies in POLICIES.items() if value in policies]

@@ -29,7 +29,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine, unlike_clocks
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values
+from experiments.configuration.overrides import check_num_points, is_hydras, library_of, of_one_point, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -79,7 +79,8 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
             "leave it out (docs/sweeps.md)"
         )
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
-    choices = _choices(list(map(parsed, arguments)), library_of(of_hydra))
+    of_runs = [item for item in map(parsed, arguments) if not is_hydras(item)]  # Hydra itself leaves hydra={…} there
+    choices = _choices(of_runs, library_of(of_hydra))
     command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
     sweep = _Sweep(config, context, of_hydra, command, _combinations(choices, library_of(of_hydra)), root)
     points = _points(sweep)

@@ -54,12 +54,24 @@ def test_a_value_of_another_type_is_named_with_what_was_expected(override: str, 
 )
 def test_a_key_of_hydras_is_refused_where_hydra_makes_no_run(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     saved = dict(compose_config([]).raw)
-    told = f"{override} has no effect here: Hydra's keys are of `testbed run` without from=; leave it out"
+    told = f"{override} has no effect here: Hydra's keys are of `testbed run` (with from=: hydra.run.dir); "
+    told += "leave it out"
     for compose in (lambda: compose_config([override]), lambda: compose_from(saved, [override])):
         with pytest.raises(ConfigError) as caught:
             compose()
         assert str(caught.value) == told
     assert say(capsys, "calibrate", override).error() == told
+
+
+def test_a_key_that_only_begins_as_hydras_do_is_one_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), ("-m", "seed=0,1")):
+        assert "unknown key 'hydrant'; at the top there are: " in say(capsys, "run", *more, "hydrant=1").error()
+
+
+@pytest.mark.parametrize("value", ["1", "null", "[a]"])
+def test_hydra_itself_is_no_key(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = f"hydra={value}: name one of Hydra's keys, as hydra.sweep.dir=<folder>"
+    assert say(capsys, "run", f"hydra={value}").error() == told
 
 
 @pytest.mark.parametrize("option", ["mine", "mine.yml"])
@@ -70,6 +82,9 @@ def test_an_option_s_file_of_another_extension_is_named(
     file.write_text("defaults: [h100]")
     told = f"{file}: the file of an option ends in .yaml; rename it to mine.yaml"
     assert say(capsys, "run", "--config-dir", str(tmp_path), f"device={option}").error() == told
+    file.unlink()
+    file.mkdir()
+    assert "device has no option" in say(capsys, "run", "--config-dir", str(tmp_path), f"device={option}").error()
 
 
 @pytest.mark.parametrize(

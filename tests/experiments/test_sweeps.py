@@ -249,6 +249,12 @@ def test_what_acts_on_each_point_by_itself_is_refused(
     assert not list(tmp_path.rglob("manifest.json"))
 
 
+def test_hydras_keys_may_come_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra={{sweep: {{dir: {tmp_path / 's'}}}}}")
+    assert said.status == 0, said.err
+    assert len(load_sweep(tmp_path / "s").runs) == 2
+
+
 STUDIES = {  # what each overlay sweeps beside the seed
     "admission": 4, "batch_composition": 5, "chunk_budget": 5, "preemption": 3, "prefix_caching": 4, "queue_order": 6,
     "watermark": 5,

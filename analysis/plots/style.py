@@ -189,6 +189,9 @@ def figure_of(drawn: Figure | Axes | AxesArray) -> Figure:
     axes = np.ravel(np.asarray(drawn, dtype=object))
     if not axes.size or not all(isinstance(one, Axes) for one in axes):
         raise ConfigError(f"a plot returns its Axes, an array of them or its Figure, and this one {shown(drawn)}")
+    figures = {id(one): one for one in (one.get_figure(root=True) for one in axes)}
+    if len(figures) > 1:
+        raise ConfigError(f"a plot is one figure, and this one returns Axes of {len(figures)}; make a plot of each")
     return cast(Figure, axes[0].get_figure(root=True))
 
 

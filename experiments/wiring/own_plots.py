@@ -6,10 +6,12 @@ parameters, and whose object is called with the runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import chdir
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.grammar import parsed
@@ -35,9 +37,19 @@ def check_plots(config: RunConfig) -> None:
 def given_plots(texts: Iterable[str]) -> list[OwnPlot]:
     """Returns the plots that --plot names, by a dotted name or as an item of `report.plots`. Raises TestbedError for
     one that cannot be made."""
-    lists: list[Any] = [parsed(f"{_KEY}=[{text}]").value() for text in texts]
-    nodes = [{"_target_": item} if isinstance(item, str) else item for items in lists for item in items]
-    return [_own("--plot", node) for node in ReportConfig(plots=tuple(nodes)).plots]
+    return [_own("--plot", _given(text)) for text in texts]
+
+
+def _given(text: str) -> dict[str, Any]:
+    try:
+        values: Any = parsed(f"{_KEY}=[{text}]").value()
+        nodes = [{"_target_": value} if isinstance(value, str) else value for value in values]
+        (node,) = ReportConfig(plots=tuple(nodes)).plots
+    except (ConfigError, ValueError):
+        raise ConfigError(
+            f"--plot {text!r} names no plot; give one as mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}"
+        ) from None
+    return cast(dict[str, Any], node)
 
 
 def stated_plots(runs: Sequence[Run]) -> list[OwnPlot]:
@@ -89,7 +101,8 @@ def _made(key: str, node: dict[str, Any]) -> Callable[[Sweep], Any]:
 def _draw(plot: Callable[[Sweep], Any], sweep: Sweep) -> Any:
     """Draws. Raises PolicyError, with the line of the user's file, for what the plot raises."""
     try:
-        return plot(sweep)
+        with chdir(os.curdir):  # which is then as it was: the report's files are named from there
+            return plot(sweep)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         place = place_in_own_code(error)
         said = str(error) if isinstance(error, TestbedError) else told(error)

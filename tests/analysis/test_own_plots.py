@@ -53,19 +53,24 @@ def test_what_fails_costs_its_own_place_only(tmp_path):
         axes.set_title("$\\bad{$")
         return axes
 
+    def two_figures(sweep: Sweep):
+        return [pyplot.subplots()[1] for _ in range(2)]
+
     report = ReportInput(
         infer_arms([load_run(write_run(tmp_path / "run", num_requests=10))]),
         plots=[
             OwnPlot("raises", "", lambda _: {}["a\nb"]), OwnPlot("none", "", lambda _: None),
             OwnPlot("not to be drawn", "", titled), OwnPlot("good", "Good.", lambda _: pyplot.subplots()[0]),
+            OwnPlot("two", "", two_figures),
         ],
     )  # fmt: skip
     with pytest.raises(PlotError) as failure:
         write_report(report, tmp_path / "r.html")
     said = str(failure.value)
-    assert said.startswith(f"{tmp_path / 'r.html'} is written without 3 plots of your own: raises: KeyError: 'a\\nb'; ")
+    assert said.startswith(f"{tmp_path / 'r.html'} is written without 4 plots of your own: raises: KeyError: 'a\\nb'; ")
     assert "none: a plot returns its Axes, an array of them or its Figure, and this one None; " in said
     assert "not to be drawn: ValueError: " in said
+    assert said.endswith("; two: a plot is one figure, and this one returns Axes of 2; make a plot of each")
     assert "\n" not in said
     text = (tmp_path / "r.md").read_text()
     assert "*none.* It could not be drawn: a plot returns its Axes" in text

@@ -16,6 +16,7 @@ from tests.experiments.kit import SHORT, TINY, config_of, say
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINE = '''
+import os
 from matplotlib import pyplot
 
 def dots(sweep, column="ttft_s"):
@@ -44,6 +45,10 @@ def of_one(sweep):
 
 def of_two(sweep, other):
     return None
+
+def elsewhere(sweep):
+    os.chdir("/")
+    return dots(sweep)
 
 class Mute:
     pass
@@ -74,11 +79,11 @@ def test_the_plots_that_a_sweep_states_are_in_its_report(
 @pytest.mark.usefixtures("unrendered")
 def test_plots_of_the_command_line_take_their_place(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(capsys, "run", *TINY, *SHORT, TWO, "hydra.run.dir=a").status == 0
-    given = ("--plot", "mine.dots", "--plot", "{_target_: analysis.plots.timeline}")
+    given = ("--plot", "mine.elsewhere", "--plot", "{_target_: analysis.plots.timeline}")
     assert say(capsys, "report", "a", "--out", "r", *given).status == 0
     text = Path("r.md").read_text()
-    assert re.findall(r"!\[([\w.()=]+)\]\(r_files/own_\d.png\)", text) == ["mine.dots", "analysis.plots.timeline"]
-    assert "--plot mine.dots --plot '{_target_: analysis.plots.timeline}'" in text, "the command that repeats it"
+    assert re.findall(r"!\[([\w.()=]+)\]\(r_files/own_\d.png\)", text) == ["mine.elsewhere", "analysis.plots.timeline"]
+    assert "--plot mine.elsewhere --plot '{_target_: analysis.plots.timeline}'" in text, "the command that repeats it"
     assert say(capsys, "run", "from=a", "report.plots=[{_target_: mine.dots}]", "hydra.run.dir=b").status == 0
     assert load_run(Path("b")).flat_config["report.plots"] == [{"_target_": "mine.dots"}]
     said = say(capsys, "report", "a", "b", "--out", "both")
@@ -113,7 +118,6 @@ MISTAKES = [
     ("{_target_: mine.of_two}", ": mine.of_two gets the runs and what stands beside _target_, no more: missing a"),
     ("{_target_: mine.dots, colum: a}", ": mine.dots: it has no parameter 'colum'; did you mean 'column'?"),
     ("{_target_: mine.Histogram, bin: 3}", ": cannot make 'mine.Histogram': it has no parameter 'bin'; did you mean"),
-    ("{bins: 3}", "report.plots has {'bins': 3}; name a plot as {_target_: mine.waiting}"),
 ]
 
 
@@ -133,11 +137,18 @@ def test_a_plot_that_cannot_be_made_is_told_before_anything_runs(
     ("override", "said"),
     [
         ("report.plots=mine.dots", "it must be a list, as in 'report.plots=[{_target_: mine.waiting}]'"),
+        ("report.plots=[{bins: 3}]", "report.plots has {'bins': 3}; name a plot as {_target_: mine.waiting}"),
         ("report.plots=[mine.dots]", "report.plots has 'mine.dots'; name a plot as {_target_: mine.waiting}"),
     ],
 )
 def test_a_plot_is_named_as_every_class_is(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
     assert said in say(capsys, "run", *TINY, *SHORT, override).error()
+
+
+@pytest.mark.parametrize("text", ["{bins: 3}", "[mine.dots]", "mine.a, mine.b", "{_target_: mine.dots", "a=b", "3"])
+def test_what_names_no_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    told = f"--plot {text!r} names no plot; give one as mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}"
+    assert say(capsys, "report", str(tmp_path), "--plot", text).error() == told
 
 
 def test_a_plot_is_not_blamed_for_what_a_run_does() -> None:

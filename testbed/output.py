@@ -14,7 +14,10 @@ from typing import TextIO, cast
 def whole_file(out: Path) -> Iterator[Path]:
     """Yields the path of a new file with the extension of `out`, which takes its place at the end; its folder exists.
     If that fails, `out` is as it was, and an OSError of the new file names `out`. Of several processes that write it at
-    once, the last one's stays."""
+    once, the last one's stays. If `out` is a device or a pipe, as /dev/null, yields its own path."""
+    if out.exists() and not (out.is_file() or out.is_dir()):
+        yield out
+        return
     number = 0
     try:
         while not _is_made(part := out.with_name(f".part{number}-{out.name}")):

@@ -83,8 +83,9 @@ def refuse_existing(path: Path | None, overwrite: bool, key: str = "--out") -> N
     cannot be looked at, as a link to itself. key: the option that names the output."""
     if path is None:
         return
-    is_of_run = (path.name in (*_WRITTEN, LOG_FILE) and path.name != "timeline.json") or path.match("tape*.jsonl")
-    if is_of_run and has_run(path.parent):
+    file = Path(os.path.realpath(path))  # not of a link
+    is_of_run = (file.name in (*_WRITTEN, LOG_FILE) and file.name != "timeline.json") or file.match("tape*.jsonl")
+    if is_of_run and has_run(file.parent):
         raise RunFolderError(f"{path} is a file of the run there; choose another {key}")
     with suppress(FileNotFoundError):
         path.stat()
@@ -182,7 +183,7 @@ def alone(file: Path, out: Path, key: str = "--out") -> Iterator[None]:
         finally:
             with suppress(OSError):
                 if file.is_file() and not file.stat().st_size:  # nobody's own
-                    file.unlink()
+                    file.resolve().unlink()  # a link stays
 
 
 def is_locked(folder: Path) -> bool:

@@ -85,6 +85,18 @@ def test_no_command_writes_over_the_files_of_a_run(
     assert say(capsys, "timeline", "run", "--out", "run/timeline.json", "--overwrite").status == 0
 
 
+def test_no_command_writes_through_a_link_to_a_file_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    simulate({"num_requests": 2}, folder="run")
+    before = Path("run/manifest.json").read_bytes()
+    Path("out.jsonl").symlink_to("run/manifest.json")
+    said = say(capsys, "generate", "--model", "nowhere", "a", "--output", "out.jsonl", "--overwrite").error()
+    assert said == "out.jsonl is a file of the run there; choose another --output"
+    assert Path("run/manifest.json").read_bytes() == before
+
+
 def test_two_sweeps_into_one_folder_at_once_share_its_points(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments", "run", "-m", *TINY, *SHORT[1:]]
     command += ["trace.num_requests=1500", "seed=range(0,5)", f"hydra.sweep.dir={tmp_path / 's'}"]

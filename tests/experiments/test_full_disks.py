@@ -200,6 +200,17 @@ def test_of_two_that_write_a_file_at_once_the_last_ones_stays_whole(tmp_path: Pa
     assert os.listdir(tmp_path) == [out.name]
 
 
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(out := tmp_path / "trace.jsonl")
+    reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
+    with whole_file(out) as file:
+        file.write_text("rows")
+    assert os.read(reader, 9) == b"rows"
+    os.close(reader)
+    assert out.is_fifo()
+    assert os.listdir(tmp_path) == [out.name]
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "tables.parquet", "profile.parquet"])
 def test_a_writer_does_not_lose_its_file_to_another_that_writes_there_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -168,6 +168,10 @@ def test_while_one_command_writes_an_output_another_is_refused(
     assert generate(capsys, folder, "a", "--max-tokens", "2", "--output", str(out)).status == 0
     assert said == [f"another process is writing to {out}; wait for its end, or choose another --output"]
     assert [row["prompt"] for row in lines_of(out)] == ["a"]
+    (link := tmp_path / "link.jsonl").symlink_to(tmp_path / "new.jsonl")
+    with alone(link, link):
+        assert link.exists()
+    assert (link.is_symlink(), link.exists()) == (True, False), "of what nobody wrote nothing is left but the link"
     nowhere = Path(os.devnull)
     with alone(nowhere, nowhere), alone(nowhere, nowhere):
         pass

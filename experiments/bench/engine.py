@@ -243,9 +243,11 @@ def main(arguments: list[str]) -> int:
     device = resolve_device(options.device)
     print(f"engine: {describe_device(device)}, torch {torch.__version__}", flush=True)
     on_cpu = device.type == "cpu"
-    dtypes: list[Any] = options.dtypes.split(",") if options.dtypes else [*offline.CPU_DTYPES] if on_cpu else [None]
-    for dtype in dtypes if options.dtypes else ():
-        choose("--dtypes", dtype, offline.CPU_DTYPES if on_cpu else GPU_DTYPES)
+    dtypes: list[Any] = [*offline.CPU_DTYPES] if on_cpu else [None]
+    if options.dtypes is not None:
+        dtypes = options.dtypes.split(",")
+        for dtype in dtypes:
+            choose("--dtypes", dtype, offline.CPU_DTYPES if on_cpu else GPU_DTYPES)
     if on_cpu and options.models is not None:
         raise ConfigError("--models is for a GPU: on a CPU one small model is measured")
     if on_cpu and options.kv_dtype is not None:

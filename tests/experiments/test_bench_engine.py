@@ -64,6 +64,7 @@ def test_the_least_time_of_a_step():
     ("arguments", "problem"),
     [
         (("--dtypes", "fp8"), "--dtypes is 'fp8'; choose one of float32, bfloat16"),
+        (("--dtypes", ""), "--dtypes is ''; choose one of float32, bfloat16"),
         (("--kv-dtype", "fp8_e4m3"), "--kv-dtype is for a GPU: on a CPU the cache has the model's format"),
         (("--models", "qwen3_8b"), "--models is for a GPU: on a CPU one small model is measured"),
     ],

@@ -58,7 +58,8 @@ def stated_plots(runs: Sequence[Run]) -> list[OwnPlot]:
     from analysis.reports.parts import OwnPlot
 
     for run in runs:
-        import_from(run.manifest.get("started_in"))
+        if run.flat_config.get(_KEY):
+            import_from(run.manifest.get("started_in"))
     plots = []
     for node in stated(runs, "plots") or ():
         try:

@@ -77,6 +77,23 @@ def test_the_plots_that_a_sweep_states_are_in_its_report(
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_plots_come_from_where_the_runs_that_state_them_were_started(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        (folder := home / name).mkdir()
+        monkeypatch.chdir(folder)
+        (folder / "yours.py").write_text(MINE if name == "b" else "")
+        plots = ["report.plots=[{_target_: yours.dots}]"] if name == "b" else []
+        assert say(capsys, "run", *TINY, *SHORT, *plots, "hydra.run.dir=run").status == 0
+        sys.modules.pop("yours", None)
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(folder)])
+    monkeypatch.chdir(home)
+    assert say(capsys, "report", "a/run", "b/run", "c/run").status == 0
+    assert "![yours.dots](report_files/own_1.png)" in Path("report.md").read_text()
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_plots_of_the_command_line_take_their_place(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(capsys, "run", *TINY, *SHORT, TWO, "hydra.run.dir=a").status == 0
     given = ("--plot", "mine.elsewhere", "--plot", "{_target_: analysis.plots.timeline}")

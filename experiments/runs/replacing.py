@@ -11,7 +11,6 @@ by way of `.replacing`, so that they are together again after a process that was
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from experiments.runs.run_folder import (
     files_of_run,
     has_results,
     locked,
+    log_to,
 )
 from testbed.errors import RunFolderError
 from testbed.records.schema import REPLACED
@@ -37,7 +37,7 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
     """Context that locks and claims the folder and opens its log. Raises RunFolderError if another process has it."""
     with locked(folder), replacing(folder):
         claim(folder, config)
-        with _log_to(folder / LOG_FILE):
+        with log_to(folder / LOG_FILE):
             yield
 
 
@@ -100,25 +100,3 @@ def _move_back(folder: Path) -> None:
         else:
             file.rename(folder / file.name)
     moving.rmdir()
-
-
-class _LogFile(logging.FileHandler):
-    """A log file whose write errors end the run, like those of its other files, instead of printing a stack trace."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        raise
-
-
-@contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    log = logging.getLogger("testbed")
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()

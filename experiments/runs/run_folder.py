@@ -1,4 +1,4 @@
-"""The files of a run folder: locks, atomic writes, what may be written over. A run in place of another: replacing.py.
+"""The files of a run folder: locks, the log, atomic writes, what may be written over (by a new run: replacing.py).
 
 A process that writes holds a lock on the log; the operating system releases it when the process dies.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import stat
@@ -235,6 +236,28 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def is_same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose write errors end the run, like those of its other files, instead of printing a stack trace."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        raise
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    log = logging.getLogger("testbed")
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
 
 
 _NO_ROOM = {

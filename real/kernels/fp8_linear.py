@@ -22,7 +22,7 @@ from real.kernels.weights import dequantized, load_part, stored
 if TYPE_CHECKING:
     from real.layers.matrix import Matrix
 
-MAX_TOKENS = 64  # beyond, it is faster to dequantise the weight and multiply by torch
+MAX_TOKENS = 64  # beyond, to dequantise the weight first takes about as long, or less
 BLOCK_K = 128  # input features of an iteration, which have one scale a row
 PROGRAMS = {16: 4, 32: 3, 64: 2}  # of a multiprocessor, by tokens: there are registers for as many at once
 TILE = 1024  # sums of a program

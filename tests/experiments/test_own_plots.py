@@ -174,7 +174,9 @@ def test_a_plot_is_not_blamed_for_what_a_run_does() -> None:
 
 def test_the_example_of_the_page_runs_as_it_stands(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = (DOCS / "extending.md").read_text().partition("## A plot\n")[2].partition("\n## ")[0]
-    python, shell = re.search(r"```python\n(.*?)```\n```sh\n(.*?)```", section, re.DOTALL).groups()  # type: ignore[union-attr]
+    found = re.search(r"```python\n(.*?)```\n```sh\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    python, shell = found.groups()
     example = DOCS / "examples" / "my_plots.py"
     assert python in example.read_text()
     shutil.copy(example, home)

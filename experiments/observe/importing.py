@@ -37,7 +37,8 @@ from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.serialize import write_jsonl
 from testbed.wording import count
 
-_OF_LOGS = CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
+CASE_FILE, PROFILE_FILE = "case.jsonl", "profile.parquet"
+_OF_LOGS = (CASE_FILE, PROFILE_FILE)  # files of a log's run beside those of all runs
 
 
 def import_log(

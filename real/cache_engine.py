@@ -100,7 +100,7 @@ class CacheEngine:
             ) from None
         self.gpu = LayerCaches(gpu)
         self.cpu = cpu
-        self._has_kernels = is_cuda and kernels.why_not(placement.device) is None
+        self._has_kernels = kernels.has_kernels(placement.device)
         self._swaps = SwapStream(placement.device, layers) if self._has_kernels and num_cpu_blocks else None
 
     def execute(self, plan: BatchPlan) -> Callable[[], int]:

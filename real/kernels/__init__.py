@@ -1,5 +1,5 @@
-"""Triton kernels over paged KV memory (store, decode, prefill, block copies; see docs/attention.md), for experts and
-for sampling; and the C kernels for CPUs.
+"""Triton kernels over paged KV memory (store, decode, prefill, block copies; see docs/attention.md), for a layer's
+other parts and for sampling; and the C kernels for CPUs.
 
 Public functions take torch tensors and hide the launches. They can be imported without a GPU or driver. If
 TRITON_INTERPRET=1 is in the environment before the import, they run on the CPU, slowly, for tests.
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 MIN_CAPABILITY = (8, 0)
 
@@ -51,3 +52,14 @@ def why_not(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
     return why_no_gpu(device) or why_no_launchers()
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """As why_not, remembered: for what is called in each layer."""
+    return why_not(device) is None
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether x is contiguous rows on a GPU on which these kernels run."""
+    return x.is_cuda and x.dim() == 2 and x.is_contiguous() and has_kernels(x.device)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from real.kernels.attend import LOG2_E, MAX_WINDOW, STAGES, Scoring, Tiling, attend
+from real.kernels.chain import after_previous, chained
 from real.kernels.formats import as_stored, beside, capability
 from real.kernels.parts import Parts
 
@@ -33,13 +34,14 @@ def decode_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_MIXED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, or item of Parts; KV head and tile of its query heads).
 
     partial: float32, for rows that have several parts: averages of the values [items, heads, head_dim], then (at
     partial_size) the log2 of the sums of weights [items, heads].
     """
+    after_previous(IS_CHAINED)
     item = tl.program_id(0)
     row = item
     if IS_SPLIT:
@@ -99,10 +101,11 @@ def decode_kernel(
 def reduce_kernel(
     output, partial, starts, query_starts, partial_size, stride_output_token, stride_output_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, TILE: tl.constexpr,
-    IS_MIXED: tl.constexpr,
+    IS_MIXED: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): averages the parts' results, weighted by their sums of weights. Rows with a single part are
     skipped, as decode_kernel has written their output."""
+    after_previous(IS_CHAINED)
     row = tl.program_id(0)
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     if end - begin == 1:
@@ -201,11 +204,11 @@ def paged_decode(
         BLOCK_SIZE=kv_cache.shape[2], BLOCK_N=tile.block_n, KV_FORMAT=stored.kv_format,
         HAS_ALIBI=scoring.slopes is not None, HAS_WINDOW=scoring.window is not None,
         IS_MIXED=query_starts is not None, IS_SPLIT=parts is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **chained(query.device),
     )  # fmt: skip
     if parts is not None:
         reduce_kernel[(num_rows, num_heads)](
             output, partial, parts.starts, query_starts, partial_size, output.stride(0), output.stride(1),
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, TILE=REDUCE_TILE,
-            IS_MIXED=query_starts is not None, num_warps=4,
+            IS_MIXED=query_starts is not None, num_warps=4, **chained(query.device),
         )  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from real.kernels.attend import STAGES
+from real.kernels.chain import after_previous, chained
 from real.kernels.formats import PLAIN
 from real.kernels.routing import TILES, routes
 from real.kernels.weights import Stored, load_part, load_weight, stored
@@ -30,13 +31,14 @@ def gate_up_kernel(
     stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): silu(x @ gate.T) * (x @ up.T) of a tile's pairs, stored in sorted order.
 
     tiles: (expert, first, last) of the sorted pairs; the program of an empty tile ends at once. weight [num_experts,
     2 * NUM_OUT, NUM_IN]: rows of gate, then of up. Pair p belongs to token p // PER_TOKEN.
     """
+    after_previous(IS_CHAINED)
     tile = tiles + 3 * tl.program_id(0)
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first >= last:
@@ -80,12 +82,13 @@ def down_kernel(
     stride_x, stride_expert, stride_row, stride_scales, stride_scale_row, stride_output,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, features): share * (x @ down.T) of a tile's pairs. x is in sorted order, the output is not.
 
     weight [num_experts, NUM_OUT, NUM_IN]; shares: the weight of each pair's expert for its token.
     """
+    after_previous(IS_CHAINED)
     tile = tiles + 3 * tl.program_id(0)
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first >= last:
@@ -160,12 +163,12 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
     tile = tilings(block_m, x.dtype, first)[0]
     gate_up_kernel[(len(tiles), triton.cdiv(inner, tile.block_n))](
         between, x, *first.tensors, order, tiles, x.stride(0), *first.strides, between.stride(0),
-        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token, BLOCK_M=block_m, **tile.options(first),
+        NUM_IN=hidden, NUM_OUT=inner, PER_TOKEN=per_token, BLOCK_M=block_m, **tile.options(first), **chained(x.device),
     )  # fmt: skip
     results = x.new_empty((num_tokens * per_token, hidden))
     tile = tilings(block_m, x.dtype, second)[1]
     down_kernel[(len(tiles), triton.cdiv(hidden, tile.block_n))](
         results, between, *second.tensors, shares.contiguous(), order, tiles, between.stride(0), *second.strides,
-        results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **tile.options(second),
+        results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **tile.options(second), **chained(x.device),
     )  # fmt: skip
     return results.view(num_tokens, per_token, hidden).sum(1)

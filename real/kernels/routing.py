@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from real.kernels.chain import after_previous, chained
+
 TILES = (16, 64, 128)  # pairs of a tile
 BLOCK = 256  # pairs, or tiles, of an iteration, for each warp
 
@@ -21,9 +23,10 @@ BLOCK = 256  # pairs, or tiles, of an iteration, for each warp
 def choose_kernel(
     shares, experts, scores, stride_scores,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, TOKEN_PAD: tl.constexpr,
-    NORMALIZES: tl.constexpr,
+    NORMALIZES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (token): its experts with the largest softmax over all, the largest first, of equal ones the first."""
+    after_previous(IS_CHAINED)
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, NUM_PAD)
     row = tl.load(scores + token * stride_scores + ids, mask=ids < NUM, other=float("-inf")).to(tl.float32)
@@ -47,9 +50,11 @@ def choose_kernel(
 def routes_kernel(
     order, tiles, experts, num_pairs, num_tiles,
     NUM: tl.constexpr, NUM_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (expert): its pairs, in order, behind those of the experts before it, and its tiles; that of the last
     expert also the empty tiles behind all."""
+    after_previous(IS_CHAINED)
     expert = tl.program_id(0)
     ids = tl.arange(0, NUM_PAD)
     counts = tl.zeros([NUM_PAD], tl.int32)  # pairs of each expert
@@ -94,7 +99,7 @@ def choose(scores: Tensor, per_token: int, *, normalizes: bool) -> tuple[Tensor,
     experts = scores.new_empty((num_tokens, per_token), dtype=torch.int32)
     choose_kernel[(num_tokens,)](
         shares, experts, scores, scores.stride(0), NUM=num, NUM_PAD=triton.next_power_of_2(num), PER_TOKEN=per_token,
-        TOKEN_PAD=triton.next_power_of_2(per_token), NORMALIZES=normalizes, num_warps=1,
+        TOKEN_PAD=triton.next_power_of_2(per_token), NORMALIZES=normalizes, num_warps=1, **chained(scores.device),
     )  # fmt: skip
     return shares, experts
 
@@ -111,6 +116,6 @@ def routes(experts: Tensor, num_experts: int, max_tile: int = TILES[-1]) -> Rout
     warps = 4 if block_m == TILES[0] else 16  # each iteration waits for its loads and for all warps
     routes_kernel[(num_experts,)](
         order, tiles, experts, num_pairs, num_tiles, NUM=num_experts, NUM_PAD=triton.next_power_of_2(num_experts + 1),
-        BLOCK_M=block_m, BLOCK=warps * BLOCK, num_warps=warps,
+        BLOCK_M=block_m, BLOCK=warps * BLOCK, num_warps=warps, **chained(experts.device),
     )  # fmt: skip
     return Routes(order, tiles, block_m)

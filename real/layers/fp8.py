@@ -1,7 +1,7 @@
 """Linear layers whose weights are stored in FP8 (e4m3) with scales: one byte of memory per weight.
 
 Activations are not quantised, so results are those of the same weights in the activations' format, on every device. On
-a GPU a few tokens are multiplied by the stored weight (real/kernels/fp8_linear.py). Else the weight is multiplied by
+a GPU a few tokens are multiplied by the stored weight (real/kernels/few_tokens.py). Else the weight is multiplied by
 its scales and converted to the activations' format before each GEMM, on a GPU by one kernel, which reads one byte and
 writes two per weight.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from real.device import Placement
-from real.kernels import why_not
+from real.kernels import has_kernels
 from real.layers.linear import Kept, LinearMethod, Part, Unquantized, dense_slots, multiply
 from real.layers.matrix import Matrix, Scales
 from real.layers.slots import Slot, shared
@@ -76,11 +76,9 @@ class Fp8:
 
     def __init__(self, scheme: Fp8Scheme) -> None:
         self.scheme = scheme
-        self._has_kernels = False
 
     def create_weights(self, layer: nn.Module, kept: Kept, placement: Placement, num: tuple[int, ...] = ()) -> None:
         layout, device = Fp8Layout(self.scheme, kept), placement.device
-        self._has_kernels = why_not(device) is None
         weight = torch.empty((*num, *kept.shape), device=device, dtype=STORED)
         scales = torch.empty((*num, *layout.shape), device=device, dtype=torch.float32)
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
@@ -91,8 +89,8 @@ class Fp8:
 
     def apply(self, layer: nn.Module, kept: Kept, x: Tensor, bias: Tensor | None) -> Tensor:
         matrix = fp8_matrix(layer, self.scheme, kept.columns)
-        if self._has_kernels:
-            from real.kernels.fp8_linear import multiply_fp8  # not at the top: needs Triton
+        if has_kernels(x.device):
+            from real.kernels.few_tokens import multiply_fp8  # not at the top: needs Triton
 
             return multiply_fp8(x, matrix, bias)
         return multiply(x, matrix.dense(x.dtype), bias)

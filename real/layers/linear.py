@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
+from real.kernels import has_kernels
+from real.layers.matrix import Matrix
 from real.layers.packed import multiply_packed, packed
 from real.layers.slots import Slot, empty_parameter, shared
 from testbed.specs.model import ModelSpec
@@ -86,6 +88,11 @@ def dense_slots(kept: Kept, parameter: Tensor) -> Mapping[str, Slot]:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    if has_kernels(x.device):
+        from real.kernels.few_tokens import can_multiply, multiply_few  # not at the top: needs Triton
+
+        if can_multiply(x, Matrix(weight)):
+            return multiply_few(x, Matrix(weight), bias)
     laid_out = packed(weight) if x.is_cpu and x.dtype == weight.dtype else None
     return functional.linear(x, weight, bias) if laid_out is None else multiply_packed(x, laid_out, bias)
 

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from real.device import Placement
-from real.kernels import host_layers
+from real.kernels import host_layers, takes_rows
 from real.kernels.host_layers import by_host
-from real.layers.compiled import compiled_on_cuda
 from real.layers.slots import empty_parameter
 
 
@@ -32,13 +31,19 @@ class RMSNorm(nn.Module):
 
 
 @by_host(host_layers.rms_norm)
-@compiled_on_cuda
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if takes_rows(x):
+        from real.kernels import gpu_layers  # not at the top: needs Triton
+
+        return gpu_layers.rms_norm(x, weight, eps)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 @by_host(host_layers.add_rms_norm)
-@compiled_on_cuda
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds the residual to x in place; returns the normalised sum."""
+    if takes_rows(x):
+        from real.kernels import gpu_layers
+
+        return gpu_layers.rms_norm(x, weight, eps, residual)
     return functional.rms_norm(x.add_(residual), weight.shape, weight, eps)

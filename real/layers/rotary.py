@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from real.layers.compiled import compiled_on_cuda
 from testbed.specs.model import ModelSpec, RopeScaling
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn")
@@ -79,7 +78,6 @@ def scaled_frequencies(spec: ModelSpec, scaling: RopeScaling) -> tuple[Tensor, f
     return frequencies, amplitude
 
 
-@compiled_on_cuda
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each head's pairs (x[i], x[i + head_dim / 2]): [num_tokens, num_heads, head_dim] -> the same shape."""
     first, second = x.chunk(2, dim=-1)

@@ -11,7 +11,6 @@ requests uses them. When the samples of one prompt diverge, a row samples severa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -81,15 +80,10 @@ def choose(logits: Tensor, inputs: SampleInputs) -> Tensor:
             token_ids = torch.cat([token_ids, token_ids.new_empty(inputs.num_draws - len(token_ids))])
     else:
         token_ids = torch.empty(inputs.num_draws, dtype=torch.int64, device=logits.device)
-    draw = _draw_by_kernels if _has_kernels(logits.device) else _draw_by_torch
+    draw = _draw_by_kernels if kernels.has_kernels(logits.device) else _draw_by_torch
     for group in inputs.groups:
         draw(token_ids, logits, group)
     return token_ids
-
-
-@cache
-def _has_kernels(device: torch.device) -> bool:
-    return kernels.why_not(device) is None
 
 
 def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:

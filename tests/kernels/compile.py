@@ -54,7 +54,7 @@ def on_no_gpu(patch: pytest.MonkeyPatch, target: int, launch: Callable[..., Any]
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from real.kernels import decode, formats, fp8_linear, parts, prefill, weights
+    from real.kernels import chain, decode, few_tokens, formats, parts, prefill, weights
 
     stand_in = SimpleNamespace(
         get_current_device=lambda: device,
@@ -63,9 +63,9 @@ def on_no_gpu(patch: pytest.MonkeyPatch, target: int, launch: Callable[..., Any]
     )
     patch.setattr(JITFunction, "__getitem__", launch)
     patch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stand_in)
-    for module in (decode, formats, prefill, weights):
+    for module in (chain, decode, few_tokens, formats, prefill, weights):
         patch.setattr(module, "capability", lambda device: divmod(target, 10))
-    for counting in (parts, fp8_linear):
+    for counting in (parts, few_tokens):
         patch.setattr(counting, "num_processors", lambda device: 132)
 
 
@@ -128,7 +128,10 @@ def shapes() -> Iterator[tuple[str, Work]]:
     for num_tokens, label in product((1, 64, 128), ("bf16", "bf16 e4m3", "bf16 e4m3 parts", "fp32")):
         yield experts(num_tokens, label)
     for num_tokens in (16, 32, 64):
-        yield fp8_linear(num_tokens)
+        yield few_tokens(num_tokens, is_fp8=True)
+    for num_tokens in (1, 32):
+        yield few_tokens(num_tokens, is_fp8=False)
+    yield "between GEMMs", between
 
 
 def attention(dtype: torch.dtype, head_dim: int, group: int, **options: Any) -> tuple[str, Work]:
@@ -197,20 +200,34 @@ def experts(num_tokens: int, label: str, num: int = 8) -> tuple[str, Work]:
     return f"{label} experts, {8 * num_tokens} pairs", work
 
 
-def fp8_linear(num_tokens: int) -> tuple[str, Work]:
-    """A projection of Qwen3 8B, multiplied as it is stored, and dequantised."""
+def few_tokens(num_tokens: int, is_fp8: bool) -> tuple[str, Work]:
+    """Projections of Qwen3 8B, in parts and whole; in FP8 multiplied as they are stored, and dequantised."""
 
     def work() -> None:
-        from real.kernels.fp8_linear import MAX_TOKENS, multiply_few
+        from real.kernels.few_tokens import can_multiply, multiply_few
         from real.kernels.weights import dequantized
+        from real.layers.matrix import Matrix
 
         x = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16)
-        weight = fp8(6144, 4096, run=128)
-        if num_tokens <= MAX_TOKENS:
-            multiply_few(x, weight, x[0, :1].expand(6144))
-        dequantized(weight, x.dtype)
+        for num_out in (4096, 24576):
+            plain = Matrix(torch.empty(num_out, 4096, dtype=x.dtype))
+            weight = fp8(num_out, 4096, run=128) if is_fp8 else plain
+            if can_multiply(x, weight):
+                multiply_few(x, weight, x[0, :1].expand(num_out))
+        if is_fp8:
+            dequantized(weight, x.dtype)
 
-    return f"bf16 FP8 weight, {num_tokens} tokens", work
+    return f"bf16, {'FP8' if is_fp8 else 'plain'} weight, {num_tokens} tokens", work
+
+
+def between() -> None:
+    """Of Qwen3 8B: norms, the first without a residual, and SwiGLU."""
+    from real.kernels.gpu_layers import rms_norm, silu_and_mul
+
+    x, inner = (torch.zeros(2, size, dtype=torch.bfloat16) for size in (4096, 24576))
+    for residual in (None, x):
+        rms_norm(x, x[0], 1e-6, residual)
+    silu_and_mul(inner)
 
 
 def fp8(*shape: int, run: int) -> Matrix:

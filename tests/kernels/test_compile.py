@@ -16,7 +16,10 @@ from tests.kernels.compile import main
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # of a program; 8.6, 8.9 and 12.0 are given what 8.0 is given
-MAIN = r"bf16 head 128 group (8 sm_80|4 sm_90)$|^(heads|move|largest|least|race|pick) |bf16 experts"
+MAIN = (
+    r"bf16 head 128 group (8 sm_80|4 sm_90)$|^(heads|move|largest|least|race|pick) |bf16 experts|plain weight"
+    r"|between GEMMs"
+)
 # FP8 as bits (e4m3 on sm_80) and as the GPU reads it, windows, ALiBi, a head size that is no power of two, the largest,
 # experts, weights
 RARE = (
@@ -42,7 +45,7 @@ def test_all_kinds_compile_and_the_main_shapes_without_spills(tmp_path):
             assert int(registers) <= 255, line
             assert int(local_bytes) == 0, f"{line} spills registers"
             assert int(registers) * 32 * int(num_warps) <= 65536, f"{line} has too many warps for its registers"
-    assert num_main == dict.fromkeys(SHARED_BYTES, 13 + 11 + 12)
+    assert num_main == {"sm_80": 13 + 11 + 12 + 3, "sm_90": 13 + 11 + 12 + 3 + 4}  # plain weights only on Hopper
     assert len(lines) == num_main.total() + 2 * (2 + 2 + 2 + 2 + 1 + 2 + 12 + 9)
 
 

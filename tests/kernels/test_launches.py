@@ -13,9 +13,10 @@ import torch
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
 from testbed.specs.model import ExpertsShape
-from tests.kernels.compile import draw, experts, fp8_linear, on_no_gpu, step
+from tests.kernels.compile import between, draw, experts, few_tokens, on_no_gpu, step
 from tests.kernels.paged_batches import make_spec
 
+SETTLED = "mov.b32"  # see formats.py
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -24,7 +25,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.kernels: dict[str, set[int]] = {}
-        self.pending: dict[str, list[int]] = {}  # loads that are left under way when a kernel waits in a loop
+        self.pending: dict[str, list[int]] = {}  # loads left under way by waits in loops of products
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         self.code: dict[str, str] = {}  # Triton's own, with layouts, of all kernels of a name
 
@@ -56,7 +57,8 @@ def launches(request, monkeypatch, tmp_path):
             found.kernels.setdefault(self.__name__, set()).add(id(kernel))
             for _, loop in re.findall(r"^( *)%\S* = scf\.for(.*?)^\1}", kernel.asm["ttgir"], re.DOTALL | re.MULTILINE):
                 waits = re.findall(r"async_wait .*?num = (\d+)", loop)
-                found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
+                if re.search(r"= (tt\.dot|ttng\.warp_group_dot) ", loop):
+                    found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
             found.grids.append((self.__name__, grid))
             found.code[self.__name__] = found.code.get(self.__name__, "") + kernel.asm["ttgir"]
 
@@ -69,10 +71,11 @@ def launches(request, monkeypatch, tmp_path):
 
 
 def test_after_the_warm_up_no_number_of_tokens_needs_another_kernel(launches):
-    """For FP8 weights and for experts, in steps that are not captured."""
+    """For weights and experts, in steps that are not captured."""
 
     def run(num_tokens: int) -> None:
-        fp8_linear(num_tokens)[1]()
+        for is_fp8 in (True, False):
+            few_tokens(num_tokens, is_fp8)[1]()
         experts(num_tokens, "bf16", num=128)[1]()
 
     for load in warm_up_loads(BatchLimits(16, 8192, 100, 1000), is_cuda=True, experts=ExpertsShape(128, 8, 768)):
@@ -88,8 +91,29 @@ def test_after_the_warm_up_no_number_of_tokens_needs_another_kernel(launches):
 def test_fp8_weights_are_loaded_ahead_whatever_part_a_program_has(launches):
     """Single bytes cannot be: Triton must see that a part begins at a multiple of 16."""
     for num_tokens in (16, 32, 64):
-        fp8_linear(num_tokens)[1]()
+        few_tokens(num_tokens, is_fp8=True)[1]()
     assert min(launches.pending["multiply_kernel"]) >= 4  # two turns of x and of the weight
+
+
+def test_plain_weights_are_loaded_ahead_and_multiplied_from_shared_memory(launches):
+    few_tokens(1, is_fp8=False)[1]()
+    assert min(launches.pending["multiply_kernel"]) >= 2  # a turn of x and of the weight
+    assert "ttng.warp_group_dot" in launches.code["multiply_kernel"]
+    assert "ttg.local_load" not in launches.code["multiply_kernel"]
+
+
+@pytest.mark.parametrize(("launches", "is_chained"), [(90, True), (80, False)], indirect=["launches"], ids=str)
+def test_what_starts_early_waits_before_it_touches_memory(launches, is_chained):
+    """Kernels of a decode step, where a GPU can start them while the one before ends."""
+    step(make_spec(1, 4, 128, 16, torch.bfloat16), [(300, 1)])
+    few_tokens(1, is_fp8=True)[1]()
+    experts(1, "bf16", num=128)[1]()
+    between()
+    names = "decode", "reduce", "multiply", "norm", "silu", "gate_up", "down", "routes"
+    for name in names:
+        code = launches.code[f"{name}_kernel"]
+        first = min(code.find(word) for word in ("tt.load", "tt.store", "async_copy_global") if word in code)
+        assert (0 < code.find("griddepcontrol.wait") < first) == is_chained, name
 
 
 @pytest.mark.parametrize(
@@ -190,14 +214,14 @@ def test_where_triton_cannot_pipeline_what_is_settled_nothing_is(launches):
     step(make_spec(1, 4, 64, 16, torch.bfloat16, kv_dtype="fp8_e4m3"), [(0, 40), (300, 1)])
     experts(64, "bf16 e4m3")[1]()
     assert {"decode_kernel", "prefill_kernel", "gate_up_kernel", "down_kernel"} <= set(launches.code)
-    assert not any("inline_asm" in code for code in launches.code.values())
+    assert not any(SETTLED in code for code in launches.code.values())
 
 
 @pytest.mark.parametrize("launches", [90, 80], indirect=True, ids=str)
 def test_fp8_experts_load_ahead_and_one_scale_for_each_row(launches):
     experts(1, "bf16 e4m3")[1]()
     assert min(launches.pending["gate_up_kernel"]) >= 3  # at least one part of x and of both weights
-    assert not any("inline_asm" in launches.code[name] for name in ("gate_up_kernel", "down_kernel")), "settled"
+    assert not any(SETTLED in launches.code[name] for name in ("gate_up_kernel", "down_kernel")), "settled"
     assert min(launches.pending["down_kernel"]) >= 2
     for name in ("gate_up_kernel", "down_kernel"):
         assert "tensor<64x1x!tt.ptr<f32>" in launches.code[name]

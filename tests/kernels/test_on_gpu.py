@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from real.attention.first_step import why_it_fails
 from real.attention.interface import AttentionMetadata, AttentionSpec
@@ -367,7 +368,7 @@ def check_replayed(work: Callable[[], torch.Tensor]) -> torch.Tensor:
 def test_fp8_weights_give_what_they_stand_for(num_tokens, num_out, num_in, start, scheme):
     """A few tokens by weights as they are stored, in parts or whole, more by dequantised ones; at sizes of Qwen3-8B and
     at odd ones."""
-    from real.kernels.fp8_linear import multiply_fp8
+    from real.kernels.few_tokens import multiply_fp8
     from real.kernels.weights import dequantized
 
     generator = torch.Generator().manual_seed(num_tokens)
@@ -381,6 +382,50 @@ def test_fp8_weights_give_what_they_stand_for(num_tokens, num_out, num_in, start
     torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCE[x.dtype] * 2, rtol=0)
     rounded = dequantize(weight.weight, *weight.scales[:3], x.dtype)
     assert torch.equal(dequantized(on_gpu, x.dtype).cpu(), rounded)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(6144, 4096), (4096, 12288), (24576, 1024), (1000, 1160), (151936, 1024)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 32])
+def test_a_few_tokens_are_multiplied_by_a_plain_weight(num_tokens, num_out, num_in, dtype):
+    """In parts and whole, at sizes of Qwen3 and at odd ones; again and again, as parts that come late would show."""
+    from real.kernels.few_tokens import all_tickets, multiply_few
+
+    generator = torch.Generator(GPU).manual_seed(num_tokens)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, device=GPU, dtype=dtype)
+        for shape in ((num_tokens, num_in), (num_out, num_in), (num_out,))
+    )
+    expected = (x.double() @ weight.double().T + bias.double()) / num_in**0.5
+    output = check_replayed(lambda: multiply_few(x, Matrix(weight), bias))
+    torch.testing.assert_close(output.double() / num_in**0.5, expected, atol=TOLERANCE[dtype] * 2, rtol=0)
+    for _ in range(200):
+        assert torch.equal(multiply_few(x, Matrix(weight), bias), output)
+    assert not all_tickets(x.device).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("size", [4096, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 7, 3000])
+def test_norms_and_swiglu_are_those_of_torch(num_tokens, size, dtype):
+    """At the size of Qwen3-8B and at an odd one."""
+    from real.kernels.gpu_layers import rms_norm, silu_and_mul
+
+    generator, close = torch.Generator(GPU).manual_seed(num_tokens), {torch.float32: 1e-5}.get(dtype, 0.02)
+    x, residual, weight = (
+        torch.randn(*shape, generator=generator, device=GPU, dtype=dtype)
+        for shape in ((num_tokens, size), (num_tokens, size), (size,))
+    )
+    added, kept = x + residual, x.clone()
+    for found, wanted in (
+        (check_replayed(lambda: rms_norm(x, weight, 1e-6)), functional.rms_norm(x, (size,), weight, 1e-6)),
+        (check_replayed(lambda: silu_and_mul(x)), functional.silu(x[:, : size // 2]) * x[:, size // 2 :]),
+        (rms_norm(kept, weight, 1e-6, residual), functional.rms_norm(added, (size,), weight, 1e-6)),
+    ):
+        torch.testing.assert_close(found, wanted, atol=close, rtol=close)
+    assert torch.equal(kept, added)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 3000])

@@ -372,7 +372,7 @@ def signature_of(func: Any) -> Signature:
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGPU]:
-    """torch.cuda as if `gpu` were there. Functions that are compiled on a GPU are called as they are."""
+    """torch.cuda as if `gpu` were there."""
     cuda = torch.cuda
     properties = SimpleNamespace(multi_processor_count=132, total_memory=gpu.total_bytes)
     for name, value in {
@@ -388,6 +388,5 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU, capability: tuple[i
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(torch, "Generator", HostGenerator)
-    monkeypatch.setattr("real.layers.compiled.can_compile", lambda device: False)
     with gpu:
         yield gpu

@@ -36,8 +36,18 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **named: Any) -> None:
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        *args: Any,
+        num_warps: int,
+        num_stages: int = 3,
+        launch_pdl: bool = False,
+        **named: Any,
+    ) -> None:
         name = self._kernel.__name__
+        if launch_pdl and not named.get("IS_CHAINED"):
+            raise TroubleError(f"{name} starts before the kernel before it has ended, and does not wait for it")
         values = dict(zip(self._kernel.arg_names, args, strict=False)) | named
         if set(values) != set(self._kernel.arg_names) or len(values) != len(args) + len(named):
             raise TroubleError(f"{name} is launched with other arguments than it has")
@@ -342,25 +352,36 @@ def dequantize(values: Values) -> None:
 
 
 def multiply(values: Values) -> None:
-    """Sums of parts of the input features, or all and the bias at once."""
-    check_strides(values, stride_x=("x", 0))
+    """A few tokens by a plain weight or by one in FP8, whose parts' sums are kept beside."""
+    check_strides(values, stride_x=("x", 0), stride_row=("weight", 0))
     x, size, output = values["x"].float(), values["num_turns"] * values["BLOCK_K"], values["output"]
     must(x.shape == (values["num_tokens"], values["NUM_IN"]), "the sizes of the input")
-    must(len(x) <= values["BLOCK_M"], "a program for all tokens")
-    weight = fp8_weight(values, values["BLOCK_K"])
-    parts = [part @ columns.T for part, columns in zip(x.split(size, 1), weight.split(size, 1), strict=True)]
-    if output.dim() == 3:
-        must(output.dtype == torch.float32 and not values["HAS_BIAS"], "sums of parts are float32, without the bias")
-    must(output.numel() == sum(map(torch.numel, parts)), "a place for each sum")
-    output.view(len(parts), *parts[0].shape).copy_(torch.stack(parts) + (values["bias"] if values["HAS_BIAS"] else 0))
-
-
-def add(values: Values) -> None:
-    output, sums = values["output"], values["sums"]
-    must(sums.shape == (values["num_parts"], *output.shape), "sums of the output")
-    must(output.shape[1] == values["NUM_OUT"], "an output feature each")
+    must(values["weight"].shape == (values["NUM_OUT"], values["NUM_IN"]), "the weight's sizes")
+    must(len(x) <= values["BLOCK_M"] and output.shape == (len(x), values["NUM_OUT"]), "a program for all tokens")
     must(values["HAS_BIAS"] == (values["bias"] is not None), "a bias if there is one")
-    output.copy_(sums.sum(0) + (values["bias"] if values["HAS_BIAS"] else 0))
+    num_parts = -(-values["NUM_IN"] // size)
+    must(values["IS_SPLIT"] == (num_parts > 1), "parts are added")
+    if num_parts > 1:
+        sums, tickets = values["sums"], values["tickets"]
+        must(sums.dtype == torch.float32 and sums.shape == (num_parts, *output.shape), "a place for each sum")
+        must(len(tickets) >= -(-values["NUM_OUT"] // values["BLOCK_N"]) and not tickets.any(), "a ticket each")
+    plain = values["weight"].float() if values["scales"] is None else fp8_weight(values, values["BLOCK_K"])
+    output.copy_(x @ plain.T + (values["bias"] if values["HAS_BIAS"] else 0))
+
+
+def norm(values: Values) -> None:
+    x, weight = values["x"], values["weight"]
+    must(x.shape[1] == len(weight) == values["SIZE"] <= values["PAD"], "the size of a row")
+    must(values["HAS_RESIDUAL"] == (values["residual"] is not None), "a residual if there is one")
+    if values["HAS_RESIDUAL"]:
+        x.add_(values["residual"])
+    values["output"].copy_(torch.nn.functional.rms_norm(x, weight.shape, weight, values["eps"]))
+
+
+def silu(values: Values) -> None:
+    must(values["gate_up"].shape[1] == 2 * values["SIZE"], "gate, then up")
+    gate, up = values["gate_up"].chunk(2, dim=-1)
+    values["output"].copy_(torch.nn.functional.silu(gate) * up)
 
 
 def choose(values: Values) -> None:
@@ -400,7 +421,7 @@ def down(values: Values) -> None:
 
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
-    from real.kernels import block_copy, experts, formats, fp8_linear, parts, routing, weights
+    from real.kernels import block_copy, chain, experts, few_tokens, formats, gpu_layers, parts, routing, weights
     from real.kernels import decode as decoding
     from real.kernels import heads as turning
     from real.kernels import prefill as prefilling
@@ -420,8 +441,9 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
         (weights, "dequantize_kernel", ("output",), dequantize),
-        (fp8_linear, "multiply_kernel", ("output",), multiply),
-        (fp8_linear, "add_kernel", ("output",), add),
+        (few_tokens, "multiply_kernel", ("output", "sums"), multiply),
+        (gpu_layers, "norm_kernel", ("output", "x"), norm),
+        (gpu_layers, "silu_kernel", ("output",), silu),
         (block_copy, "move_kernel", ("target",), move),
         (racing, "largest_kernel", ("largest",), largest_logits),
         (racing, "least_kernel", ("least",), least_logits),
@@ -430,7 +452,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     ):
         monkeypatch.setattr(module, name, Launcher(gpu, getattr(module, name), writes, compute))
     # remembered by device, which another test may have seen otherwise
-    for module in (decoding, prefilling, formats, weights):
+    for module in (chain, decoding, few_tokens, prefilling, formats, weights):
         monkeypatch.setattr(module, "capability", torch.cuda.get_device_capability)
-    for module in (parts, fp8_linear):
+    for module in (parts, few_tokens):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)

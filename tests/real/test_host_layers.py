@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from real.kernels import host_layers
 from real.kernels.host import why_no_library
+from real.layers.norm import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.skipif((why_no_library() or "").startswith("there is no C"), reason="no C compiler here")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -47,6 +48,13 @@ def test_a_norm_is_that_of_float64(rows, size, has_residual, dtype, seed):
     assert torch.equal(residual, kept)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=UNITS[dtype], atol=UNITS[dtype])
+
+
+def test_without_c_torch_gives_the_same(monkeypatch):
+    x, residual, weight = torch.randn(3, 32), torch.randn(3, 32), torch.rand(32)
+    found = rms_norm(x, weight, EPS), add_rms_norm(x.clone(), residual, weight, EPS)
+    monkeypatch.setattr(host_layers, "why_no_library", lambda: "there is no C compiler")
+    torch.testing.assert_close((rms_norm(x, weight, EPS), add_rms_norm(x, residual, weight, EPS)), found)
 
 
 def test_a_row_of_zeros_stays_one():

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from analysis.measures.capacity import Load
 from analysis.plots import style
@@ -20,8 +21,8 @@ def rate_curves(
     unit: str,
 ) -> Figure:
     """`curves`: policy -> (rate, load) of complete runs, by ascending rate. A vertical line is a policy's capacity, the
-    band around it its interval; markers of rates up to it are filled. `shares`: the required attainments, shown as
-    dashed lines."""
+    band around it its interval, cut where the rates end; markers of rates up to the capacity are filled. `shares`: the
+    required attainments, shown as dashed lines."""
     with style.styled():
         figure, ((left, right),) = style.grid(1, 2, 2.7 + style.legend_height(list(curves)))
         for index, (name, points) in enumerate(curves.items()):
@@ -31,14 +32,17 @@ def rate_curves(
             _curve(right, rates, [100 * load.attainment for _, load in points], is_kept, index)
             for axes in (left, right) if capacities[name] > 0 else ():
                 axes.axvline(capacities[name], linewidth=0.8, alpha=0.7, **style.series_style(index))
-                if (interval := intervals[name]) is not None:
-                    axes.axvspan(*interval, color=style.series_style(index)["color"], alpha=0.12, linewidth=0)
         everything = np.array([rate for points in curves.values() for rate, _ in points])
         for axes in (left, right):
-            if everything.size:
-                style.log_if_wide(axes.xaxis, everything, ratio=6.0)
+            if not everything.size or not style.log_if_wide(axes.xaxis, everything, ratio=6.0):
+                axes.xaxis.set_major_locator(MaxNLocator(6))
+            axes.set_xlim(axes.get_xlim())  # else the interval of two seeds, which may reach far, would decide it
+            for index, name in enumerate(curves):
+                if capacities[name] > 0 and (interval := intervals[name]) is not None:
+                    axes.axvspan(*interval, color=style.colour(index), alpha=0.12, linewidth=0)
             axes.set_xlabel(f"request rate ({unit})")
-            axes.set_ylim(bottom=0)
+        left.set_ylim(0, None if left.dataLim.y1 > 0 else 1)
+        right.set_ylim(0, 103)
         for share in shares:
             right.axhline(100 * share, color=style.GREY, linewidth=0.8, linestyle="--")
         left.set_ylabel("goodput (requests/s)")

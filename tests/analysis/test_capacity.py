@@ -206,6 +206,23 @@ def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
         assert (band.get_x(), band.get_width()) == (7.0, 2.5), "the capacity's interval"
 
 
+def test_a_wide_interval_does_not_squeeze_the_curves():
+    curve = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
+    for axes in rate_curves({"a": curve}, {"a": 8.0}, {"a": (0.6, 147.0)}, {0.99}, "req/s").axes:
+        low, high = axes.get_xlim()
+        assert 3.0 < low < 4.0 < 16.0 < high < 17.0
+
+
+def test_a_policy_without_capacity_has_labels_that_do_not_touch_and_all_of_the_percent():
+    curve = [(1 / 256, load(failed=100))]
+    left, right = rate_curves({"a": curve}, {"a": 0.0}, {"a": None}, {0.99}, "req/s").axes
+    left.figure.draw_without_rendering()
+    assert (left.get_ylim(), right.get_ylim()) == ((0.0, 1.0), (0.0, 103.0))
+    for axes in (left, right):
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(before.x1 < after.x0 for before, after in pairwise(boxes))
+
+
 def test_the_figure_is_drawn_with_little_and_with_nothing(tmp_path):
     points = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
     for name, curves in (("all", {"a": points, "b": points[:1]}), ("few", {"a": []}), ("none", {})):

@@ -26,24 +26,24 @@ def ablation_bars(rows: Sequence[Comparison], *, baseline: str = "", is_narrow: 
     arms, labels = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.metric.label for row in rows))
     short = [apart(arm, baseline)[0] for arm in arms]
     names = short if len(set(short)) == len(arms) else arms
-    folded = style.folded(names, _LINE)
+    folded = style.folded(names, _NAME if is_narrow else _LINE)
+    num_lines = max((name.count("\n") + 1 for name in folded), default=1)
+    row_in = 0.25 + 0.11 * num_lines if is_narrow else max(0.24, 0.15 * num_lines)
     with style.styled():
         num = max(len(labels), 1)
-        height_in = 1.5 + max([0.24, *(0.15 * (name.count("\n") + 1) for name in folded)]) * max(len(arms), 2)
-        if is_narrow:
-            height_in = num * (0.6 + 0.36 * max(len(arms), 1)) + 0.5
+        height_in = num * (0.6 + row_in * max(len(arms), 1)) + 0.5 if is_narrow else 1.5 + row_in * max(len(arms), 2)
         figure, (panels,) = style.grid(1, num, height_in, is_narrow=is_narrow, sharey=True)
         longest = max((len(line) for name in folded for line in name.split("\n")), default=0)
         width_in = style.PHONE_IN if is_narrow else (style.WIDTH_IN - _CHAR_IN * longest) / num
         num_chars = max(14.0, (width_in - 0.3) / _CHAR_IN)
         for axes, label in zip(panels, labels, strict=False):
             of_metric = {arms.index(row.arm): row for row in rows if row.metric.label == label}
-            _bar_panel(axes, of_metric, num_chars, 0.4 if is_narrow else 0.62)
+            _bar_panel(axes, of_metric, num_chars, 0.144 / row_in if is_narrow else 0.62)
             axes.set_title(label)
             unit = "points" if any(row.metric.is_share for row in of_metric.values()) else "%"
             axes.set_xlabel(f"change ({unit})" if axes.get_xscale() == "linear" else f"change ({unit}), log")
             if is_narrow:
-                _name_bars(axes, names)
+                _name_bars(axes, folded, 0.108 / row_in)
         panels[0].set_yticks(range(len(arms)), [""] * len(arms) if is_narrow else folded)
         panels[0].set_ylim(max(len(arms), 1) - 0.4, -1.0 if is_narrow else -0.6)
         seen = {_kind(row) for row in rows if _drawn(row) is not None}
@@ -54,7 +54,7 @@ def ablation_bars(rows: Sequence[Comparison], *, baseline: str = "", is_narrow: 
 
 _FAR = 250.0  # percent
 _CHAR_IN = 0.066  # width of a tick's digit
-_NAME = 56  # characters that fit on a phone
+_NAME = 56  # characters of a line that fit on a phone
 _LINE = 34  # characters of a line of a name beside the bars
 _LEAST = 2.0  # percent or points, on each side of 0: else noise would look like an effect
 _RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0, 50.0)  # percent, in addition to 0
@@ -85,11 +85,10 @@ def _drawn(row: Comparison) -> tuple[float, float, float] | None:
     return 100.0 * estimate.value, 100.0 * estimate.low, 100.0 * estimate.high
 
 
-def _name_bars(axes: Axes, names: Sequence[str]) -> None:
-    for place, told in enumerate(names):
-        name = told if len(told) <= _NAME else f"{told[: _NAME // 2]}…{told[-_NAME // 2 :]}"
+def _name_bars(axes: Axes, names: Sequence[str], above: float) -> None:
+    for place, name in enumerate(names):
         axes.annotate(
-            name, (0.0, place - 0.3), (2, 0), axes.get_yaxis_transform(), "offset points", va="bottom", fontsize=7.0,
+            name, (0.0, place - above), (2, 0), axes.get_yaxis_transform(), "offset points", va="bottom", fontsize=7.0,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
         )  # fmt: skip
 

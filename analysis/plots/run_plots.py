@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from analysis import format as fmt
 from analysis.comparison.arms import Runs, Several
 from analysis.explain.decisions import DECISIONS_FILE, absences
 from analysis.load import Run, Sweep, num_replicas
@@ -27,9 +28,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "prefill": {"facecolor": style.ORANGE, "linewidth": 0},
 }
 _AWAY: dict[str, Any] = {"facecolor": "white", "edgecolor": style.BLACK, "linewidth": 0.5}
-_PHASES: dict[str, dict[str, Any]] = {
-    "queued": {"facecolor": "#DADADA", "linewidth": 0},
-    **dict(reversed(_KINDS.items())),
+_PHASES: dict[str, dict[str, Any]] = {  # with edges, as a phase may be narrower than a pixel
+    "queued": {"facecolor": "#DADADA", "edgecolor": "#DADADA", "linewidth": 0.4},
+    **{name: look | {"edgecolor": look["facecolor"], "linewidth": 0.4} for name, look in reversed(_KINDS.items())},
     "preempted (recompute)": _AWAY | {"hatch": "//////"},
     "preempted (swap)": _AWAY | {"hatch": "......"},
 }
@@ -61,7 +62,7 @@ def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray
         for axes, label in zip(panels, each, strict=False):
             axes.set_title("" if isinstance(runs, Run) else label, loc="left")
             axes.set(xlim=(0, max([end[0] for end in ends])), ylim=(0, 1.03 * max([end[1] for end in ends])))
-        panels[-1].set_xlabel("time since the start of the run (s)")
+        style.name_clock(panels[-1].xaxis, panels[-1].get_xlim()[1])
         style.legend_under(panels[-1], [Patch(**look) for look in _KINDS.values()], list(_KINDS))
         return cast(Axes, panels[0]) if isinstance(runs, Run) else panels
 
@@ -80,7 +81,7 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
         of += "\nof all replicas"
     if edges.size > MAX_POINTS:
         edges = np.linspace(edges[0], edges[-1], MAX_POINTS // 2 + 1)
-        of += f"\n(mean over {edges[1] - edges[0]:.2g} s)"
+        of += f"\n(mean over {fmt.significant(edges[1] - edges[0], 2)} s)"
     low = np.zeros(edges.size)
     for kind, level in levels.items():
         means = level.mean_between(edges)
@@ -90,7 +91,9 @@ def _composition_panel(axes: Axes, run: Run) -> tuple[float, float]:
     decodes = np.append(levels["decode"].mean_between(edges), np.nan)
     axes.plot(edges, decodes, drawstyle="steps-post", color=style.BLUE, linewidth=0.7)  # for narrow areas
     axes.set_ylabel(of)
-    return float(edges[-1]), float(high.max()) or 1.0  # steps that only rejected or moved requests compute nothing
+    if not high.any():
+        style.say_empty(axes, "no step computed tokens")  # they only rejected or moved requests
+    return float(edges[-1]), float(high.max()) or 1.0
 
 
 def gantt(
@@ -130,7 +133,8 @@ def gantt(
             axes.set_title(f"the first {len(rows):,} of {chosen.sum():,} requests{when}, by arrival", loc="left")
         first_s = max(from_s, float(rows["arrival_s"].min()))
         last_s = min(float(rows["end_s"].max()), np.inf if to_s is None else to_s)
-        axes.set(xlim=(first_s, last_s), xlabel="time since the start of the run (s)")
+        axes.set_xlim(first_s, last_s)
+        style.name_clock(axes.xaxis, last_s - first_s)
         axes.grid(visible=False, axis="y")
         style.legend_under(axes, list(handles.values()), list(handles))
     return axes
@@ -171,7 +175,8 @@ def _draw_phases(
     handles: dict[str, Any] = {}
     for phase, (row, start, end) in bars.items():
         if (end > start).any():
-            axes.barh(row, end - start, left=start, height=0.72, **_PHASES[phase])
+            edges = {"linewidth": np.where(end > start, _PHASES[phase]["linewidth"], 0.0)}
+            axes.barh(row, end - start, left=start, height=0.72, **_PHASES[phase] | edges)
             handles[phase] = Patch(**_PHASES[phase])
     whose, starts, _ = np.concatenate([bars[f"preempted ({mode})"] for mode in ("recompute", "swap")], axis=1)
     if starts.size:

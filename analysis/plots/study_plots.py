@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from analysis import format as fmt
 from analysis.comparison.arms import Runs, grouped, infer_arms, load_keys, stated_replicates
 from analysis.comparison.fidelity import pair_of
 from analysis.load import Run, Sweep, num_replicas
@@ -31,6 +32,7 @@ from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
 
 _PAGE = 84  # characters of a title that fit a page's width
+_FLAT = 5.0  # percent: a curve of KV usage below it is hardly seen, so its maximum is written
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
@@ -59,7 +61,7 @@ def _cdf_panel(axes: Axes, samples: Sequence[tuple[FloatArray, FloatArray]], tit
     curves = [(observed[~np.isnan(observed)], censored) for observed, censored in samples]
     everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves]])
     if not everything.size:
-        axes.text(0.5, 0.5, "no request has one", transform=axes.transAxes, ha="center", color=style.GREY)
+        style.say_empty(axes, "no request has one")
         axes.set_xlabel(f"{title} (ms)")
         return
     factor, unit = style.time_unit(everything)
@@ -97,6 +99,8 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: 
             for index, rows in enumerate(points.values()):
                 _load_curve(axes, rows, factor, index)
             style.log_if_wide(axes.yaxis, known * factor, ratio=8.0)
+            if not known.size:
+                style.say_empty(axes, "not reached")
             axes.set_xlabel("completed requests per second")
             axes.set_ylabel(f"{title} ({unit})")
         handles = [style.line_handle(marker=style.marker(i), **style.series_style(i)) for i in range(len(arms))]
@@ -146,6 +150,7 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
         upper, lower = both
         width = _PAGE // (2 if is_narrow else num)
         fleets = {label: engines_of(run) for label, run in runs.items()}
+        last_s = max((float(one.until[-1]) / 1e9 for engines in fleets.values() for one in engines), default=0.0)
         for column, (label, run) in enumerate(runs.items()):
             upper[column].set_title(fill(label, width))
             if fleets[label]:
@@ -155,9 +160,11 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
                 upper[column].set_ylabel("KV blocks in use (%)")
                 lower[column].set_ylabel("requests")
             if not is_narrow or column == num - 1:
-                lower[column].set_xlabel(fill("time since the start of the run (s)", width))
+                style.name_clock(lower[column].xaxis, last_s, width)
         upper[0].set_ylim(0, 105)
-        lower[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        if not any(axes.dataLim.y1 > 0.0 for axes in lower):
+            lower[0].set_ylim(-0.05, 1.05)
+        lower[0].yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
         handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()}
@@ -210,6 +217,9 @@ def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:
         low, high = np.min(each, axis=0), np.max(each, axis=0)
     axes.fill_between(x, low, high, step="post", **_BAND)
     axes.plot(x, y, drawstyle="steps-post", color=style.BLUE, linewidth=0.9)
+    if (most := float(np.max(high))) < _FLAT:
+        said = f"at most {fmt.share(most / 100.0)}"
+        axes.text(0.98, 0.94, said, transform=axes.transAxes, ha="right", va="top", color=style.GREY)
 
 
 def sim_versus_real(matched: Mapping[str, pd.DataFrame], *, is_narrow: bool = False) -> AxesArray:

@@ -21,7 +21,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
@@ -196,9 +196,10 @@ def figure_of(drawn: Figure | Axes | AxesArray) -> Figure:
 
 
 def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Adds one legend below all axes, where it covers no data, with as many columns as fit."""
+    """Adds one legend below all axes, where it covers no data, with as many columns as fit; long labels are folded."""
     if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels, figure.get_figwidth()))
+        labels, num_columns = _fitted(labels, figure.get_figwidth())
+        figure.legend(handles, labels, loc="outside lower center", ncols=num_columns)
 
 
 def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
@@ -207,23 +208,31 @@ def legend_under(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> N
         below = axes.transAxes + ScaledTranslation(0, -0.46, figure_of(axes).dpi_scale_trans)
         width_in = axes.get_position().width * figure_of(axes).get_figwidth()
         place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
-        axes.legend(handles, labels, ncols=_columns(labels, width_in), borderaxespad=0.0, **place)
+        labels, num_columns = _fitted(labels, width_in)
+        axes.legend(handles, labels, ncols=num_columns, borderaxespad=0.0, **place)
 
 
 def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
     """The height of `legend_below`, in inches; with 0.77 of a page's width, that of `legend_under`."""
-    num_lines = sum(label.count("\n") + 1 for label in labels)
-    return 0.17 * math.ceil(num_lines / _columns(labels, width_in)) + 0.1 if labels else 0.0
+    if not labels:
+        return 0.0
+    fitted, num_columns = _fitted(labels, width_in)
+    return 0.17 * math.ceil(sum(label.count("\n") + 1 for label in fitted) / num_columns) + 0.1
 
 
-def folded(labels: Sequence[str], num_chars: int = 76) -> list[str]:
-    """The labels in lines of so many characters; as many fit into a legend below one axes."""
+def folded(labels: Sequence[str], num_chars: int) -> list[str]:
+    """The labels in lines of at most so many characters."""
     return ["\n".join(wrap(label, num_chars)) for label in labels]
 
 
-def _columns(labels: Sequence[str], width_in: float) -> int:
-    widest_in = 0.058 * max(len(line) for label in labels for line in label.split("\n")) + 0.55
-    return max(1, min(len(labels), int(width_in / widest_in)))
+_CHAR_IN, _HANDLE_IN = 0.058, 0.55  # of a legend: a character's mean width, and that of a handle with its margins
+
+
+def _fitted(labels: Sequence[str], width_in: float) -> tuple[list[str], int]:
+    """The labels of a legend, folded to its width, and its number of columns."""
+    fitted = folded(labels, max(1, int((width_in - _HANDLE_IN) / _CHAR_IN)))
+    widest_in = _CHAR_IN * max(len(line) for label in fitted for line in label.split("\n")) + _HANDLE_IN
+    return fitted, max(1, min(len(labels), int(width_in / widest_in)))
 
 
 def line_handle(**style: Any) -> Line2D:
@@ -250,11 +259,12 @@ def log_if_wide(axis: Axis, values: FloatArray, ratio: float = 12.0) -> bool:
 
 
 def set_log(axis: Axis, low: float, high: float) -> None:
-    """Sets a log scale with ticks at 1, 10, 100, and also at 3, or 2 and 5, or more, if the span is short."""
+    """Sets a log scale with ticks at 1, 10, 100, and also at 3, or 2 and 5, or more, if the span is short: with two
+    labels only, it would look linear."""
     set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
     set_scale("log")
     decades = math.log10(high / low) if high > low > 0 else 1.0
-    spans = ((0.5, (1.0, 2.0, 3.0, 5.0, 7.0)), (1.2, (1.0, 2.0, 5.0)), (2.0, (1.0, 3.0)))
+    spans = ((0.8, (1.0, 2.0, 3.0, 5.0, 7.0)), (0.9, (1.0, 2.0, 3.0, 5.0)), (1.6, (1.0, 2.0, 5.0)), (2.0, (1.0, 3.0)))
     axis.set_major_locator(LogLocator(subs=next((subs for span, subs in spans if decades <= span), (1.0,))))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -262,7 +272,23 @@ def set_log(axis: Axis, low: float, high: float) -> None:
         axis.set_minor_locator(NullLocator())
 
 
+_CLOCKS = ((3 * 3600.0, 1.0, "s"), (4 * 86400.0, 3600.0, "h"), (math.inf, 86400.0, "d"))  # up to s, unit in s, unit
+
+
+def name_clock(axis: Axis, span_s: float, num_chars: int = 84) -> None:
+    """Labels an axis that has seconds since the start of the run, in lines of so many characters. If it spans more than
+    a few hours, its ticks are at whole hours or days."""
+    size, unit = next((size, unit) for most_s, size, unit in _CLOCKS if span_s <= most_s)
+    axis.set_label_text("\n".join(wrap(f"time since the start of the run ({unit})", num_chars)))
+    if size > 1.0:
+        ticks = MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(0.0, span_s / size)
+        axis.set_major_locator(MultipleLocator(size * float(ticks[1] - ticks[0])))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+
+
 def say_empty(axes: Axes, text: str = "no data") -> None:
+    """Says why a panel is empty, and takes away its ticks, but not those of an axis that it shares with others."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    for axis, shared in ((axes.xaxis, axes.get_shared_x_axes()), (axes.yaxis, axes.get_shared_y_axes())):
+        if len(shared.get_siblings(axes)) == 1:
+            axis.set_ticks([])

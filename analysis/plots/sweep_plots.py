@@ -96,9 +96,7 @@ def pareto(
     shown = [point for point in points if not math.isnan(point.mean(x) + point.mean(y))]
     values = np.array([[point.mean(x), point.mean(y)] for point in shown]).reshape(-1, 2)
     front = sorted(_front(-values * [signs[x], signs[y]]), key=lambda place: values[place, 0])
-    names = style.folded(
-        [level_names({key: shown[place].levels[key] for key in keys}) or "all runs" for place in front]
-    )
+    names = [level_names({key: shown[place].levels[key] for key in keys}) or "all runs" for place in front]
     with style.styled():
         axes = style.only_axes(ax, 3.0 + style.legend_height(names, 0.77 * style.WIDTH_IN))
         if not shown:

@@ -98,7 +98,7 @@ def test_on_a_phone_each_panel_has_all_names_and_the_same_bars(tmp_path):
     assert [label.get_text().replace("\n", "") for label in page[0].get_yticklabels()] == arms
     for wide, narrow in zip(page, phone, strict=True):
         assert [bar.get_width() for bar in narrow.patches] == [bar.get_width() for bar in wide.patches]
-        assert [text.get_text() for text in narrow.texts] == [arms[0], "x" * 28 + "…" + "y" * 28]
+        assert [text.get_text().replace("\n", "") for text in narrow.texts] == arms
         ends = [text.get_window_extent() for text in narrow.texts]
         assert all(narrow.bbox.x0 <= one.x0 and one.x1 <= narrow.figure.bbox.x1 for one in ends)
 
@@ -201,6 +201,80 @@ def test_a_panel_of_small_changes_is_not_blown_up():
     axes = bars_of(1.0001, 0.9999)
     assert axes.get_xlabel() == "change (%)"
     assert axes.get_xlim()[0] <= -2 < 2 <= axes.get_xlim()[1]
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_a_legend_has_long_names_whole_and_within_the_figure(runs, is_narrow):
+    names = ["queue order shortest_prompt_first_of_the_tenant_with_the_fewest_tokens, " * 2, "fcfs"]
+    drawn = plots.latency_cdf(dict.fromkeys(names, runs["decode_first"]), is_narrow=is_narrow)
+    figure = style.figure_of(drawn)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text().replace("\n", "").replace(" ", "") for text in legend.get_texts()] == [
+        name.replace(" ", "") for name in names
+    ]
+    assert figure.bbox.x0 <= legend.get_window_extent().x0
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    assert legend.get_window_extent().y1 < drawn[-1].xaxis.label.get_window_extent().y0
+
+
+def seen(axis):
+    """The tick labels of an axis that are within its limits."""
+    axis.axes.figure.draw_without_rendering()
+    low, high = sorted(axis.get_view_interval())
+    return [label for label in axis.get_ticklabels() if low <= label.get_position()[axis.axis_name == "y"] <= high]
+
+
+def ticks_of(axis):
+    return [label.get_text() for label in seen(axis)]
+
+
+def test_a_run_of_an_unknown_pool_takes_no_ticks_from_the_others(poor, runs):
+    (unknown, known), (_, queues) = plots.timeline({"unknown": poor["one"], "known": runs["decode_first"]})
+    assert [text.get_text() for text in unknown.texts] == ["size of the pool unknown"]
+    assert ticks_of(unknown.yaxis)[-1] == "100"
+    assert known.yaxis.get_ticklocs().tolist() == unknown.yaxis.get_ticklocs().tolist()
+    assert len(ticks_of(queues.xaxis)) > 2
+
+
+def test_panels_without_values_have_no_invented_scale(poor, runs):
+    panels = plots.latency_cdf({"none": poor["unfinished"]})
+    assert ticks_of(panels[0].yaxis)
+    for axes in panels:
+        assert [text.get_text() for text in axes.texts] == ["no request has one"]
+        assert not ticks_of(axes.xaxis)
+    for axes in plots.throughput_latency({"none": [poor["unfinished"]]}):
+        assert [text.get_text() for text in axes.texts] == ["not reached"]
+        assert not ticks_of(axes.yaxis)
+    for axes in plots.throughput_latency({"one": [runs["decode_first"]], "none": [poor["unfinished"]]}):
+        assert not axes.texts
+        assert ticks_of(axes.yaxis)
+
+
+def test_queues_that_stay_empty_have_whole_numbers(tmp_path):
+    step = {"step": 0, "start_ns": 0, "end_ns": S, "num_running": 0, "num_waiting": 0, "num_swapped": 0}
+    step |= {"free_gpu_blocks": 3, "num_preempted": 0, "num_prefill_tokens": 0, "num_decode_tokens": 0}
+    _, (queues,) = plots.timeline(degenerate(tmp_path / "idle", [{"arrival_ns": 0}], [step]))
+    assert ticks_of(queues.yaxis) == ["0", "1"]
+
+
+def test_a_usage_that_can_hardly_be_seen_is_said(tmp_path):
+    for blocks, said in ((2000, "at most 0.100\u00a0%"), (20, None)):
+        run = load_run(write_run(tmp_path / str(blocks), num_requests=1))
+        run.manifest["num_gpu_blocks"] = blocks
+        run.steps["free_gpu_blocks"] = blocks - 2
+        (usage,), _ = plots.timeline(run)
+        assert [text.get_text() for text in usage.texts] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.2, 12.0), (3.1, 16.0), (1100.0, 9000.0), (3.1, 60.0), (3.1, 3e5)])
+def test_a_logarithmic_axis_has_at_least_three_labels_that_do_not_touch(low, high):
+    _, (panels,) = style.grid(1, 3, 2.0)
+    panels[0].plot([low, high], [0, 1])
+    assert style.log_if_wide(panels[0].xaxis, np.array([low, high]), ratio=5.0)
+    boxes = [label.get_window_extent() for label in seen(panels[0].xaxis)]
+    assert len(boxes) >= 3
+    assert all(before.x1 < after.x0 for before, after in pairwise(boxes))
 
 
 def test_poor_data_draws_without_a_warning(poor, tmp_path):

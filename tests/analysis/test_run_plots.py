@@ -153,6 +153,25 @@ def test_several_runs_stand_above_each_other_on_one_scale(runs):
         batch_composition({"a": runs["short"], "b": runs["three"]}, ax=panels[0])
 
 
+def test_a_step_without_tokens_leaves_the_panel_empty_and_says_why(runs):
+    assert [text.get_text() for text in batch_composition(runs["nothing"]).texts] == ["no step computed tokens"]
+
+
+def test_a_run_of_days_has_ticks_of_days_and_bars_that_are_seen(tmp_path):
+    run = made(tmp_path / "days", num_requests=12, rate=2e-5)
+    _, (queues,) = timeline(run)
+    for axes in (batch_composition(run), queues, gantt(run)):
+        axes.figure.draw_without_rendering()
+        assert axes.get_xlabel() == "time since the start of the run (d)"
+        labels = [label for label in axes.get_xticklabels() if label.get_text()]
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(before.x1 < after.x0 for before, after in pairwise(boxes))
+        assert [float(label.get_text()) * 86400 for label in labels] == [label.get_position()[0] for label in labels]
+        assert len(labels) < 12
+    (decodes,) = {(bar.get_linewidth(), bar.get_edgecolor()) for bar in bars_of(axes, "decode")}
+    assert decodes == (0.4, bars_of(axes, "decode")[0].get_facecolor())
+
+
 # --- Gantt ---
 
 

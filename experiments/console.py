@@ -66,6 +66,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: boo
     return "\n".join([line(headers), f"|{rule}|", *map(line, rows)])
 
 
+def as_markdown(lines: Sequence[str]) -> str:
+    """Printed lines as Markdown: notes, which it would run together, become items of a list."""
+    return re.sub(r"(?m)^note: ", "- note: ", "\n".join(lines))
+
+
 def percent(share: float | None, *, signed: bool = True) -> str:
     """Formats a fraction in percent: one decimal below 100 %, none from 100 % on; a dash if it is None or NaN."""
     if share is None or share != share:

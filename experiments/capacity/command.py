@@ -21,7 +21,7 @@ from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import find_capacity
 from experiments.configuration.config import RunConfig
 from experiments.configuration.overrides import refuse_repeated, with_searched
-from experiments.console import Parser, folder_named, table
+from experiments.console import Parser, as_markdown, folder_named, table
 from experiments.runs.environment import describe_versions
 from experiments.runs.run import FailedError
 from experiments.runs.run_folder import write_json
@@ -113,9 +113,7 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
     with written(out / TABLE) as file:
         found.points.to_csv(file, index=False)
     with written(out / TEXT) as file:
-        file.write(
-            f"# Capacity\n\n`{command}`\n\n" + "\n".join(lines) + f"\n\n![goodput and attainment]({FIGURE}.png)\n"
-        )
+        file.write(f"# Capacity\n\n`{command}`\n\n{as_markdown(lines)}\n\n![goodput and attainment]({FIGURE}.png)\n")
     units = " or ".join(dict.fromkeys(one.arm.unit for one in found.found))
     curves = {
         one.arm.name: [(value * one.arm.per_value, load) for value, load in one.tried if load.is_whole]

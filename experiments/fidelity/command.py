@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.load import Run, load_sweep, relative, swept_keys
 from analysis.naming import labels_of, level_names
 from experiments.configuration.overrides import refuse_repeated, with_searched
-from experiments.console import Parser
+from experiments.console import Parser, as_markdown
 from experiments.fidelity import comparing, study_report
 from experiments.fidelity.comparing import compare, comparison_lines, metric_name
 from experiments.fidelity.fitting import Fitted, fit_study, parse_names
@@ -197,5 +197,5 @@ def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figur
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RESULT, {"command": options.command, **result})
     with written(out / TEXT) as file:
-        file.write(f"# Fidelity\n\n`{options.command}`\n\n{text}\n\n![errors]({FIGURE}.png)\n")
+        file.write(f"# Fidelity\n\n`{options.command}`\n\n{as_markdown([text])}\n\n![errors]({FIGURE}.png)\n")
     save(figure, out / FIGURE)

@@ -249,10 +249,10 @@ def _load(one: Compared) -> list[str]:
         "",
         f"{one.load.source}, {len(one.matched)} requests matched one to one; {one.used}",
     ]
-    lines += [f"note: {note}" for note in (*one.load.notes, *one.notes)]
     if one.again:
         names = ", ".join(again.name for again in (one.load, *one.again))
         lines.append(f"measured: the mean of {names}; spread: the largest over the smallest, minus 1")
+    lines += [f"note: {note}" for note in (*one.load.notes, *one.notes)]
     headers = ["metric", "measured", "simulated", "error %", *(["spread %"] if one.again else [])]
     rows = []
     for row in one.errors.to_dict("records"):

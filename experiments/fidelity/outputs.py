@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from experiments.configuration.saved import read_manifest
+from experiments.console import as_markdown
 from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
@@ -136,4 +137,4 @@ def write_page(page: Path, arguments: Sequence[str], lines: Sequence[str]) -> No
         "",
     ]
     with written(page.resolve()) as file:  # a link stays one
-        file.write("\n".join([before + BEGIN, *head, *lines, END]) + after)
+        file.write("\n".join([before + BEGIN, *head, as_markdown(lines), END]) + after)

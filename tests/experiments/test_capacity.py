@@ -257,6 +257,7 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "capacity.png").exists()
     text = (tmp_path / "capacity.md").read_text()
     assert said.out.splitlines()[0] in text
+    assert "\n- note: one seed: " in text, "else Markdown runs the notes together"
     assert "![goodput and attainment](capacity.png)" in text
 
 

@@ -73,7 +73,8 @@ def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
             names = tuple(row.arm for row in best)
             by_arms.setdefault(names, []).append(f"{metric.label} ({interval_text(best[0])})")
     return [
-        f"Of the claimed improvements on {baseline}, the largest in {fmt.listing(texts)} is that of {fmt.names(names)}."
+        f"Of the claimed improvements on {fmt.names([baseline])}, the largest in {fmt.listing(texts)} is that of "
+        f"{fmt.names(names)}."
         for names, texts in by_arms.items()
     ]
 

@@ -244,7 +244,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if len(arms) > 1:
-        if any(row.verdict != "identical" for row in rows):
+        if any(row.estimate is not None and row.verdict != "identical" for row in rows):
             group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
         sections.findings += [told_at(load, text) for text in _said(rows, effects, arms, report.margin, num)]
     sections.ablation.append(group)
@@ -268,13 +268,13 @@ def _said(
     against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
     equal = grouped(by_arm, lambda arm: (against[arm], tuple((r.metric, r.estimate, r.verdict) for r in by_arm[arm])))
     return [
-        findings.finding(f"{start} {baseline.name}, {_each_of(names)}", by_arm[names[0]], margin)
+        findings.finding(f"{start} {fmt.names([baseline.name])}, {_each_of(names)}", by_arm[names[0]], margin)
         for (start, _), names in equal.items()
     ]
 
 
 def _each_of(names: list[str]) -> str:
-    return f"each of {fmt.names(names)}" if len(names) > 1 else names[0]
+    return f"each of {fmt.names(names)}" if len(names) > 1 else fmt.names(names)
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:

@@ -77,6 +77,13 @@ def test_every_figure_fits_a_phone(page):
         assert f'<source media="(max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">' in figure
 
 
+def test_a_print_shows_all_sections_with_their_headings(page):
+    (printed,) = re.findall(r"@media print \{(.*?)\n\}", page.read_text(), re.DOTALL)
+    hidden = re.findall(r"([^{};]*)\{[^}]*display: none", printed)
+    assert not hidden, "headings are in the summaries of the sections that fold"
+    assert "details::details-content { content-visibility: visible" in printed
+
+
 def test_links_lead_to_the_run_folders(page):
     for link in Page(page.read_text()).links:
         assert (page.parent / link).is_dir()
@@ -182,7 +189,7 @@ def test_without_a_real_run_the_page_says_that_nothing_was_measured(sweep, tmp_p
     path = report_from_folders(folders, tmp_path / "one_seed.html", baseline="prefill_first, prefix caching off")
     text = " ".join(Page(path.read_text()).text.split())
     assert "No real run was given." in text
-    assert "On this one trace, against prefill_first, prefix caching off" in text
+    assert "On this one trace, against “prefill_first, prefix caching off”, “" in text
     assert "one replicate: nothing says how the result varies between traces" in text
 
 

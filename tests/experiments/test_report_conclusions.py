@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,31 @@ def test_what_was_never_triggered_is_called_so(tmp_path: Path, seeds: int) -> No
     told = f"- {same}; what sets them apart was never triggered: nothing was preempted."
     assert said.splitlines().count(told) == 2, "a caution, and the answer"
     assert answered(said) == [told]
+
+
+def test_what_holds_at_several_loads_and_for_several_levels_is_said_once(tmp_path: Path) -> None:
+    for watermark in (0.0, 0.02, 0.1):
+        for scheduler in ("vllm_v1", "sarathi"):
+            for rate, seed in product((1.0, 2.0, 200.0), (0, 1)):
+                trace = {**LOAD, "rate": rate, "num_requests": 30, "name": "synthetic"}
+                cache = {"num_gpu_blocks": 400, "watermark": watermark}
+                folder = tmp_path / f"{watermark}-{scheduler}-{rate}-{seed}"
+                ran(folder, trace=trace, scheduler=scheduler, cache=cache, seed=seed)
+    said = report(tmp_path, baseline="vllm_v1, watermark 0")
+    why = "took the same decisions as watermark 0 at every step; what sets them apart was never triggered"
+    loads = "rate = 1 requests/s and rate = 2 requests/s"
+    assert f"- At {loads}, watermark 0.02 and watermark 0.1 {why}" in said
+    assert said.count(why) == 1
+    cautions = [line for line in said.splitlines() if "at every step; what sets" in line and "vllm_v1" in line]
+    assert [line.partition(": “")[0] for line in cautions] == [f"- At {loads}"]
+
+
+def test_where_no_value_can_be_compared_there_is_no_figure_of_changes(tmp_path: Path) -> None:
+    for scheduler in ("vllm_v1", "sarathi"):
+        ran(tmp_path / scheduler, scheduler=scheduler, cache={"num_gpu_blocks": 2}, allow_ignored=True)
+    said = report(tmp_path)
+    assert "No request was served to its end" in said
+    assert "Change against the baseline" not in said
 
 
 def test_an_idle_policy_of_a_preset_is_no_reason_of_its_other_settings_effects(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def never_triggered(arms: Sequence[Arm]) -> list[str]:
     same = alike(arms)
     groups = grouped(arms, lambda arm: same[arm.name]).values()
     said = [f"{same_arms(group)}.{_diluted(group, arms, same)}" for group in groups if len(group) > 1]
-    left = len(said) - _MAX_GROUPS
-    more = [f"So did {fmt.count(left, 'more group')} of arms."] if left > 0 else []
-    return [*said[:_MAX_GROUPS], *more]
+    if (left := len(said) - _MAX_GROUPS) > 0:
+        said[_MAX_GROUPS - 1] += f" So did {fmt.count(left, 'more group')} of arms."
+    return said[:_MAX_GROUPS]
 
 
 def _diluted(group: Sequence[Arm], arms: Sequence[Arm], same: Mapping[str, str]) -> str:

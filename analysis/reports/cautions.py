@@ -55,13 +55,13 @@ def cautions(
     if unsaid := unsaid_keys(runs, replicated):
         what = fmt.listing([key.removeprefix("trace.") for key in unsaid[:_MAX_KEYS]])
         said.append(f"The loads are different traces, each to be read by itself: they differ in {what}, too.")
-    idle = [(load, text) for load, group in loads.items() for text in idle_settings(group)]
-    for text, at in grouped(idle, lambda one: one[1]).items():
-        said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))
+    found = [(load, text) for load, group in loads.items() for text in idle_settings(group)]
     for load, group in loads.items():
-        found = _unlike(group) if replicated else []
-        found += [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
-        said += [told_at(load, text) for text in found]
+        here = _unlike(group) if replicated else []
+        here += [*outrun(group), *draining(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
+        found += [(load, text) for text in here]
+    for text, at in grouped(found, lambda one: one[1]).items():
+        said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))
     return said
 
 
@@ -150,7 +150,7 @@ def _cut(arms: Sequence[Arm]) -> Iterator[str]:
 
 def _named(arms: Sequence[Arm]) -> tuple[str, str]:
     """The arms' names, and what follows a number that each of them has."""
-    return fmt.names([arm.name for arm in arms]), " each" if len(arms) > 1 else ""
+    return fmt.names([arm.name for arm in arms], _MAX_KEYS), " each" if len(arms) > 1 else ""
 
 
 def _num_sent(arm: Arm) -> int:

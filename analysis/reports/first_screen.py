@@ -280,14 +280,15 @@ def _same_at(group: Compared) -> list[str]:
         first = alike(group.arms)
         same = [arm for arm in group.arms if first[arm.name] == group.arms[0].name]
         return [same_arms(same)] if len(same) > 1 else []
-    factors, found = {keys[0]: keys for keys in level_groups(group.arms)}, []
+    factors, told = {keys[0]: keys for keys in level_groups(group.arms)}, []
     for step, *_ in by_factor(group.effects).values():
         if step.is_alike:
             name, levels = factor_name(step.factor), (step.base_level, step.level)
             arms = [arm for arm in group.arms if arm.levels.get(step.factor) in levels]
             base, changed = (f"{name} {level_text(step.factor, level)}" for level in levels)
-            found.append(same_decisions([changed], base, arms, factors[step.factor]))
-    return found
+            told.append((changed, same_decisions([""], base, arms, factors[step.factor])))
+    by_text = grouped(told, lambda one: one[1])
+    return [fmt.names([level for level, _ in those]) + text for text, those in by_text.items()]
 
 
 def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]], question: str) -> list[_Said]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, grouped, replicates
@@ -11,6 +12,7 @@ from analysis.comparison.effects import Compared
 from analysis.measures.metrics import SLO
 
 _MAX_LOADS, _MAX_SHARES = 4, 4  # loads that differ in it, and shares, for which the attainment is stated
+_names = partial(fmt.names, most=4)
 
 
 def kept(groups: Sequence[Compared], slo: SLO) -> str:
@@ -36,15 +38,15 @@ def _kept_at(group: Compared, slo: SLO) -> str:
     over = over_replicates(group.arms)
     if not others:
         both = " both" if len(best) == 2 else ""
-        names = "every arm" if len(best) > 2 else f"{fmt.names(best)}{both}"
+        names = "every arm" if len(best) > 2 else f"{_names(best)}{both}"
         return f"{names} {'keep' if both else 'keeps'} the SLO for {most} of the requests{over}"
-    said = f"{fmt.names(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
+    said = f"{_names(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
     if len(by_share) <= _MAX_SHARES:
-        rest = [f"{fmt.names(those)} for {text}" for text, those in others]
+        rest = [f"{_names(those)} for {text}" for text, those in others]
         return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
     (least, worst) = others[-1]
     how_sure = _how_sure(group, by_share, (most, least))
-    return f"{said}, the most of {len(values)} arms, and {fmt.names(worst)} for {least}, the least{how_sure}"
+    return f"{said}, the most of {len(values)} arms, and {_names(worst)} for {least}, the least{how_sure}"
 
 
 def over_replicates(arms: Sequence[Arm]) -> str:
@@ -69,8 +71,8 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequ
     if noise and not untested and not claims:
         said.append("no difference beyond the noise")
     elif noise:
-        said.append(f"inside the noise against {base}: {fmt.names(noise)}")
+        said.append(f"inside the noise against {base}: {_names(noise)}")
     if untested:
-        of = "" if untested == away else f" of {fmt.names(untested)}"
+        of = "" if untested == away else f" of {_names(untested)}"
         said.append(f"no interval of the difference{of} is known")
     return f" ({'; '.join(said)})" if said else ""

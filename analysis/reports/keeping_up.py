@@ -13,6 +13,7 @@ from analysis.comparison.arms import Arm, counted, replicates
 from analysis.load import Run
 
 State = Literal["beyond", "untold", "at once", "kept up"]
+_MAX_LISTED = 6  # arms
 _FIRST: tuple[State, ...] = ("beyond", "untold", "at once", "kept up")  # an arm has the first one that a run has
 
 
@@ -72,14 +73,14 @@ def is_closed_loop(run: Run) -> bool:
 
 
 def who(every: Sequence[Judged], state: State, most: int | None = None) -> str:
-    """The arms in a state, by name, or by number if there are more than `most`; "" for none. If not all runs of an arm
-    are in that state, their number is added."""
+    """The arms in a state, by name (the first _MAX_LISTED), or by number if there are more than `most`; "" for none. If
+    not all runs of an arm are in that state, their number is added."""
     those = [one for one in every if one.state == state]
     if len(those) == len(every) > 1 and all(one.is_whole for one in those):
         return "every arm"
     if most is not None and len(those) > most:
         return ("every arm" if len(those) == len(every) else f"{len(those)} of {len(every)} arms") + _in_which(those)
-    return fmt.listing([fmt.names([one.name]) + _in_which([one]) for one in those])
+    return fmt.listing([fmt.names([one.name]) + _in_which([one]) for one in those], _MAX_LISTED)
 
 
 def _in_which(those: Sequence[Judged]) -> str:

@@ -317,6 +317,15 @@ def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
     assert "of the requests" in between
 
 
+def test_the_attainment_of_many_arms_names_the_first(arms: list[Arm]) -> None:
+    other = replace(arms[1], name="other", runs=arms[1].runs[1:2])
+    many = [*(replace(arms[0], name=f"arm {num}") for num in range(9)), other]
+    slo = SLO(ttft_s=0.05, tpot_s=0.02)
+    first, *_ = answer([Compared("", many, [row("other", 0, 0.3)], ())], slo)
+    assert "arm 0, arm 1, arm 2, arm 3 and 5 more" in first
+    assert "arm 4" not in first
+
+
 def test_attainment_is_told_of_few_loads_and_arms(arms: list[Arm]) -> None:
     some = [[replace(arm, runs=arm.runs[:num]) for arm in arms] for num in range(1, 6)]  # means over as many replicates
     groups = [Compared(f"{rate} requests/s", few, [row(arms[1].name, 0, 0.3)], ()) for rate, few in enumerate(some)]

@@ -114,7 +114,7 @@ def _wrapped(label: str, *, hyphens: bool = False) -> str:
         lines = [line.replace("- ", "-") for line in lines]
     if len(lines) > _MAX_LINES:
         lines = [*lines[: _MAX_LINES - 1], f"… {label.rpartition(' ')[2]}"]
-    return "\n".join(line if len(line) <= _LABEL else line[: _LABEL - 1] + "…" for line in lines)
+    return style.literal("\n".join(line if len(line) <= _LABEL else line[: _LABEL - 1] + "…" for line in lines))
 
 
 def _predictors(axes: Axes, predictors: Sequence[Mapping[str, float]], labels: Sequence[str]) -> None:

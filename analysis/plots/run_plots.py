@@ -60,7 +60,7 @@ def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray
             panels = style.grid(max(len(each), 1), 1, 0.7 + 1.5 * max(len(each), 1), sharex=True, sharey=True)[1][:, 0]
         ends = [_composition_panel(axes, run) for axes, run in zip(panels, each.values(), strict=False)]
         for axes, label in zip(panels, each, strict=False):
-            axes.set_title("" if isinstance(runs, Run) else label, loc="left")
+            axes.set_title("" if isinstance(runs, Run) else style.literal(label), loc="left")
             axes.set(xlim=(0, max([end[0] for end in ends])), ylim=(0, 1.03 * max([end[1] for end in ends])))
         style.name_clock(panels[-1].xaxis, panels[-1].get_xlim()[1])
         style.legend_under(panels[-1], [Patch(**look) for look in _KINDS.values()], list(_KINDS))
@@ -206,8 +206,8 @@ def _name_rows(axes: Axes, rows: pd.DataFrame, *, with_counts: bool) -> None:
         return
     counts = rows["num_preemptions"].fillna(0).astype(int)
     labels = [
-        f"{name} (preempted {count} ×)" if with_counts and count else str(name)
-        for name, count in zip(rows["request_id"], counts, strict=True)
+        f"{name} (preempted {count} ×)" if with_counts and count else name
+        for name, count in zip(map(style.literal, rows["request_id"]), counts, strict=True)
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=6.0)
 

@@ -8,7 +8,6 @@ is_narrow: for a phone, with the panels one below the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import fill
 from typing import Any, cast
 
 import numpy as np
@@ -152,7 +151,7 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
         fleets = {label: engines_of(run) for label, run in runs.items()}
         last_s = max((float(one.until[-1]) / 1e9 for engines in fleets.values() for one in engines), default=0.0)
         for column, (label, run) in enumerate(runs.items()):
-            upper[column].set_title(fill(label, width))
+            upper[column].set_title(*style.folded([label], width))
             if fleets[label]:
                 _timeline_column(upper[column], lower[column], run, fleets[label])
         for column in range(num):

@@ -221,8 +221,13 @@ def legend_height(labels: Sequence[str], width_in: float = WIDTH_IN) -> float:
 
 
 def folded(labels: Sequence[str], num_chars: int) -> list[str]:
-    """The labels in lines of at most so many characters."""
-    return ["\n".join(wrap(label, num_chars)) for label in labels]
+    """The labels, taken literally, in lines of at most so many characters."""
+    return ["\n".join(wrap(literal(label), num_chars)) for label in labels]
+
+
+def literal(text: str) -> str:
+    """The text of a name: what is between two dollar signs would be set as mathematics, or fail as such."""
+    return text.replace("$", r"\$")
 
 
 _CHAR_IN, _HANDLE_IN = 0.058, 0.55  # of a legend: a character's mean width, and that of a handle with its margins

@@ -224,8 +224,8 @@ def heatmap(
     with style.styled():
         axes = style.only_axes(ax, 1.2 + 0.38 * len(rows))
         _draw_cells(axes, cells, metric_of(metric), len(rows), len(columns))
-        axes.set_xticks(range(len(columns)), [fmt.plain(level) for level in columns])
-        axes.set_yticks(range(len(rows)), [fmt.plain(level) for level in rows])
+        axes.set_xticks(range(len(columns)), [style.literal(fmt.plain(level)) for level in columns])
+        axes.set_yticks(range(len(rows)), [style.literal(fmt.plain(level)) for level in rows])
         axes.set(xlabel=chosen[0], ylabel=chosen[1])
     return axes
 

@@ -218,6 +218,18 @@ def test_a_legend_has_long_names_whole_and_within_the_figure(runs, is_narrow):
     assert legend.get_window_extent().y1 < drawn[-1].xaxis.label.get_window_extent().y0
 
 
+def test_a_name_with_dollar_signs_is_no_mathematics(runs, tmp_path):
+    name, run = r"mine(pattern=$x\foo$)", runs["decode_first"]
+    rows = [Comparison(name, LATENCY[0], 1.0, mean_t(np.log([1.1, 1.15]), "log_ratio"), "higher", base=2.0)]
+    cdf, over_time, batches = (
+        plot({name: run}) for plot in (plots.latency_cdf, plots.timeline, plots.batch_composition)
+    )
+    lives = plots.gantt(run.requests.assign(request_id=name))
+    for number, drawn in enumerate((cdf, over_time, batches, lives, plots.ablation_bars(rows))):
+        saved(drawn, tmp_path, f"drawn_{number}")
+    assert style.figure_of(cdf).legends[0].get_texts()[0].get_text() == name.replace("$", r"\$")
+
+
 def seen(axis):
     """The tick labels of an axis that are within its limits."""
     axis.axes.figure.draw_without_rendering()

@@ -92,10 +92,17 @@ def change(percent: float) -> str:
 
 
 def changes(percents: Sequence[float]) -> list[str]:
-    """Changes that are read together (an estimate and its interval): all are factors if one of them is."""
+    """Changes that are read together (an estimate and its interval): all are factors if one of them is. An end near 0
+    of a change that is not has its first digit, as it shows on which side of 0 the interval lies."""
     if any(map(_is_factor, percents)):
         return [_factor(percent) if math.isfinite(percent) else NOTHING for percent in percents]
-    return [change(percent) for percent in percents]
+    if not percents or round(percents[0], 1) == 0:
+        return [change(percent) for percent in percents]
+    return [_small(percent) if 0.0005 <= abs(percent) < 0.05 else change(percent) for percent in percents]
+
+
+def _small(percent: float) -> str:
+    return f"{'+' if percent > 0 else ''}{significant(percent, 1)}{SPACE}%"
 
 
 def _is_factor(percent: float) -> bool:

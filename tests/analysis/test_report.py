@@ -84,6 +84,13 @@ def test_a_print_shows_all_sections_with_their_headings(page):
     assert "details::details-content { content-visibility: visible" in printed
 
 
+def test_a_name_without_spaces_is_broken_instead_of_leaving_its_place(page):
+    rules = dict(re.findall(r"^([^@{}\n]+?) \{([^{}]*)\}", page.read_text(), re.MULTILINE))
+    assert "overflow-wrap: break-word" in rules["body"]
+    assert "overflow-wrap: anywhere" in rules["td:first-child, td a"], "arms, whose column has a largest width"
+    assert "minmax(0, 1fr)" in rules[".trust"], "else the column is as wide as its longest word"
+
+
 def test_links_lead_to_the_run_folders(page):
     for link in Page(page.read_text()).links:
         assert (page.parent / link).is_dir()

@@ -71,9 +71,10 @@ def percent(ratio: float) -> str:
 
 
 def points(difference: float) -> str:
-    """A difference of two shares, in percentage points, always with a sign unless it is 0."""
-    text = significant(100.0 * difference, 3 if abs(difference) >= 0.1 else 2)
-    return f"{'+' if difference > 0 else ''}{text}{POINTS}"
+    """A difference of two shares, in percentage points, always with a sign unless it is 0. What remains of a
+    difference of equal means in floating point is 0."""
+    value = round(100.0 * difference, 4)
+    return f"{'+' if value > 0 else ''}{significant(value, 3 if abs(value) >= 10 else 2)}{POINTS}"
 
 
 def change(percent: float) -> str:

@@ -227,6 +227,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     sections.compared.append(Compared(load, arms, rows, effects if num > 1 else (), classes))
     filled = (*FILLED, *(FLEET if any(num_replicas(run) > 1 for run in runs) else ()))
     told = {"what happened inside": INSIDE, "how full the engine was": filled}
+    means = " (means over replicates)" if len(runs) > len(arms) else ""
     told |= {"tenants": FAIRNESS} if all(r.summary["fairness"] for r in runs) else {}
     made = [
         tables.effects_table(
@@ -236,7 +237,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         for what, part in parts.items() if effects
     ]  # fmt: skip
     for what, part in (parts | told).items():
-        caption = f"{what.capitalize()}{where}{' (means over replicates)' if what in told else ''}"
+        caption = f"{what.capitalize()}{where}{means if what in told else ''}"
         table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
         made.append(replace(table, note=tables.ASSUMED_FAIR) if what == "tenants" else table)
     made += class_tables(arms, classes, where, report.margin, slo)

@@ -82,6 +82,7 @@ def test_a_print_shows_all_sections_with_their_headings(page):
     hidden = re.findall(r"([^{};]*)\{[^}]*display: none", printed)
     assert not hidden, "headings are in the summaries of the sections that fold"
     assert "details::details-content { content-visibility: visible" in printed
+    assert "figure img { max-height: 235mm" in printed, "a figure of many arms is higher than a sheet of paper"
 
 
 def test_a_name_without_spaces_is_broken_instead_of_leaving_its_place(page):
@@ -305,10 +306,17 @@ def test_a_single_run_is_described_not_compared(tmp_path):
     )
     assert "No other arm ran on its trace, so nothing is compared" in text
     assert "Baseline" not in text
+    assert "What happened inside" in text
+    assert "means over" not in text
     kept = report_from_folders([tmp_path / "run"], tmp_path / "slo.html", slo={"ttft_s": 0.03})
     said = Page(kept.read_text()).text
     assert re.search(r"\d+ % \[[\d.]+ %, [\d.]+ %\] of its requests kept the SLO: goodput [\d.]+ req/s", said)
     assert "The interval (Wilson's) takes requests as independent, which they are not as they queue" in said
+
+
+def test_tables_without_intervals_say_that_they_have_means(page):
+    captions = re.findall(r"<caption>(.*?)</caption>", page.read_text())
+    assert {"What happened inside (means over replicates)", "Latency"} <= set(captions)
 
 
 def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):

@@ -7,6 +7,8 @@ a notebook, it creates the figures, so that the cell shows them. The global rcPa
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -19,6 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
 from matplotlib.lines import Line2D
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullFormatter, NullLocator
@@ -41,8 +44,13 @@ _CYCLE = cycler(color=COLOURS)
 WIDTH_IN = 7.2  # text width of a page
 PHONE_IN = 3.6  # width of an upright phone, at which text is as large as on a page
 
+_OTHER_FONTS = (  # for characters that Matplotlib's own font lacks: what systems have, the first that is installed
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
+    "PingFang SC", "Hiragino Sans GB", "Hiragino Sans", "Microsoft YaHei", "SimHei", "Yu Gothic", "Malgun Gothic",
+)  # fmt: skip
+
 STYLE: dict[str, Any] = {
-    "font.family": ["DejaVu Sans"],
+    "font.family": ["DejaVu Sans", *(font for font in _OTHER_FONTS if font in get_font_names())],
     "font.size": 8.0,
     "axes.titlesize": 8.5,
     "axes.labelsize": 8.0,
@@ -169,7 +177,7 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
     layout, dpi = figure.get_layout_engine(), figure.dpi
-    with styled():
+    with styled(), _boxes_said_once():
         if layout is not None:
             figure.dpi = STYLE["savefig.dpi"]
             layout.execute(figure)
@@ -181,6 +189,24 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
             figure.savefig(part, format="svg", metadata={"Date": None, "Creator": None})
         figure.set_layout_engine(layout)
     return png, svg
+
+
+_boxes: set[str] = set()  # characters of which was said that they are drawn as boxes
+
+
+@contextmanager
+def _boxes_said_once() -> Iterator[None]:
+    """Says in one warning, once a process, which characters no font here has, where Matplotlib warns of each each time."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    lacks = [(one, re.match(r"Glyph (\d+) .*missing from font", str(one.message))) for one in caught]
+    for one in (one for one, is_lack in lacks if is_lack is None):
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    if new := sorted({chr(int(found[1])) for _, found in lacks if found is not None} - _boxes):
+        _boxes.update(new)
+        some = "".join(new[:3]) + ("…" if len(new) > 3 else "")
+        warnings.warn(f"no font here has {some}, drawn as boxes: install Noto Sans CJK or another font", stacklevel=4)
 
 
 def figure_of(drawn: Figure | Axes | AxesArray) -> Figure:

@@ -375,3 +375,16 @@ def test_a_sum_of_levels_is_their_sum_at_every_instant(data):
             past = [value for time, value in zip(level.times_s, level.values, strict=True) if time <= instant]
             expected[place] += past[-1] if past else 0.0
     np.testing.assert_array_equal(curves.total(levels).at(instants), expected)
+
+
+def test_characters_without_a_font_are_said_once(tmp_path):
+    """In one warning; others are passed on, and fonts that are installed are not taken before Matplotlib's own."""
+    assert style.STYLE["font.family"][0] == "DejaVu Sans"
+    for name, expected in (("a", 1), ("b", 0)):
+        with style.styled():
+            figure, ((axes,),) = style.grid(1, 1, 1.0)
+        axes.set_title("\U0010fffc\U0010fffd policy")  # of no writing
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            style.save(figure, tmp_path / name)
+        assert ["drawn as boxes" in str(one.message) for one in caught] == [True] * expected

@@ -196,7 +196,7 @@ _boxes: set[str] = set()  # characters of which was said that they are drawn as 
 
 @contextmanager
 def _boxes_said_once() -> Iterator[None]:
-    """Says in one warning, once a process, which characters no font here has, where Matplotlib warns of each each time."""
+    """Says in one warning, once a process, which characters no font here has. Matplotlib says it of each each time."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

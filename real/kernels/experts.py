@@ -118,6 +118,20 @@ def down_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def sum_kernel(
+    output, results, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, IS_CHAINED: tl.constexpr
+):  # fmt: skip
+    """Program (features, token): adds the results of a token's experts."""
+    after_previous(IS_CHAINED)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token = tl.program_id(1).to(tl.int64)
+    total = tl.zeros([TILE], tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        total += tl.load(results + (token * PER_TOKEN + place) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    tl.store(output + token * SIZE + at, total.to(output.dtype.element_ty), mask=at < SIZE)
+
+
 class Tiling(NamedTuple):
     """Output features of a program, input features of an iteration, launch options, and whether FP8 is `settled`, which
     takes twice the shared memory, so that fewer programs run at once."""
@@ -136,6 +150,7 @@ class Tiling(NamedTuple):
         return options | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
+TILE = 1024  # features of a program of sum_kernel
 FEW = Tiling(64, 128, 4, 3, settles=False)  # for tiles of few pairs, which wait for the weights
 SOME = Tiling(64, 64, 4, 3)
 MANY = Tiling(64, 64, 8, 3), Tiling(128, 64, 8, 3)  # the first kernel has two sums for each feature
@@ -171,4 +186,8 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
         results, between, *second.tensors, shares.contiguous(), order, tiles, between.stride(0), *second.strides,
         results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **tile.options(second), **chained(x.device),
     )  # fmt: skip
-    return results.view(num_tokens, per_token, hidden).sum(1)
+    output = x.new_empty((num_tokens, hidden))
+    sum_kernel[(triton.cdiv(hidden, TILE), num_tokens)](
+        output, results, PER_TOKEN=per_token, SIZE=hidden, TILE=TILE, num_warps=4, **chained(x.device)
+    )
+    return output

@@ -45,7 +45,7 @@ def test_all_kinds_compile_and_the_main_shapes_without_spills(tmp_path):
             assert int(registers) <= 255, line
             assert int(local_bytes) == 0, f"{line} spills registers"
             assert int(registers) * 32 * int(num_warps) <= 65536, f"{line} has too many warps for its registers"
-    assert num_main == {"sm_80": 13 + 11 + 12 + 3, "sm_90": 13 + 11 + 12 + 3 + 4}  # plain weights only on Hopper
+    assert num_main == {"sm_80": 13 + 11 + 15 + 3, "sm_90": 13 + 11 + 15 + 3 + 4}  # plain weights only on Hopper
     assert len(lines) == num_main.total() + 2 * (2 + 2 + 2 + 2 + 1 + 2 + 12 + 9)
 
 

@@ -109,7 +109,7 @@ def test_what_starts_early_waits_before_it_touches_memory(launches, is_chained):
     few_tokens(1, is_fp8=True)[1]()
     experts(1, "bf16", num=128)[1]()
     between()
-    names = "decode", "reduce", "multiply", "norm", "silu", "gate_up", "down", "routes"
+    names = "decode", "reduce", "multiply", "norm", "silu", "gate_up", "down", "sum", "routes"
     for name in names:
         code = launches.code[f"{name}_kernel"]
         first = min(code.find(word) for word in ("tt.load", "tt.store", "async_copy_global") if word in code)

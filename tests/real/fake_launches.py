@@ -419,6 +419,12 @@ def down(values: Values) -> None:
         values["output"][pairs] = (x * values["shares"].flatten()[pairs, None].float()).to(values["output"].dtype)
 
 
+def add_experts(values: Values) -> None:
+    output, results = values["output"], values["results"]
+    must(results.shape == (len(output) * values["PER_TOKEN"], values["SIZE"]), "a result of each expert")
+    output.copy_(results.view(len(output), values["PER_TOKEN"], -1).sum(1))
+
+
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
     """Every kernel of real/kernels runs on this GPU."""
     from real.kernels import block_copy, chain, experts, few_tokens, formats, gpu_layers, parts, routing, weights
@@ -440,6 +446,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGPU) -> None:
         (routing, "routes_kernel", ("order", "tiles"), route),
         (experts, "gate_up_kernel", ("output",), gate_up),
         (experts, "down_kernel", ("output",), down),
+        (experts, "sum_kernel", ("output",), add_experts),
         (weights, "dequantize_kernel", ("output",), dequantize),
         (few_tokens, "multiply_kernel", ("output", "sums"), multiply),
         (gpu_layers, "norm_kernel", ("output", "x"), norm),

@@ -12,18 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from analysis.plots.style import (
-    GREY,
-    grid,
-    legend_below,
-    legend_height,
-    line_handle,
-    marker,
-    save,
-    series_style,
-    set_log,
-    styled,
-)
+from analysis.plots import style
 from experiments.tables.devices import device_spec, model_spec
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.specs.device import DeviceSpec
@@ -52,7 +41,7 @@ def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Pat
     for operator in operators:
         if operator in _AXES:
             figure = operator_figure(tables, operator, spec, sheet)
-            yield from save(figure, stem.with_name(f"{stem.name}-{operator}"))
+            yield from style.save(figure, stem.with_name(f"{stem.name}-{operator}"))
 
 
 def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, sheet: DeviceSpec | None) -> Figure:
@@ -63,30 +52,30 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
     dtype = str(rows["dtype"][0])
     has_sheet = sheet is not None and has_bound(operator, dtype)
     labels = [label for label, _ in lines]
-    with styled():
-        figure, axes = grid(1, 2 if has_sheet else 1, 3.1 + legend_height(labels))
+    with style.styled():
+        figure, axes = style.grid(1, 2 if has_sheet else 1, 3.1 + style.legend_height(labels))
         handles, left = [], axes[0][0]
         for index, (_, line) in enumerate(lines):
-            style, mark = series_style(index), marker(index)
+            look, mark = style.series_style(index), style.marker(index)
             x, time_us = line[axis].to_numpy(), line["time_ns"].to_numpy() / 1e3
             size = _SMALL_MARKER if len(x) > _MANY else _MARKER
-            left.plot(x, time_us, mark, color=style["color"], markersize=size)
+            left.plot(x, time_us, mark, color=look["color"], markersize=size)
             if has_sheet and sheet is not None:
                 bound_us = bounds_ns(operator, line, sheet) / 1e3
-                left.plot(x, bound_us, **style, linewidth=1.0)
-                axes[0][1].plot(x, time_us / bound_us, mark, **style, markersize=size, linewidth=0.6)
-            handles.append(line_handle(**style, marker=mark))
+                left.plot(x, bound_us, **look, linewidth=1.0)
+                axes[0][1].plot(x, time_us / bound_us, mark, **look, markersize=size, linewidth=0.6)
+            handles.append(style.line_handle(**look, marker=mark))
         left.set_ylabel("time of one call (µs)")
         if has_sheet:
             left.set_title("points: measured; lines: data sheet")
-            axes[0][1].axhline(1.0, color=GREY, linewidth=1.0)
+            axes[0][1].axhline(1.0, color=style.GREY, linewidth=1.0)
             axes[0][1].set_ylabel("measured time / data sheet's")
             axes[0][1].set_title("1: as fast as the data sheet's full rates")
         for panel in axes[0]:
             _log(panel, says)
         engines = ", ".join(pc.unique(rows["engine"]).to_pylist())
         figure.suptitle(f"{operator} on {tables.device}, {dtype}{about}; {engines}", fontsize=9)
-        legend_below(figure, handles, labels)
+        style.legend_below(figure, handles, labels)
     return figure
 
 
@@ -96,7 +85,7 @@ def _log(panel: Axes, says: str) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
     panel.set_xlabel(says)
     low, high = panel.dataLim.intervaly
-    set_log(panel.yaxis, low, high)
+    style.set_log(panel.yaxis, low, high)
 
 
 def _size(value: float) -> str:

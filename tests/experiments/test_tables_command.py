@@ -75,7 +75,7 @@ def test_show_draws_each_operator_beside_the_data_sheet(
     drawn = say(capsys, "show", "h200", "--plot", tmp_path / "figures" / "h200").splitlines()[-10:]
     assert [Path(line).name for line in drawn[:2]] == ["h200-gemm.png", "h200-gemm.svg"]
     assert all(Path(line).stat().st_size > 5_000 for line in drawn)
-    monkeypatch.setattr("experiments.tables.figures.save", lambda figure, stem: (f"{stem}.png", f"{stem}.svg"))
+    monkeypatch.setattr("analysis.plots.style.save", lambda figure, stem: (f"{stem}.png", f"{stem}.svg"))
     one = spot.llmservingsim(tmp_path / "there")
     say(capsys, "import", "llmservingsim", one, "--out", tmp_path / "l.parquet")
     drawn = say(capsys, "show", tmp_path / "l.parquet", "--plot", tmp_path / "l", "--model", "qwen3_8b").splitlines()

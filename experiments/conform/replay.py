@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
@@ -18,6 +18,7 @@ from experiments.wiring.build import build_scheduler, simulated_pools
 from testbed.core.outcome import StepResult
 from testbed.core.plan import BatchPlan
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
 from testbed.policies.compositions.unified import Unified
 
@@ -47,16 +48,6 @@ def composition_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"composition": {"_target_": f"{Unified.__module__}.{Unified.__qualname__}", **options}} if options else {}
 
 
-class LiveRequest(NamedTuple):
-    """Progress of an unfinished sequence after the step was planned or committed. Counts are in tokens."""
-
-    request_id: str
-    state: str
-    num_computed_tokens: int
-    num_tokens: int
-    num_prompt_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A case that failed.
@@ -72,7 +63,7 @@ class Mismatch:
     recorded: Decision | None = None
     decided: Decision | None = None
     context: dict[str, Any] = field(default_factory=dict)
-    live: list[LiveRequest] = field(default_factory=list)
+    live: list[Sequence] = field(default_factory=list)
 
 
 class Feed:
@@ -199,11 +190,7 @@ class _Comparison:
         return None
 
     def mismatch(self, reason: str, recorded: Decision | None, decided: Decision | None) -> Mismatch:
-        live = [
-            LiveRequest(seq.request.request_id, seq.state.name.lower(), seq.num_computed_tokens, seq.num_tokens,
-                        seq.num_prompt_tokens)
-            for seq in self._feed.scheduler.unfinished()
-        ]  # fmt: skip
+        live = self._feed.scheduler.unfinished()
         return Mismatch(reason, self._num_agreeing, self._feed.second, recorded, decided, self._context(), live)
 
     def _context(self) -> dict[str, Any]:

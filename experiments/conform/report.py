@@ -12,6 +12,7 @@ from experiments.configuration.options import options
 from experiments.conform.cases import Case, read_cases
 from experiments.conform.replay import Mismatch, differing_fields, replay_case
 from experiments.conform.systems import SYSTEMS
+from testbed.core.state import SequenceState
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import unknown
 
@@ -99,14 +100,15 @@ def _live_table(mismatch: Mismatch) -> list[str]:
         for value in (decision or {}).values():
             if isinstance(value, dict | list):
                 named.update(value)
-    shown = [item for item in mismatch.live if item.state != "waiting" or item.request_id in named]
+    shown = [seq for seq in mismatch.live if seq.state is not SequenceState.WAITING or seq.request_id in named]
     num_hidden = len(mismatch.live) - len(shown)
     if not shown:
         return []
     lines = [f"  {'request':>9} {'state':<9} {'computed':>8} {'known':>8} {'prompt':>8}   (tokens, ours, now)"]
-    for item in shown:
-        counts = (item.num_computed_tokens, item.num_tokens, item.num_prompt_tokens)
-        lines.append(f"  {item.request_id:>9} {item.state:<9} " + " ".join(f"{count:>8}" for count in counts))
+    for seq in shown:
+        counts = (seq.num_computed_tokens, seq.num_tokens, seq.num_prompt_tokens)
+        state = seq.state.name.lower()
+        lines.append(f"  {seq.request_id:>9} {state:<9} " + " ".join(f"{count:>8}" for count in counts))
     if num_hidden:
         lines.append(f"  and {num_hidden} more that wait")
     return lines

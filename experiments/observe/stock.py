@@ -15,10 +15,11 @@ from experiments.conform.replay import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_own
 from experiments.observe.log import Sender
+from experiments.runs.prepare import ReplayLog
 from experiments.runs.run_folder import describe_failure, set_aside
 from experiments.wiring.build_engine import build_vllm_backend
 from real.clocks import RealTimeClock, make_clock
-from real.replay import CoreWait, ReplayLag, core_wait_notes
+from real.replay import ReplayLag
 from real.vllm.config import VllmConfig
 from testbed.core.commands import Abort, Arrive
 from testbed.core.interfaces import Inbox
@@ -51,15 +52,12 @@ def replay_stock(
     backend, earlier = _started(config, log, told)
     clock = make_clock(config.backend, backend)
     clock.start()
-    sender, lag, core_wait = Sender([], backend.log_by(clock.now_ns)), ReplayLag(), CoreWait()
-    failures = [_failure_of(do) for do in (partial(_serve, backend, inbox, clock, sender.requests, lag), backend.close)]
+    sender, replayed = Sender([], backend.log_by(clock.now_ns)), ReplayLog(config, clock=clock)
+    serve = partial(_serve, backend, inbox, clock, sender.requests, replayed.lags[0])
+    failures = [_failure_of(do) for do in (serve, backend.close)]
     failure = failures[0] or failures[1]
-    how, waited = config.backend, core_wait.share()
-    pace = {"pace": how.pace, "speed": how.speed, "probe": clock.describe()}
-    measured = {
-        "replay": pace | lag.describe() | {"notes": [*lag.notes(), *core_wait_notes(waited)]},
-        "host": {"core_wait_share": waited},
-    }
+    said = replayed.describe(num_steps=0)
+    measured = said | {"host": {"core_wait_share": said["host"]["core_wait_share"]}}  # vLLM tells no more of it
     try:
         import_own(log, folder, config, trace, sender, measured, is_cut=failure is not None, command=command)
     except (OSError, TestbedError) as error:

@@ -20,6 +20,7 @@ from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.run_folder import is_locked, locked
 from real.clocks import RealTimeClock
+from real.replay import CoreWait
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
@@ -200,7 +201,7 @@ def test_a_machine_that_did_not_keep_pace_is_told_of(
 
     start(monkeypatch, lambda number: None)
     monkeypatch.setattr(RealTimeClock, "wait_until", oversleep)
-    monkeypatch.setattr(stock.CoreWait, "share", lambda self: 0.5)
+    monkeypatch.setattr(CoreWait, "share", lambda self: 0.5)
     assert run(tmp_path / "run", "backend.pace=real_time", "trace.rate=20") == 0
     said, manifest = capsys.readouterr().out, load_run(tmp_path / "run").manifest
     assert "note         REPLAY LAG: " in said

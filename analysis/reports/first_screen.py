@@ -44,7 +44,7 @@ from analysis.reports.asked import asks_beside_slo, is_asked
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_slo import kept
 from analysis.reports.keeping_up import judged, serves_nothing, who
-from analysis.reports.replicates import shared
+from analysis.reports.trust import shared
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pandas as pd
 
@@ -13,21 +13,23 @@ from analysis.comparison.compare import engine_noise, metric_of
 from analysis.comparison.effects import Compared
 from analysis.comparison.fidelity import worst_errors
 from analysis.comparison.pairs import Pair
-from analysis.comparison.sharing import drawn_by
+from analysis.comparison.sharing import common_share, drawn_by, has_new_arrivals
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.measures.steadiness import ends_growing
 from analysis.reports.cautions import num_ignored
 from analysis.reports.fidelity_findings import not_measured_on, num_picked
 from analysis.reports.keeping_up import State, is_closed_loop, judged, serves_nothing, who
-from analysis.reports.replicates import Level, shared
 from testbed.records.schema import GOOD_FIT, POOR_FIT
 
 _FEW = 5  # replicates; with fewer, intervals are wide
+_HARDLY = 0.05  # share of common requests up to which replicates are good
+_MOSTLY = 0.75  # and above which they are poor
 _NEAR, _FAR = 0.05, 0.15  # relative errors up to which fidelity is good, and fair
 _ERRORS = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "throughput.output_tokens_per_s")
 
-_LEVELS = ("good", "fair", "poor")
+Level = Literal["good", "fair", "poor"]
+_LEVELS = get_args(Level)
 
 
 def _worst(levels: Iterable[Level]) -> Level:
@@ -74,6 +76,21 @@ def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
     found = [shared([run for arm in group.arms for run in arm.runs]) for group in groups]
     level, why = max(found, key=lambda one: _LEVELS.index(one[0]))
     return Trust("replicates", level if num >= _FEW else _worst([level, "fair"]), f"{num} replicates{how}{why}")
+
+
+def shared(runs: Sequence[Run]) -> tuple[Level, str]:
+    """The best level that replicates of one load can have, given the requests that they share, and the reason."""
+    share = common_share(runs)
+    if share == 1:
+        return "poor", " of the same requests: how the result hangs on exact arrivals, and nothing of other traces"
+    if share <= _HARDLY:
+        return "good", ""
+    configs = [run.flat_config for run in runs]
+    which, but = f"each shares {fmt.share(share)} of another's requests", ""
+    if "bootstrap" in drawn_by(configs):
+        which = "all are drawn from the same requests"
+        but = "" if has_new_arrivals(configs) else ", but not for the arrivals, which are the same in all"
+    return "poor" if share > _MOSTLY else "fair", f": {which}, and intervals are widened for that{but}"
 
 
 def _ignoring(arms: Sequence[Arm]) -> str:

@@ -248,9 +248,10 @@ def test_a_machine_that_was_not_as_fast_as_when_it_was_fitted_is_told(paces, is_
     assert "every kind" not in " ".join(pace_said(steps, is_fitted=False, is_scaled=False)), "nothing was fitted"
 
 
-def test_one_kind_of_step_that_is_off_is_the_simulators_own() -> None:
-    real = with_steps([1.0])
-    real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 400_000, 0)
+@pytest.mark.parametrize(("pace", "prefills_ns"), [(1.0, 400_000), (1.15, 700_000)])
+def test_kinds_of_steps_that_are_off_by_different_amounts_are_the_simulators_own(pace: float, prefills_ns: int) -> None:
+    real = with_steps([pace])
+    real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, prefills_ns, 0)
     assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True, is_scaled=False) == ()
 
 
@@ -260,12 +261,6 @@ def test_who_scales_times_by_a_probe_is_not_told_to() -> None:
         said = pace_said(steps, is_fitted=True, is_scaled=is_scaled)
         assert ["probe_scaled" in text for text in said] == [not is_scaled] * 2
         assert ("probe_scaled" in too_noisy({"ttft_s.p50": 0.8}, is_scaled=is_scaled)[0]) is not is_scaled
-
-
-def test_two_kinds_that_are_off_by_different_amounts_are_the_simulators_own() -> None:
-    real = with_steps([1.15])
-    real.steps["end_ns"] += np.where(real.steps["num_prefill_tokens"] > 0, 700_000, 0)
-    assert pace_said(fidelity.step_errors(with_steps([1.0]), real), is_fitted=True, is_scaled=False) == ()
 
 
 def test_contexts_that_grow_within_a_cell_are_no_uneven_machine() -> None:

@@ -308,20 +308,18 @@ def _was_made_again(folder: Path) -> bool:
     return bool(name) and number.isdigit() and (folder.parent / name / "done").exists()
 
 
-def same_trace(runs: Iterable[Run]) -> str:
+def same_trace(runs: Sequence[Run]) -> str:
     """The trace fingerprint that all `runs` share. Raises RunFolderError if they differ or one has none."""
-    known = list(runs)
-    for run in known:
+    first = runs[0]
+    for run in runs:
         if not run.fingerprint:
             raise RunFolderError(f"{run.path}: manifest.json has no trace fingerprint, so the run cannot be paired")
-        if run.fingerprint != known[0].fingerprint:
+        if run.fingerprint != first.fingerprint:
             raise RunFolderError(
-                f"{known[0].path} and {run.path} ran different traces (fingerprints {known[0].fingerprint} and "
+                f"{first.path} and {run.path} ran different traces (fingerprints {first.fingerprint} and "
                 f"{run.fingerprint}); pair runs of one trace only"
             )
-    if not known:
-        raise RunFolderError("no runs to pair")
-    return str(known[0].fingerprint)
+    return str(first.fingerprint)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

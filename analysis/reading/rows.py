@@ -132,8 +132,6 @@ def naming(file: Path) -> Iterator[None]:
 
 def is_known(array: Any) -> BoolArray:
     """Which values of an Arrow array are not null `[num_rows]`. (Arrow's `is_valid` imports `pyarrow.compute`.)"""
-    if pa.types.is_dictionary(array.type):
-        array = array.indices
     if array.null_count in (0, len(array)):
         return np.full(len(array), array.null_count == 0)
     bits = np.frombuffer(array.buffers()[0], dtype=np.uint8)

@@ -21,7 +21,7 @@ from testbed.specs.model import ExpertsShape
 
 WARM_UP_CONTEXT = 1024  # enough for several parts of a split decode
 WARM_UP_TOKENS = 256  # enough for the kernels of measured prefills; the maximum would take seconds on a CPU
-WARM_UP_TILES = (17, 33)  # tokens with which GEMMs with FP8 weights begin to have tiles of another size
+WARM_UP_TILES = (17, 33)  # tokens, or samples of the LM head, with which our GEMMs begin to have tiles of another size
 
 
 def fitting_num_blocks(
@@ -132,7 +132,9 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
     if is_cuda:
         cache.warm_up()
     for load in warm_up_loads(runner.limits, is_cuda, runner.spec.experts):
-        run_load(runner, synthetic_load(runner, load, 2), cache)
+        num_tokens = sum(num for num, _ in load)
+        num_samples = num_tokens if is_cuda and num_tokens in WARM_UP_TILES else 2
+        run_load(runner, synthetic_load(runner, load, num_samples), cache)
     if not is_cuda:
         make_code(runner.model, runner.limits.max_num_batched_tokens)
     for layer in cache.gpu:

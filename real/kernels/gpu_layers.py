@@ -35,11 +35,12 @@ def norm_kernel(
 
 @triton.jit
 def silu_kernel(output, gate_up, SIZE: tl.constexpr, TILE: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """Program (features, token): silu(gate) * up."""
+    """Program (TILE features of a token): silu(gate) * up. A grid's second dimension, 65,535, is too few for tokens."""
     after_previous(IS_CHAINED)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
+    at = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     exists = at < SIZE
-    token = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) // TILES).to(tl.int64)
     gate = tl.load(gate_up + token * 2 * SIZE + at, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (token * 2 + 1) * SIZE + at, mask=exists, other=0.0).to(tl.float32)
     inner = (gate * tl.sigmoid(gate)).to(output.dtype.element_ty).to(tl.float32)
@@ -66,7 +67,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, size = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, size))
     if num_tokens:
-        silu_kernel[(triton.cdiv(size, TILE), num_tokens)](
+        silu_kernel[(num_tokens * triton.cdiv(size, TILE),)](
             output, gate_up, SIZE=size, TILE=TILE, num_warps=4, **chained(gate_up.device)
         )
     return output

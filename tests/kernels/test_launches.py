@@ -13,10 +13,12 @@ import torch
 from real.batch import BatchLimits
 from real.max_load import warm_up_loads
 from testbed.specs.model import ExpertsShape
-from tests.kernels.compile import between, draw, experts, few_tokens, on_no_gpu, step
+from tests.kernels.compile import between, draw, experts, few_tokens, heads, on_no_gpu, step
 from tests.kernels.paged_batches import make_spec
 
 SETTLED = "mov.b32"  # see formats.py
+STARTS_NEXT, WAITS = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+TOUCHES = r"tt\.(load|store|atomic|descriptor)|async_copy_global|cf\.cond_br|scf\.if"  # memory; or a way around a wait
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -28,6 +30,7 @@ class Launches:
         self.pending: dict[str, list[int]] = {}  # loads left under way by waits in loops of products
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         self.code: dict[str, str] = {}  # Triton's own, with layouts, of all kernels of a name
+        self.starts: dict[str, set[tuple[bool, bool]]] = {}  # (starts early, waits before it touches memory)
 
     @property
     def num_kernels(self) -> int:
@@ -60,7 +63,11 @@ def launches(request, monkeypatch, tmp_path):
                 if re.search(r"= (tt\.dot|ttng\.warp_group_dot) ", loop):
                     found.pending.setdefault(self.__name__, []).append(min(map(int, waits), default=0))
             found.grids.append((self.__name__, grid))
-            found.code[self.__name__] = found.code.get(self.__name__, "") + kernel.asm["ttgir"]
+            code = kernel.asm["ttgir"]
+            found.code[self.__name__] = found.code.get(self.__name__, "") + code
+            before = re.split(TOUCHES, code, maxsplit=1)[0]
+            found.starts.setdefault(self.__name__, set()).add((kwargs.get("launch_pdl", False), WAITS in before))
+            assert before.count(STARTS_NEXT) == code.count(WAITS) == before.count(WAITS), "only what waits, and once"
 
         return run
 
@@ -102,18 +109,42 @@ def test_plain_weights_are_loaded_ahead_and_multiplied_from_shared_memory(launch
     assert "ttg.local_load" not in launches.code["multiply_kernel"]
 
 
-@pytest.mark.parametrize(("launches", "is_chained"), [(90, True), (80, False)], indirect=["launches"], ids=str)
-def test_what_starts_early_waits_before_it_touches_memory(launches, is_chained):
-    """Kernels of a decode step, where a GPU can start them while the one before ends."""
+@pytest.mark.parametrize(("launches", "is_fp8"), [(90, True), (90, False), (80, True)], indirect=["launches"], ids=str)
+def test_the_last_of_a_split_gemm_sees_what_all_have_stored(launches, is_fp8):
+    """The interpreter runs one program after the other; on a GPU sums are seen because of three things."""
+    few_tokens(16, is_fp8)[1]()
+    ordered = r"tt\.store .*\n *(ttg\.barrier all|gpu\.barrier) .*\n.* tt\.atomic_rmw add, acq_rel, gpu,"
+    assert len(re.findall(ordered, launches.code["multiply_kernel"])) == 1
+    assert len(re.findall(r"tt\.load .* cacheModifier = cg ", launches.code["multiply_kernel"])) == 1
+
+
+def test_a_gemm_of_few_tokens_has_programs_for_all_multiprocessors(launches):
+    """Of 132. In bfloat16 one program each, whose loads take most of the shared memory; in FP8 several."""
+    grids = {(16, False): [(64, 2), (384, 1)], (16, True): [(64, 8), (384, 1)], (32, False): [(64, 2), (384, 1)],
+             (32, True): [(64, 6), (384, 1)], (64, False): [], (64, True): [(32, 8), (192, 1)]}  # fmt: skip
+    for (num_tokens, is_fp8), expected in grids.items():
+        few_tokens(num_tokens, is_fp8)[1]()
+        assert [grid for _, grid in launches.take("multiply_kernel")] == expected
+
+
+CHAINED = {f"{name}_kernel" for name in (
+    "decode", "reduce", "multiply", "norm", "silu", "heads", "choose", "routes", "gate_up", "down", "sum"
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("launches", "can"), [(90, True), (120, True), (80, False)], indirect=["launches"], ids=str)
+def test_what_starts_early_waits_before_it_touches_memory(launches, can):
+    """Kernels of a decode step, where a GPU can start them while the one before ends; and none else."""
     step(make_spec(1, 4, 128, 16, torch.bfloat16), [(300, 1)])
-    few_tokens(1, is_fp8=True)[1]()
-    experts(1, "bf16", num=128)[1]()
+    step(make_spec(1, 4, 128, 16, torch.bfloat16), [(300, 1), (0, 40)])
+    for is_fp8 in (True, False):
+        few_tokens(1, is_fp8)[1]()
+        heads(is_fp8, torch.float8_e4m3fn if is_fp8 else torch.bfloat16)[1]()
+        experts(1, "bf16 e4m3" if is_fp8 else "bf16", num=128)[1]()
     between()
-    names = "decode", "reduce", "multiply", "norm", "silu", "gate_up", "down", "sum", "routes"
-    for name in names:
-        code = launches.code[f"{name}_kernel"]
-        first = min(code.find(word) for word in ("tt.load", "tt.store", "async_copy_global") if word in code)
-        assert (0 < code.find("griddepcontrol.wait") < first) == is_chained, name
+    assert set(launches.starts) > CHAINED
+    for name, starts in launches.starts.items():
+        assert starts == {(can and name in CHAINED,) * 2}, name
 
 
 @pytest.mark.parametrize(

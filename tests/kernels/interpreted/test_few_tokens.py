@@ -57,8 +57,8 @@ def test_a_weight_is_dequantised_as_by_torch(groups, num_out, num_in, start, dty
 def test_a_few_tokens_are_multiplied_by_the_stored_weight(
     groups, num_tokens, num_out, num_in, num_processors, has_bias, dtype, seed
 ):
-    """groups: those of FP8 that share a scale; None: a plain weight. num_processors: as many parts as are worth while
-    with them; their tickets are given back."""
+    """Inputs are parts of wider rows. groups: those of FP8 that share a scale; None: a plain weight. num_processors: as
+    many parts as are worth while with them; their tickets are given back."""
     generator = torch.Generator().manual_seed(seed)
     if groups is None:
         matrix = Matrix((num_in**-0.5 * torch.randn(num_out, num_in, generator=generator)).to(dtype))
@@ -67,7 +67,7 @@ def test_a_few_tokens_are_multiplied_by_the_stored_weight(
         matrix = draw(Fp8Scheme(*groups), num_out, num_in, 0, seed)
         assert matrix.scales is not None
         exact = dequantize(matrix.weight, *matrix.scales[:3], torch.float64)
-    x = torch.randn(num_tokens, num_in, generator=generator).to(dtype)
+    x = torch.randn(num_tokens, num_in + 3, generator=generator).to(dtype)[:, 3:]
     bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_tokens, "num_processors", lambda device: num_processors)
@@ -77,6 +77,20 @@ def test_a_few_tokens_are_multiplied_by_the_stored_weight(
     largest = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(output.double(), expected, atol=tolerance * largest, rtol=0)
     assert not all_tickets(CPU).any()
+
+
+def test_only_the_last_of_a_split_gemm_writes_the_output(monkeypatch):
+    """Another may end after it. If the tickets are used up none is the last, and new memory stays as torch fills it."""
+    monkeypatch.setattr(few_tokens, "num_processors", lambda device: 100)
+    tickets = torch.full((2,), 1000, dtype=torch.int32)
+    monkeypatch.setattr(few_tokens, "all_tickets", lambda device: tickets)
+    torch.use_deterministic_algorithms(True)
+    try:
+        output = multiply_few(torch.ones(3, 1000).half(), Matrix(torch.ones(72, 1000).half()), None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert output.isnan().all()
+    assert tickets.tolist() == [1004, 1004]  # each of the four parts has counted itself among those of its features
 
 
 def test_which_fp8_it_cannot_multiply():

@@ -22,8 +22,8 @@ MIN_CAPABILITY = (8, 0)
 
 @cache
 def why_no_launchers() -> str | None:
-    """Why Triton (also under torch.compile) cannot build its launchers; None if it can. It needs the compiler that CC
-    names, else gcc or clang, and the headers of this Python."""
+    """Why Triton cannot build its launchers; None if it can. It needs the compiler that CC names, else gcc or clang,
+    and the headers of this Python."""
     named = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
         problem = f"CC={named} is not found" if named else "there is none"

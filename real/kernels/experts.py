@@ -122,10 +122,11 @@ def down_kernel(
 def sum_kernel(
     output, results, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, IS_CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program (features, token): adds the results of a token's experts."""
+    """Program (TILE features of a token): adds the results of a token's experts."""
     after_previous(IS_CHAINED)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    token = tl.program_id(1).to(tl.int64)
+    TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
+    token = (tl.program_id(0) // TILES).to(tl.int64)
+    at = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
     for place in tl.static_range(PER_TOKEN):
         total += tl.load(results + (token * PER_TOKEN + place) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
@@ -187,7 +188,7 @@ def run_experts(x: Tensor, shares: Tensor, experts: Tensor, gate_up: Matrix, dow
         results.stride(0), NUM_IN=inner, NUM_OUT=hidden, BLOCK_M=block_m, **tile.options(second), **chained(x.device),
     )  # fmt: skip
     output = x.new_empty((num_tokens, hidden))
-    sum_kernel[(triton.cdiv(hidden, TILE), num_tokens)](
+    sum_kernel[(num_tokens * triton.cdiv(hidden, TILE),)](
         output, results, PER_TOKEN=per_token, SIZE=hidden, TILE=TILE, num_warps=4, **chained(x.device)
     )
     return output

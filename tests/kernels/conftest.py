@@ -11,6 +11,6 @@ collect_ignore_glob = []
 if find_spec("torch") is None:
     collect_ignore_glob = ["*.py", "interpreted/*.py"]
 elif os.environ.get("TRITON_INTERPRET") == "1":
-    collect_ignore = ["test_interpreted.py", "test_compile.py", "test_on_gpu.py"]
+    collect_ignore = ["test_interpreted.py", "test_compile.py", "test_on_gpu.py", "test_layers_on_gpu.py"]
 else:
     collect_ignore = ["interpreted"]

@@ -70,11 +70,13 @@ def stated_plots(runs: Sequence[Run]) -> list[OwnPlot]:
 
 
 def _own(key: str, node: dict[str, Any]) -> OwnPlot:
-    """Returns a plot with its name as title, and the first paragraph of its docstring as caption."""
+    """Returns a plot with its name as title. Caption: the first paragraph of its docstring, of a class or its
+    __call__."""
     from analysis.reports.parts import OwnPlot  # not at the top, as above
 
-    plot, paragraph = _made(key, node), (imported(key, node["_target_"]).__doc__ or "").strip().split("\n\n")[0]
-    return OwnPlot(_title(node), " ".join(paragraph.split()), partial(_draw, plot))
+    plot, target = _made(key, node), imported(key, node["_target_"])
+    told = target.__doc__ or (target.__call__.__doc__ if isinstance(target, type) else None) or ""
+    return OwnPlot(_title(node), " ".join(told.strip().split("\n\n")[0].split()), partial(_draw, plot))
 
 
 def _title(node: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ class Histogram:
     def __init__(self, bins):
         self.bins = bins
     def __call__(self, sweep):
+        """How many are how late."""
         return sweep.requests.ttft_s.plot.hist(bins=self.bins).figure
 
 def raises(sweep):
@@ -73,6 +74,7 @@ def test_the_plots_that_a_sweep_states_are_in_its_report(
     text = Path("report.md").read_text()
     assert "![mine.dots(column=tpot_s)](report_files/own_1.png)" in text
     assert "*mine.dots(column=tpot_s).* The requests, in order.\n" in text
+    assert "*mine.Histogram(bins=5).* How many are how late.\n" in text
     assert "![mine.Histogram(bins=5)](report_files/own_2.png)" in text
 
 

@@ -14,8 +14,7 @@ from testbed.traces.arrivals import arrivals, instants
 from testbed.traces.conversations import (
     Conversation,
     Library,
-    RowDraw,
-    SessionDraw,
+    Said,
     length_configs,
     row_draws,
     session_draws,
@@ -88,12 +87,14 @@ class _Generator:
     def __init__(self, config: SyntheticConfig, seed: int, label: str, joint: JointLengths | None) -> None:
         rng: Stream = streams(seed, label)
         self._config, self._seed, self._label = config, seed, label
+        self._is_closed = config.closed_loop or config.arrival == "closed_loop"
         self._prefix = f"{label}/" if label else ""
         deadline_s = config.deadline_s
         self._deadline_ns = None if deadline_s is None else round(deadline_s * 1e9)
         self._starts = instants(config, rng, config.num_requests)
-        self._sessions: Iterator[SessionDraw] = session_draws(config, rng)
-        self._draws: Iterator[RowDraw] = row_draws(config, rng, joint)
+        self._session_draws = session_draws(config, rng)
+        self._draws = row_draws(config, rng, joint)
+        self._draw = next(self._draws)  # for the next request
         self.cuts = Cuts(length_configs(config))
         self._library = Library.of(config, seed, streams(seed), self.cuts)
         self._num_sessions = 0
@@ -102,97 +103,75 @@ class _Generator:
         """Returns the rows in order of arrival."""
         if self._config.arrival == "closed_loop":
             return self._users()
-        in_order = self._open_sessions() if not self._config.closed_loop else self._closed_sessions()
-        return islice(in_order, self._config.num_requests)
+        rows = islice(self._sessions(), self._config.num_requests)
+        return rows if self._config.closed_loop else _in_order(rows)
 
     def _begin(self) -> tuple[Conversation, str | None]:
         """Begins the next session. Returns it, and its tenant."""
-        draw = next(self._sessions)
+        draw = next(self._session_draws)
         name = ("synthetic", self._seed, self._label) if self._label else ("synthetic", self._seed)
         key = content_key(*name, self._num_sessions)
         self._num_sessions += 1
         tenant = f"tenant-{draw.tenant}" if self._config.num_tenants else (self._label or None)
         return Conversation(self._config, self._library, draw, key, self.cuts), tenant
 
-    def _session(self, first: RowDraw, start_ns: int) -> Iterator[tuple[TraceRequest, RowDraw]]:
-        """Yields the rows of the next session, each with the draw for the row after it."""
-        config, prefix, session = self._config, self._prefix, self._num_sessions
-        conversation, tenant = self._begin()
+    def _say(self, conversation: Conversation) -> Said | None:
+        """Returns the session's next request; None: it has ended, and the draw is left to the next session."""
+        said = conversation.say(self._draw)
+        if said is not None:
+            self._draw = next(self._draws)
+        return said
+
+    def _sessions(self) -> Iterator[TraceRequest]:
+        """Yields the rows of one session after the other. Closed-loop turns have the arrival of the first."""
+        config = self._config
         in_session = config.max_turns > 1 or config.agent.max_calls > 0
-        session_id = f"{prefix}s{session}" if in_session else None
-        draw, arrival_ns, turn = first, start_ns, 0
-        while (said := conversation.say(draw)) is not None:
-            is_closed = turn > 0 and config.closed_loop
-            if turn and not is_closed:
-                arrival_ns += said.wait_ns
-            draw = next(self._draws)
-            yield (
-                TraceRequest(
-                    request_id=f"{session_id}-t{turn}" if in_session else f"{prefix}r{session}",
-                    arrival_ns=arrival_ns,
-                    prompt=said.prompt,
-                    output=said.output,
-                    priority=config.priority,
-                    tenant=tenant,
-                    session_id=session_id,
-                    turn=turn if in_session else None,
-                    think_ns=said.wait_ns if is_closed else None,
-                    deadline_ns=self._deadline_ns,
-                ),
-                draw,
-            )
-            turn += 1
-
-    def _closed_sessions(self) -> Iterator[TraceRequest]:
-        """Yields session after session: later turns have the arrival of the first."""
-        draw = next(self._draws)
         for start_ns in self._starts:
-            for row, after in self._session(draw, start_ns):
-                draw = after
-                yield row
-
-    def _open_sessions(self) -> Iterator[TraceRequest]:
-        """Yields sessions whose later turns have their own arrivals, merged in order of arrival."""
-        draw = next(self._draws)
-        held: list[tuple[int, int, TraceRequest]] = []  # heap by arrival, then by the order in which rows were made
-        num_made = 0
-        for start_ns in self._starts:
-            while held and held[0][0] <= start_ns:
-                yield heappop(held)[2]
-            for row, after in self._session(draw, start_ns):
-                draw = after
-                heappush(held, (row.arrival_ns, num_made, row))
-                num_made += 1
-                if num_made == self._config.num_requests:
-                    break
-            if num_made == self._config.num_requests:
-                break
-        while held:
-            yield heappop(held)[2]
+            name = f"{self._prefix}{'s' if in_session else 'r'}{self._num_sessions}"
+            conversation, tenant = self._begin()
+            arrival_ns, turn = start_ns, 0
+            while (said := self._say(conversation)) is not None:
+                if turn and not config.closed_loop:
+                    arrival_ns += said.wait_ns
+                yield self._row(name, turn if in_session else None, arrival_ns, said, tenant)
+                turn += 1
 
     def _users(self) -> Iterator[TraceRequest]:
         """Yields the requests of num_users users that begin at 0, turn by turn. Each user has session after session."""
-        config, prefix = self._config, self._prefix
-        num_users = min(config.num_users, config.num_requests)
+        num_users = min(self._config.num_users, self._config.num_requests)
         talks = [self._begin() for _ in range(num_users)]
-        draw = next(self._draws)
-        for number in range(config.num_requests):
+        for number in range(self._config.num_requests):
             turn, user = divmod(number, num_users)
-            said = talks[user][0].say(draw)
+            said = self._say(talks[user][0])
             if said is None:
                 talks[user] = self._begin()
-                said = talks[user][0].say(draw)
+                said = self._say(talks[user][0])
                 assert said is not None, "a session has a first turn"
-            draw = next(self._draws)
-            yield TraceRequest(
-                request_id=f"{prefix}u{user}-t{turn}",
-                arrival_ns=0,
-                prompt=said.prompt,
-                output=said.output,
-                priority=config.priority,
-                tenant=talks[user][1],
-                session_id=f"{prefix}u{user}",
-                turn=turn,
-                think_ns=said.wait_ns if turn else None,
-                deadline_ns=self._deadline_ns,
-            )
+            yield self._row(f"{self._prefix}u{user}", turn, 0, said, talks[user][1])
+
+    def _row(self, name: str, turn: int | None, arrival_ns: int, said: Said, tenant: str | None) -> TraceRequest:
+        """Returns the row of a session's turn; turn: None: a request outside sessions, with this name."""
+        in_session = turn is not None
+        return TraceRequest(
+            request_id=f"{name}-t{turn}" if in_session else name,
+            arrival_ns=arrival_ns,
+            prompt=said.prompt,
+            output=said.output,
+            priority=self._config.priority,
+            tenant=tenant,
+            session_id=name if in_session else None,
+            turn=turn,
+            think_ns=said.wait_ns if turn and self._is_closed else None,
+            deadline_ns=self._deadline_ns,
+        )
+
+
+def _in_order(rows: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+    """Yields rows of sessions, which are in order of their starts, in order of arrival."""
+    held: list[tuple[int, int, TraceRequest]] = []  # heap by arrival, then by the order in which rows were made
+    for number, row in enumerate(rows):
+        while not row.turn and held and held[0][0] <= row.arrival_ns:  # no later session begins before this one
+            yield heappop(held)[2]
+        heappush(held, (row.arrival_ns, number, row))
+    while held:
+        yield heappop(held)[2]

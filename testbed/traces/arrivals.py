@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, islice, repeat
+from itertools import count, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +78,6 @@ def without_effect(config: ArrivalConfig) -> list[str]:
     """Returns the settings that the process does not use."""
     used = {"rate": ARRIVALS[:-1], **_OF_KIND}
     return [name for name, kinds in used.items() if config.arrival not in kinds]
-
-
-def arrivals(kind: str, rate: float, num: int, rng: np.random.Generator, cv: float = 1.0) -> list[int]:
-    """Returns `num` arrival instants in ns. The first is at 0 if `kind` is not random, else after a random gap."""
-    return list(islice(instants(ArrivalConfig(kind, rate, cv), lambda _: rng), num))
 
 
 def instants(config: ArrivalConfig, rng: Stream, num: int | None = None) -> Iterator[int]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
 
 from testbed.errors import ConfigError
-from testbed.traces.draws import Stream, endless, zipf_ranks
+from testbed.traces.draws import Stream, endless, whole_numbers, zipf_ranks
 from testbed.traces.generator_config import SyntheticConfig
-from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, endless_lengths, length_stream, table_of_lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, endless_lengths, length_stream
 from testbed.traces.schema import MAX_NS, Part, Span
 from testbed.traces.synthesis import content_key
 
@@ -66,13 +66,11 @@ def length_configs(config: SyntheticConfig) -> dict[str, LengthConfig]:
 
 def session_draws(config: SyntheticConfig, rng: Stream) -> Iterator[SessionDraw]:
     """Returns endless draws; each purpose has its own random stream."""
-    turns, tenants = rng("turns"), rng("tenant")
-    num_tenants = max(1, config.num_tenants)
     columns = (
-        endless(lambda num: turns.integers(config.min_turns, config.max_turns, num, endpoint=True).tolist()),
+        whole_numbers(config.min_turns, config.max_turns, rng("turns")),
         zipf_ranks(max(1, config.num_system_prompts), config.system_prompt_skew, rng("system_prompt")),
         zipf_ranks(max(1, config.few_shot.num_tasks), config.few_shot.skew, rng("task")),
-        endless(lambda num: tenants.integers(0, num_tenants, num).tolist()),
+        whole_numbers(0, max(0, config.num_tenants - 1), rng("tenant")),
     )
     return map(SessionDraw._make, zip(*columns, strict=False))
 
@@ -82,7 +80,7 @@ def row_draws(config: SyntheticConfig, rng: Stream, joint: JointLengths | None) 
     agent = config.agent
     waits = (
         _waits(config.think_time_s, config.think, rng("think")),
-        _counts(agent.min_calls, agent.max_calls, rng("calls")) if agent.max_calls else repeat(0),
+        whole_numbers(agent.min_calls, agent.max_calls, rng("calls")) if agent.max_calls else repeat(0),
         endless_lengths(agent.call, rng("call")) if agent.max_calls else repeat(0),
         endless_lengths(agent.result, rng("result")) if agent.max_calls else repeat(0),
         _waits(agent.tool_time_s, "exponential", rng("tool_time")) if agent.max_calls else repeat(0),
@@ -101,17 +99,7 @@ def _waits(mean_s: float, kind: str, rng: np.random.Generator) -> Iterator[int]:
     mean_ns = mean_s * 1e9
     if kind == "constant":
         return repeat(round(mean_ns))
-
-    def draw(num: int) -> list[int]:
-        waits = np.minimum(rng.standard_exponential(num) * mean_ns, MAX_NS)
-        rounded: list[int] = np.rint(waits).astype(np.int64).tolist()
-        return rounded
-
-    return endless(draw)
-
-
-def _counts(low: int, high: int, rng: np.random.Generator) -> Iterator[int]:
-    return endless(lambda num: rng.integers(low, high, num, endpoint=True).tolist())
+    return endless(lambda num: np.rint(np.minimum(rng.standard_exponential(num) * mean_ns, MAX_NS)).astype(np.int64))
 
 
 def _documents(config: SyntheticConfig, rng: Stream) -> Iterator[tuple[int, ...]]:
@@ -138,13 +126,13 @@ class Library:
         def keyed(kind: str, sizes: list[int]) -> tuple[Span, ...]:
             return tuple(Span(content_key(kind, seed, i), 0, size) for i, size in enumerate(sizes) if size)
 
-        shots, rag = config.few_shot, config.rag
-        drawn = table_of_lengths(shots.example, "example", shots.num_tasks * shots.num_examples, rng)
-        examples = [cuts.count("few_shot.example", length) for length in drawn]
-        each = shots.num_examples
+        def sizes(name: str, lengths: LengthConfig, purpose: str, num: int) -> list[int]:
+            return [cuts.count(name, length) for length in islice(endless_lengths(lengths, rng(purpose)), num)]
+
+        shots, rag, each = config.few_shot, config.rag, config.few_shot.num_examples
+        examples = sizes("few_shot.example", shots.example, "example", shots.num_tasks * each)
         tasks = [sum(examples[start : start + each]) for start in range(0, len(examples), each or 1)]
-        drawn = table_of_lengths(rag.document, "document_length", rag.num_documents, rng)
-        documents = [cuts.count("rag.document", length) for length in drawn]
+        documents = sizes("rag.document", rag.document, "document_length", rag.num_documents)
         systems = [config.system_prompt_tokens] * config.num_system_prompts
         return cls(
             keyed("synthetic-system", systems), keyed("synthetic-task", tasks), keyed("synthetic-doc", documents)

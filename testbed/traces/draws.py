@@ -9,15 +9,14 @@ that is published should be frozen to a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from testbed.checks import require
 from testbed.traces.synthesis import content_key
 
 CHUNK = 4096
-T = TypeVar("T")
 Stream = Callable[[str], "np.random.Generator"]  # purpose -> its random stream; numpy.random is loaded lazily
 
 
@@ -33,20 +32,24 @@ def streams(seed: int, label: str = "") -> Stream:
     return lambda purpose: stream(seed, f"{label}/{purpose}" if label else purpose)
 
 
-def endless(draw: Callable[[int], list[T]]) -> Iterator[T]:
-    """Yields the values of draw(CHUNK), draw(CHUNK), … one by one."""
+def endless(draw: Callable[[int], NDArray[np.int64]]) -> Iterator[int]:
+    """Yields the numbers of draw(CHUNK), draw(CHUNK), … one by one."""
     while True:
-        yield from draw(CHUNK)
+        yield from draw(CHUNK).tolist()
+
+
+def whole_numbers(low: int, high: int, rng: np.random.Generator) -> Iterator[int]:
+    """Returns endless whole numbers from `low` to `high`, all equally likely."""
+    return endless(lambda num: rng.integers(low, high, num, endpoint=True))
+
+
+def zipf_numbers(low: int, high: int, exponent: float, rng: np.random.Generator) -> Iterator[int]:
+    """Returns endless whole numbers from `low` to `high`, n with probability proportional to n ** -exponent."""
+    shares = np.arange(low, high + 1, dtype=np.float64) ** -exponent
+    cumulated = np.cumsum(shares) / shares.sum()
+    return endless(lambda num: np.minimum(low + np.searchsorted(cumulated, rng.random(num), side="right"), high))
 
 
 def zipf_ranks(num: int, skew: float, rng: np.random.Generator) -> Iterator[int]:
     """Returns endless ranks 0 … num - 1, rank k with probability proportional to (k + 1) ** -skew (0: all equal)."""
-    popularity = np.arange(1, num + 1, dtype=np.float64) ** -skew
-    cumulated = np.cumsum(popularity) / popularity.sum()
-
-    def draw(size: int) -> list[int]:
-        ranks = np.searchsorted(cumulated, rng.random(size), side="right")
-        drawn: list[int] = np.minimum(ranks, num - 1).tolist()
-        return drawn
-
-    return endless(draw)
+    return (number - 1 for number in zipf_numbers(1, num, skew, rng))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, merge
 from itertools import islice
 
-from testbed.traces.arrivals import arrivals, instants
+from testbed.traces.arrivals import instants
 from testbed.traces.conversations import (
     Conversation,
     Library,
@@ -19,23 +19,15 @@ from testbed.traces.conversations import (
     row_draws,
     session_draws,
 )
-from testbed.traces.draws import Stream, stream, streams
+from testbed.traces.draws import Stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
 from testbed.traces.idle_settings import idle_notes
-from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts, lengths
+from testbed.traces.lengths import Cuts, JointLengths, LengthConfig, expected_cuts
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import content_key
 
-__all__ = [
-    "LengthConfig",
-    "SyntheticConfig",
-    "arrivals",
-    "generate",
-    "lengths",
-    "stream",
-    "stream_generated",
-]
+__all__ = ["LengthConfig", "SyntheticConfig", "generate", "stream_generated"]
 
 
 def generate(config: SyntheticConfig, seed: int = 0, lengths_from: TraceSource | None = None) -> Trace:

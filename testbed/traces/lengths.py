@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from testbed.checks import choose, require
 from testbed.errors import ConfigError
-from testbed.traces.draws import Stream, endless
+from testbed.traces.draws import Stream, endless, whole_numbers, zipf_numbers
 from testbed.traces.schema import MAX_NUM_TOKENS, TraceSource
 from testbed.wording import count
 
@@ -118,36 +118,24 @@ def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, b
     return float(excess >= 1)
 
 
-def lengths(config: LengthConfig, num: int, rng: np.random.Generator) -> list[int]:
-    """Returns `num` lengths in tokens. Raises ConfigError for "empirical", which needs a trace."""
-    return [min(length, config.most) for length in _sampler(config, rng)(num)]
-
-
 def endless_lengths(config: LengthConfig, rng: np.random.Generator) -> Iterator[int]:
-    """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError for "empirical"."""
-    return endless(_sampler(config, rng))
-
-
-def _sampler(config: LengthConfig, rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """Returns a function: num -> the next `num` lengths of the stream, not yet cut at the maximum."""
+    """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError for "empirical", which needs a
+    trace."""
     low, high = config.min_tokens, config.most
     if config.kind == "empirical":
         raise ConfigError("lengths.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
     if config.kind == "constant":
-        return lambda num: _whole(np.full(num, config.value), low)
+        return repeat(max(low, round(config.value)))
     if config.kind == "uniform":
-        return lambda num: rng.integers(low, high, num, endpoint=True).tolist()
-    if config.kind == "lognormal":
-        return lambda num: _whole(config.value * np.exp(config.sigma * rng.standard_normal(num)), low)
-    weights = np.arange(low, high + 1, dtype=np.float64) ** -config.exponent
-    cumulated = np.cumsum(weights) / weights.sum()
-    return lambda num: _whole(low + np.searchsorted(cumulated, rng.random(num), side="right"), low)
+        return whole_numbers(low, high, rng)
+    if config.kind == "zipf":
+        return zipf_numbers(low, high, config.exponent, rng)
 
+    def draw(num: int) -> NDArray[np.int64]:
+        samples = np.rint(config.value * np.exp(config.sigma * rng.standard_normal(num)))
+        return np.clip(samples, low, MAX_NUM_TOKENS + 1).astype(np.int64)  # above any maximum: cuts still see them
 
-def _whole(samples: NDArray[np.generic], low: int) -> list[int]:
-    """Returns whole lengths of at least `low`, bounded just above the largest maximum, so that cuts still see them."""
-    lengths: list[int] = np.clip(np.rint(samples), low, MAX_NUM_TOKENS + 1).astype(np.int64).tolist()
-    return lengths
+    return endless(draw)
 
 
 class JointLengths:
@@ -165,15 +153,8 @@ class JointLengths:
 
         They are raised to the minimum, and not yet cut at the maximum.
         """
-        source = rng("empirical")
-        num = len(self._pairs)
-
-        def sample(size: int) -> list[int]:
-            found = self._pairs[source.integers(0, num, size), side]
-            drawn: list[int] = np.maximum(found, config.min_tokens).tolist()
-            return drawn
-
-        return endless(sample)
+        source, lengths = rng("empirical"), np.maximum(self._pairs[:, side], config.min_tokens)
+        return endless(lambda num: lengths[source.integers(0, len(lengths), num)])
 
     def share_beyond(self, side: int, bound: int, is_above: bool) -> float:
         """Returns the share of the rows with a length above, or below, `bound`."""
@@ -188,8 +169,3 @@ def length_stream(
     if config.kind == "empirical" and joint is not None:
         return joint.draw(rng, side, config)
     return endless_lengths(config, rng(purpose))
-
-
-def table_of_lengths(config: LengthConfig, purpose: str, num: int, rng: Stream) -> list[int]:
-    """Returns the lengths of `num` documents or examples, not yet cut at the maximum."""
-    return list(islice(endless_lengths(config, rng(purpose)), num))

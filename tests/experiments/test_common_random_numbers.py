@@ -21,7 +21,8 @@ from testbed.policies.orders import random_order
 from testbed.seeds import request_seed
 from testbed.seeds import seeded as with_seed
 from testbed.streams import draw
-from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream
+from testbed.traces.draws import stream
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.inbox import ChangedInbox, TraceInbox
 from testbed.traces.schema import Trace
 from tests.experiments.kit import SHORT, TINY, config_of

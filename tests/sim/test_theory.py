@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ import pytest
 from analysis.measures.statistics import Estimate, mean_t
 from testbed.core.limits import Limits
 from testbed.traces.arrange import arrange
-from testbed.traces.generators import LengthConfig, arrivals, lengths, stream
+from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.draws import stream, streams
+from testbed.traces.lengths import LengthConfig, endless_lengths
 from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.properties.setups import Setup
 from tests.sim.kit import STEP_NS, serve_trace, trace_of
@@ -53,7 +55,7 @@ def core(composition: str = "unified", num_seqs: int = 1, budget: int = 2048, **
 
 
 def draw(kind: str, rate: float, seed: int, num: int, cv: float = 1.0) -> list[int]:
-    return arrivals(kind, rate, num, stream(seed, "arrival"), cv)
+    return list(islice(instants(ArrivalConfig(kind, rate, cv), streams(seed)), num))
 
 
 def simulated_waits(rate: float, service: Service, seed: int, *, num: int = NUM_REQUESTS) -> Sequence[int]:
@@ -96,7 +98,9 @@ def test_every_wait_is_lindleys_to_the_nanosecond(
     composition: str, arrival: str, cv: float, outputs: LengthConfig
 ) -> None:
     for seed in (0, 1):
-        service = lengths(outputs, 150, stream(seed, "output"))
+        service = [
+            min(length, outputs.most) for length in islice(endless_lengths(outputs, stream(seed, "output")), 150)
+        ]
         rate = 0.9 / (np.mean(service) * STEP_NS / 1e9)
         instants = draw(arrival, rate, seed, 150, cv)
         simulated = serve_trace(core(composition), trace_of(instants, service))

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError
+from testbed.traces.draws import stream
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
+from testbed.traces.lengths import endless_lengths
 from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.summary import summarise
 from testbed.traces.synthesis import materialize
@@ -64,9 +66,8 @@ def test_users_come_again_after_they_were_served():
 
 
 def test_zipf_lengths_follow_their_law():
-    from testbed.traces.generators import lengths, stream
-
-    found = lengths(LengthConfig("zipf", exponent=1.0, min_tokens=10, max_tokens=1000), 50_000, stream(0, "x"))
+    config = LengthConfig("zipf", exponent=1.0, min_tokens=10, max_tokens=1000)
+    found = list(itertools.islice(endless_lengths(config, stream(0, "x")), 50_000))
     counts = np.bincount(found, minlength=1001)
     norm = sum(1 / n for n in range(10, 1001))
     assert counts[:10].sum() == 0

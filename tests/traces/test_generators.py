@@ -3,23 +3,18 @@
 import statistics
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 
 from testbed.errors import ConfigError
 from testbed.traces.arrange import arrange
+from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.draws import stream, streams
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import RagConfig
-from testbed.traces.generators import (
-    LengthConfig,
-    SyntheticConfig,
-    arrivals,
-    generate,
-    lengths,
-    stream,
-    stream_generated,
-)
+from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
+from testbed.traces.lengths import endless_lengths
 from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.summary import summarise
 from testbed.traces.synthesis import materialize
@@ -82,17 +77,18 @@ def test_gaps_have_the_mean_and_burstiness_asked_for(kind, cv):
 
 
 def test_regular_arrivals_are_exact():
-    rng = stream(0, "x")
-    assert arrivals("deterministic", 3.0, 4, rng) == [0, 333_333_333, 666_666_667, 10**9]
-    assert arrivals("all_at_once", 3.0, 3, rng) == [0, 0, 0]
+    regular, at_once = ArrivalConfig("deterministic", 3.0), ArrivalConfig("all_at_once", 3.0)
+    assert list(islice(instants(regular, streams(0)), 4)) == [0, 333_333_333, 666_666_667, 10**9]
+    assert list(islice(instants(at_once, streams(0)), 3)) == [0, 0, 0]
 
 
 def test_lengths_follow_their_distribution():
-    rng = stream(0, "x")
-    assert lengths(LengthConfig("constant", 9), 3, rng) == [9, 9, 9]
-    uniform = lengths(LengthConfig("uniform", min_tokens=3, max_tokens=5), 2000, rng)
-    assert sorted(set(uniform)) == [3, 4, 5]
-    found = lengths(LengthConfig("lognormal", 200, sigma=1.0, min_tokens=10, max_tokens=1000), 20_000, rng)
+    def lengths(config: LengthConfig, num: int) -> list[int]:
+        return [min(length, config.most) for length in islice(endless_lengths(config, stream(0, "x")), num)]
+
+    assert lengths(LengthConfig("constant", 9), 3) == [9, 9, 9]
+    assert sorted(set(lengths(LengthConfig("uniform", min_tokens=3, max_tokens=5), 2000))) == [3, 4, 5]
+    found = lengths(LengthConfig("lognormal", 200, sigma=1.0, min_tokens=10, max_tokens=1000), 20_000)
     assert statistics.median(found) == pytest.approx(200, rel=0.05)
     assert (min(found), max(found)) == (10, 1000)
     assert sum(n <= 200 * 2.718281828 for n in found) / len(found) == pytest.approx(0.841, abs=0.01)

@@ -22,18 +22,18 @@ def derived(
     rows: Rows,
     note: str | None,
     *,
-    counted: Callable[[], str] | None = None,
+    counted: Callable[[list[TraceRequest]], str] | None = None,
     num_requests: int | None = None,
 ) -> S:
     """Returns the trace with `rows`, of the kind of `trace`: whole, made and checked now; streamed, made on iteration.
 
-    note: what was done. counted: returns a note with numbers, after the rows of a whole trace were made. num_requests:
-    of a stream, if it is known.
+    note: what was done. counted: returns a note with numbers instead, from the rows of a whole trace. num_requests: of
+    a stream, if it is known.
     """
     if isinstance(trace, StreamedTrace):
         return trace.derived(rows, note, num_requests)
     made = list(rows())
-    said = note if counted is None else counted()
+    said = note if counted is None else counted(made)
     return arrange(trace.name, made, trace.notes if said is None else (*trace.notes, said))
 
 
@@ -46,8 +46,3 @@ def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
     """Returns the row with its contents renamed: different from those of other `names`."""
     output = None if row.output is None else rename_part(row.output, *names)
     return row._replace(prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
-
-
-def finite(number: float) -> bool:
-    """Whether a number is not infinite, not NaN, and not a whole number too large for a float."""
-    return abs(number) <= MAX_FLOAT

@@ -59,7 +59,7 @@ def label(trace: S, classes: Sequence[Mapping[str, Any]], seed: int = 0) -> S:
         trace,
         rows,
         note,
-        counted=lambda: f"{note}: {', '.join(f'{num:,}' for num in num_labelled)} requests",
+        counted=lambda _: f"{note}: {', '.join(f'{num:,}' for num in num_labelled)} requests",
         num_requests=trace.num_requests,
     )
 

@@ -10,7 +10,7 @@ from testbed.checks import require
 from testbed.errors import ConfigError
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, S, derived
+from testbed.traces.transforms.common import MAX_S, Rows, S, derived
 from testbed.traces.transforms.units import UnitOf, units_of
 from testbed.wording import count
 
@@ -52,22 +52,23 @@ def limit(trace: S, num_requests: int) -> S:
 
 def keep(trace: S, wanted: Callable[[TraceRequest], bool], why: str = "filtered") -> S:
     """Returns the rows that `wanted` accepts. A session ends before its first turn that is not accepted."""
-    num_kept = 0
 
     def rows() -> Iterator[TraceRequest]:
-        nonlocal num_kept
         broken: set[str] = set()  # sessions that have ended; never iterated, as its order is not fixed
-        num_kept = 0
         for row in trace:
             if row.session_id in broken:
                 continue
             if wanted(row):
-                num_kept += 1
                 yield row
             elif row.session_id is not None:
                 broken.add(row.session_id)
 
-    return derived(trace, rows, why, counted=lambda: f"{why}: {num_kept} of {trace.num_requests} requests kept")
+    return _kept(trace, rows, why)
+
+
+def _kept(trace: S, rows: Rows, note: str) -> S:
+    """Returns the trace with some of its rows, and a note on their number if it is whole."""
+    return derived(trace, rows, note, counted=lambda made: f"{note}: {len(made)} of {trace.num_requests} requests kept")
 
 
 def keep_within(
@@ -148,15 +149,10 @@ def _bound(trace: TraceSource, num: int, seed: int, unit_of: UnitOf) -> int:
 
 def _below(trace: S, bound_of: Callable[[UnitOf], int], seed: int, note: str) -> S:
     """Returns the units whose hash is below a bound."""
-    num_kept = 0
 
     def rows() -> Iterator[TraceRequest]:
-        nonlocal num_kept
         unit_of = units_of(trace)
-        num_kept, bound = 0, bound_of(unit_of)
-        for row in trace:
-            if content_key("thin", seed, *unit_of(row)) < bound:
-                num_kept += 1
-                yield row
+        bound = bound_of(unit_of)
+        return (row for row in trace if content_key("thin", seed, *unit_of(row)) < bound)
 
-    return derived(trace, rows, note, counted=lambda: f"{note}: {num_kept} of {trace.num_requests} requests kept")
+    return _kept(trace, rows, note)

@@ -28,20 +28,15 @@ def clip_lengths(
     for name, value in limits.items():
         least = 2 if name == "max_total_tokens" else 1
         require(name, value, value is None or value >= least, f"at least {least}, or absent")
-    num_clipped = 0
 
     def rows() -> Iterator[TraceRequest]:
-        nonlocal num_clipped
-        num_clipped = 0
-        for row in trace:
-            clipped = _clipped(row, max_prompt_tokens, max_output_tokens, max_total_tokens)
-            num_clipped += clipped is not row
-            yield clipped
+        return (_clipped(row, max_prompt_tokens, max_output_tokens, max_total_tokens) for row in trace)
 
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
 
-    def counted() -> str:
-        return f"{note}: those of {count(num_clipped, 'request')}"
+    def counted(made: list[TraceRequest]) -> str:
+        num = sum(clipped is not row for clipped, row in zip(made, trace, strict=True))
+        return f"{note}: those of {count(num, 'request')}"
 
     return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
 

@@ -9,14 +9,14 @@ from testbed.errors import ConfigError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.schema import MAX_NS, Trace, TraceRequest, TraceSource
-from testbed.traces.transforms.common import MAX_S, S, derived, finite
+from testbed.traces.transforms.common import MAX_FLOAT, MAX_S, S, derived
 from testbed.traces.transforms.selection import thinned
 from testbed.traces.transforms.units import session_of
 
 
 def scale_rate(trace: S, factor: float) -> S:
     """Makes arrivals `factor` times as fast: divides each arrival by it. Think times and cancellations stay."""
-    require("factor", factor, finite(factor) and factor > 0, "a finite number above 0")
+    require("factor", factor, 0 < factor <= MAX_FLOAT, "a finite number above 0")
     idle = ", which changes nothing: all requests but closed-loop turns arrive at 0" if _is_at_once(trace) else ""
     return _rate_scaled(trace, factor, f"arrival rate x {factor:g}{idle}", ("factor", factor))
 
@@ -70,7 +70,7 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
     by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
     sessions out at random (time stays; the rate can only fall). Iterates over a streamed trace once.
     """
-    require("rate", rate, finite(rate) and rate > 0, "a finite number above 0")
+    require("rate", rate, 0 < rate <= MAX_FLOAT, "a finite number above 0")
     choose("by", by, tuple(WAYS))
     num, first, last = 0, 0, 0
     for row in trace:
@@ -82,7 +82,7 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
     own_rate = (num - 1) / ((last - first) / 1e9)
     factor, told = rate / own_rate, f"rate set from {own_rate:g} to {rate:g} per second by {by}"
     if by == "warp":
-        require("rate", rate, finite(factor) and factor > 0, f"nearer to the trace's own {own_rate:g} per second")
+        require("rate", rate, 0 < factor <= MAX_FLOAT, f"nearer to the trace's own {own_rate:g} per second")
         return _rate_scaled(trace, factor, f"{told}: arrival rate x {factor:g}", ("rate", rate))
     require("rate", rate, factor <= 1, f"at most the trace's own {own_rate:g} per second with by=thin")
     return thinned(trace, factor, seed, f"{told}: ")

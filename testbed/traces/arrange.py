@@ -19,7 +19,7 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     """
     given = list(rows)
     if not given:
-        raise TraceError(f"trace {name!r} has no requests; expected at least one{after(notes)}")
+        raise no_requests(name, notes)
     _check_rows(given)
     sessions = sessions_of(given)
     for positions in sessions.values():
@@ -36,10 +36,11 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     return Trace(name, tuple(given[position] for position in order), tuple(said))
 
 
-def after(notes: Sequence[str]) -> str:
-    """Returns what was done to a trace, for the message that no rows are left: the last note, then those before."""
+def no_requests(name: str, notes: Sequence[str]) -> TraceError:
+    """Returns the error for a trace without rows, with what was done to it: the last note, then those before."""
     *before, last = notes or ("",)
-    return f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
+    after = f" (after: {last}{'; before that: ' if before else ''}{'; '.join(before)})" if last else ""
+    return TraceError(f"trace {name!r} has no requests; expected at least one{after}")
 
 
 def sessions_of(rows: Sequence[TraceRequest]) -> dict[str, list[int]]:

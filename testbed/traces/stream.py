@@ -12,7 +12,7 @@ from itertools import islice
 from typing import final
 
 from testbed.errors import ConfigError, TraceError
-from testbed.traces.arrange import after, arrange, too_late
+from testbed.traces.arrange import arrange, no_requests, too_late
 from testbed.traces.batches import Batches
 from testbed.traces.classes import ClassFields
 from testbed.traces.fingerprint import Fingerprint
@@ -33,8 +33,8 @@ class StreamedTrace:
 
     make: yields the same rows each time, in order of arrival, with unique ids (which is not checked, as that would need
     all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
-    Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows and at an
-    arrival beyond MAX_NS.
+    Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows (nothing
+    returns its message) and at an arrival beyond MAX_NS.
 
     For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
     returns the notes instead of `notes`, with the numbers that are known after all rows were made.
@@ -45,6 +45,7 @@ class StreamedTrace:
     notes: tuple[str, ...] = ()
     num_requests: int | None = None
     closed_tail: bool = field(default=False, kw_only=True)
+    nothing: Callable[[], str] | None = field(default=None, kw_only=True)
     unordered: Callable[[], Iterator[TraceRequest]] | None = field(default=None, kw_only=True)
     counted: Callable[[], Sequence[str]] | None = field(default=None, kw_only=True)
 
@@ -61,7 +62,10 @@ class StreamedTrace:
             latest_ns = row.arrival_ns
             yield row
         if latest_ns < 0:
-            raise TraceError(f"trace {self.name!r} has no requests; expected at least one{after(self.notes)}")
+            raise self.without_rows()
+
+    def without_rows(self) -> TraceError:
+        return no_requests(self.name, self.notes) if self.nothing is None else TraceError(self.nothing())
 
     def derived(
         self, make: Callable[[], Iterator[TraceRequest]], note: str | None, num_requests: int | None = None
@@ -144,5 +148,8 @@ def whole(source: TraceSource) -> Trace:
             f"trace {source.name!r} has {num} requests; at most {MAX_HELD_ROWS:,} are held in memory: "
             "lower their number, or set trace.stream=true and leave out what needs the whole trace"
         )
-    counted = source.counted if isinstance(source, StreamedTrace) else None
-    return arrange(source.name, rows, source.notes if counted is None else counted())
+    if not isinstance(source, StreamedTrace):
+        return arrange(source.name, rows, source.notes)
+    if not rows:
+        raise source.without_rows()
+    return arrange(source.name, rows, source.notes if source.counted is None else source.counted())

@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import TraceError
 from testbed.traces.arrange import check_turn
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
@@ -78,12 +77,9 @@ def stream_agentic(
 
     def rows() -> Iterator[TraceRequest]:
         nonlocal has_turns
-        is_empty = True
         for row in _in_order(sessions()):
-            is_empty, has_turns = False, has_turns or bool(row.turn)
+            has_turns = has_turns or bool(row.turn)
             yield row
-        if is_empty:
-            raise TraceError(f"{path}: no requests; expected one JSON file a session, with requests")
 
     told = (
         f"sessions start by {config.says()}, seed {seed}: not the file's",
@@ -98,7 +94,9 @@ def stream_agentic(
             return (*told, idle)
         return (*told, f"{count(num_bad_thinks, 'think time')} {found}") if num_bad_thinks else told
 
-    return StreamedTrace("agentic", rows, (*told, replaced) if closed_loop else told, counted=counted)
+    nothing = f"{path}: no requests; expected one JSON file a session, with requests"
+    notes = (*told, replaced) if closed_loop else told
+    return StreamedTrace("agentic", rows, notes, nothing=lambda: nothing, counted=counted)
 
 
 def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from testbed.errors import TraceError
 from testbed.traces.schema import TraceRequest
 from testbed.traces.stream import StreamedTrace
 
@@ -20,22 +19,18 @@ def stream_from_zero(
     unordered: Rows | None = None,
     counted: Callable[[], Sequence[str]] | None = None,
 ) -> StreamedTrace:
-    """Returns the rows of a file as a stream. rows: in the file's order, on the file's clock. nothing: returns the
-    message that there are none. The others: see StreamedTrace."""
+    """Returns the rows of a file as a stream. rows: in the file's order, on the file's clock. The others: see
+    StreamedTrace."""
 
     def in_order() -> Iterator[TraceRequest]:
         start_ns: int | None = None
         for row in rows():
             start_ns = row.arrival_ns if start_ns is None else start_ns
             yield row._replace(arrival_ns=row.arrival_ns - start_ns)
-        if start_ns is None:
-            raise TraceError(nothing())
 
     def in_any_order() -> Iterator[TraceRequest]:
         found = list((unordered or rows)())
-        if not found:
-            raise TraceError(nothing())
-        start_ns = min(row.arrival_ns for row in found)
+        start_ns = min((row.arrival_ns for row in found), default=0)
         return (row._replace(arrival_ns=row.arrival_ns - start_ns) for row in found)
 
-    return StreamedTrace(name, in_order, notes, unordered=in_any_order, counted=counted)
+    return StreamedTrace(name, in_order, notes, nothing=nothing, unordered=in_any_order, counted=counted)

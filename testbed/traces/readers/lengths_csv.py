@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from testbed.errors import TraceError
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import token_count
@@ -35,15 +34,13 @@ def stream_lengths(
 
     def make() -> Iterator[TraceRequest]:
         starts = instants(config, streams(seed))
-        i = -1
         for i, (place, cells) in enumerate(islice(read_csv(path, ("num_prefill_tokens", "num_decode_tokens")), limit)):
             num_prompt = token_count(cells[0], place, "num_prefill_tokens")
             num_output = token_count(cells[1], place, "num_decode_tokens")
             key = _key_of(i)
             prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
             yield TraceRequest(f"lengths-{i}", next(starts), (prompt,), output, place=place)
-        if i < 0:
-            raise TraceError(f"{path}: no requests; expected at least one row after the header")
 
     note = f"arrivals are not the file's: {config.says()}, seed {seed}"
-    return StreamedTrace("lengths", make, (note, *idle_notes(config)))
+    nothing = f"{path}: no requests; expected at least one row after the header"
+    return StreamedTrace("lengths", make, (note, *idle_notes(config)), nothing=lambda: nothing)

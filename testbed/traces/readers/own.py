@@ -90,14 +90,15 @@ def _streamed(
     _, first = next(records(), ("", {}))
     return StreamedTrace(
         name,
-        lambda: _in_order(path, records()),
+        lambda: _in_order(records()),
         (*ignored_fields(first), *notes),
-        unordered=lambda: _in_any_order(path, records(), names),
+        nothing=lambda: f"{path}: no requests; expected at least one row",
+        unordered=lambda: _in_any_order(records(), names),
         counted=lambda: (*ignored_fields(names), *notes),
     )
 
 
-def _in_order(path: str | Path, records: Iterator[Record]) -> Iterator[TraceRequest]:
+def _in_order(records: Iterator[Record]) -> Iterator[TraceRequest]:
     ids: set[str] = set()
     newest: dict[str, TraceRequest] = {}  # session -> its newest turn
     for place, fields in records:
@@ -116,19 +117,15 @@ def _in_order(path: str | Path, records: Iterator[Record]) -> Iterator[TraceRequ
                 )
             row = newest[row.session_id] = check_turn(row, previous)
         yield row
-    if not ids:
-        raise _no_rows(path)
 
 
-def _in_any_order(path: str | Path, records: Iterator[Record], names: dict[str, None]) -> Iterator[TraceRequest]:
+def _in_any_order(records: Iterator[Record], names: dict[str, None]) -> Iterator[TraceRequest]:
     """Reads all rows, then makes the contents of those with counts, session by session in turn order. Adds the names of
     their fields to `names`."""
     drafts: list[Draft] = []
     for place, fields in records:
         drafts.append(read_draft(fields, place, str(len(drafts))))
         names.update(dict.fromkeys(fields))
-    if not drafts:
-        raise _no_rows(path)
     _check_numbers(drafts)
     rows = [draft.row for draft in drafts]
     filled = [row if row.session_id is not None else fill(draft, None) for row, draft in zip(rows, drafts, strict=True)]
@@ -146,7 +143,3 @@ def _check_numbers(drafts: list[Draft]) -> None:
         for draft in drafts:
             if not draft.has_id and draft.row.request_id in given:
                 raise used_twice(draft.row, given[draft.row.request_id], is_number=True)
-
-
-def _no_rows(path: str | Path) -> TraceError:
-    return TraceError(f"{path}: no requests; expected at least one row")

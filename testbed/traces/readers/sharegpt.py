@@ -39,10 +39,10 @@ def stream_sharegpt(
             "set trace.tokenizer to a local folder with a tokenizer; where that is no key, convert the file first: "
             "testbed trace convert sharegpt <file> <out>.jsonl --tokenizer <folder>"
         )
-    num_skipped = 0
+    num_read = num_skipped = 0
 
     def rows() -> Iterator[TraceRequest]:
-        nonlocal num_skipped
+        nonlocal num_read, num_skipped
         num_read = num_skipped = 0
         for position, chat in enumerate(json_items(path, "conversations")):
             if num_read - num_skipped == limit:
@@ -53,16 +53,17 @@ def stream_sharegpt(
             num_read += 1
             num_skipped += not turns
             yield from _rows(position, turns, tokenizer, place)
-        if num_read == num_skipped:
-            raise TraceError(f"{path}: no requests; {num_read} conversations, none with a question and its answer")
 
     def counted() -> list[str]:
         return (
             [f"{count(num_skipped, 'conversation')} without a question and its answer left out"] if num_skipped else []
         )
 
+    def nothing() -> str:
+        return f"{path}: no requests; {num_read} conversations, none with a question and its answer"
+
     notes = ("conversations without a question and its answer are left out",)
-    return StreamedTrace("sharegpt", rows, notes, counted=counted)
+    return StreamedTrace("sharegpt", rows, notes, nothing=nothing, counted=counted)
 
 
 def _turns(chat: Any, place: str) -> list[tuple[str, str]]:

@@ -30,12 +30,13 @@ from sim.cost.config import CalibratedConfig
 from sim.front_end import FrontEnd
 from testbed.core.commands import Recorder
 from testbed.core.interfaces import Inbox
+from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError
 from testbed.records.sender import Sender
 from testbed.seeds import needs_seed, seeded
-from testbed.traces.inbox import ChangedInbox, TraceInbox
+from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 from testbed.traces.stream import CountedTrace, whole
 from testbed.traces.transforms import speed_up
@@ -241,7 +242,10 @@ def _described(engine: Any) -> dict[str, Any]:
 
 def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
     sampling = with_ends(config.sampling, end_token_ids(config))
-    inbox: Inbox = TraceInbox(trace, build.vocab_size(config), sampling)
-    if needs_seed(sampling):
-        inbox = ChangedInbox(inbox, partial(seeded, run_seed=config.seed))
-    return inbox if config.is_simulated else ChangedInbox(inbox, partial(forcing, forced=config.forced))
+
+    def changed(request: Request) -> Request:
+        request = seeded(request, config.seed)
+        return request if config.is_simulated else forcing(request, config.forced)
+
+    is_changed = needs_seed(sampling) or not config.is_simulated
+    return TraceInbox(trace, build.vocab_size(config), sampling, changed if is_changed else None)

@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Final
 
 from testbed.core.commands import Abort, Arrive, Event
-from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, FinishReason
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.errors import TraceError
@@ -38,11 +37,19 @@ _ABORT: Final = 1
 class TraceInbox:
     """A testbed.core.interfaces.Inbox for one trace, whole or streamed. `vocab_size` bounds the synthetic tokens.
 
-    `next_ns`, `due` and `finished` raise the errors of reading a streamed trace, when they reach the bad row.
+    change: returns what is delivered for a request of the trace; None: that request. `next_ns`, `due` and `finished`
+    raise the errors of reading a streamed trace, when they reach the bad row.
     """
 
-    def __init__(self, trace: TraceSource, vocab_size: int, sampling: SamplingParams = GREEDY) -> None:
+    def __init__(
+        self,
+        trace: TraceSource,
+        vocab_size: int,
+        sampling: SamplingParams = GREEDY,
+        change: Callable[[Request], Request] | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._change = change
         self._sampling = sampling
         self._closed_tail = trace.closed_tail
         self._source: Iterator[TraceRequest] = iter(trace)
@@ -186,7 +193,8 @@ class TraceInbox:
         head = self._heads.pop(i, None)
         if head is None and isinstance(row.prompt[0], Span):
             head = self._make_heads(row.prompt[0])
-        return Arrive(to_request(row, self._vocab_size, arrival_ns, self._sampling, head))
+        request = to_request(row, self._vocab_size, arrival_ns, self._sampling, head)
+        return Arrive(request if self._change is None else self._change(request))
 
     def _make_heads(self, first: Span) -> array[int]:
         """Returns the first tokens of this span. In the same pass, makes and keeps those of the next prompts."""
@@ -226,25 +234,3 @@ def to_request(
         deadline_ns=None if row.deadline_ns is None else arrival_ns + row.deadline_ns,
         cache_salt=row.cache_salt or "",
     )
-
-
-class ChangedInbox:
-    """An inbox that changes each request of an inner inbox. Everything else is passed on to that."""
-
-    def __init__(self, inbox: Inbox, change: Callable[[Request], Request]) -> None:
-        self._inbox = inbox
-        self._change = change
-
-    @property
-    def is_open(self) -> bool:
-        return self._inbox.is_open
-
-    def due(self, now_ns: int) -> list[Event]:
-        events = self._inbox.due(now_ns)
-        return [Arrive(self._change(event.request)) if isinstance(event, Arrive) else event for event in events]
-
-    def next_ns(self) -> int | None:
-        return self._inbox.next_ns()
-
-    def finished(self, requests: list[Finished], now_ns: int) -> None:
-        self._inbox.finished(requests, now_ns)

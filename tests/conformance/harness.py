@@ -18,7 +18,6 @@ from sim.driver import run as drive_simulated
 from sim.recorded_device import RecordedDevice
 from testbed.blocks.config import KVRules
 from testbed.core.commands import Execute, Recorder, Resume, StepView, WaitUntil
-from testbed.core.interfaces import Inbox
 from testbed.core.outcome import Finished, Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.core.scheduler import Scheduler
@@ -28,7 +27,7 @@ from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.traces.inbox import ChangedInbox, TraceInbox, to_request
+from testbed.traces.inbox import TraceInbox, to_request
 from testbed.traces.schema import Trace
 from tests.testbed.core_kit import make_limits, make_scheduler
 
@@ -103,9 +102,7 @@ class Simulated:
     def serve(self, trace: Trace, make: Core, folder: Path, forced: str = "tokens") -> Seen:
         """A whole run. forced: what of the outputs; to a simulator `lengths` are no less than `tokens`."""
         watch = Watch(self.backend)
-        inbox: Inbox = TraceInbox(trace, VOCAB_SIZE)
-        if self.is_real:
-            inbox = ChangedInbox(inbox, partial(forcing, forced=forced))
+        inbox = TraceInbox(trace, VOCAB_SIZE, change=partial(forcing, forced=forced) if self.is_real else None)
         self.drive(serve(inbox, make(), watch), watch)
         return watch.seen
 

@@ -23,7 +23,7 @@ from testbed.seeds import seeded as with_seed
 from testbed.streams import draw
 from testbed.traces.draws import stream
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
-from testbed.traces.inbox import ChangedInbox, TraceInbox
+from testbed.traces.inbox import TraceInbox
 from testbed.traces.schema import Trace
 from tests.experiments.kit import SHORT, TINY, config_of
 from tests.experiments.streams import Observer, observe
@@ -121,7 +121,7 @@ def test_a_seeded_inbox_changes_nothing_else() -> None:
     sampling = SamplingParams(temperature=1.0)
     plain, seeded = (
         TraceInbox(trace, 100, sampling),
-        ChangedInbox(TraceInbox(trace, 100, sampling), lambda request: with_seed(request, 7)),
+        TraceInbox(trace, 100, sampling, lambda request: with_seed(request, 7)),
     )
     num_seen = 0
     while (now_ns := plain.next_ns()) is not None:

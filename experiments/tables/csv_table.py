@@ -74,7 +74,7 @@ def _read(path: Path) -> pd.DataFrame:
     """All columns that have a name, as texts; None for empty cells."""
     try:
         names = tuple(filter(None, csv_header(path)))
-        cells = [values for _, values in read_csv(path, (), names)]
+        cells = [[cell.strip() or None for cell in values] for _, values in read_csv(path, names)]
     except TraceError as error:
         raise ProfileError(str(error)) from None
     return pd.DataFrame(cells, columns=names, dtype=object).replace({"nan": None, "NaN": None})

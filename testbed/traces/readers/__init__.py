@@ -12,10 +12,9 @@ from testbed.traces.readers.agentic import stream_agentic
 from testbed.traces.readers.azure import stream_azure
 from testbed.traces.readers.bailian import stream_bailian
 from testbed.traces.readers.burstgpt import stream_burstgpt
-from testbed.traces.readers.fields import json_object
 from testbed.traces.readers.lengths_csv import stream_lengths
 from testbed.traces.readers.mooncake import stream_mooncake
-from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_lines
+from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_objects
 from testbed.traces.readers.own import own_format, stream_csv, stream_jsonl, stream_parquet
 from testbed.traces.readers.own_rows import foreign_format
 from testbed.traces.readers.servegen import stream_servegen
@@ -57,8 +56,7 @@ def recognise(path: str | Path) -> str | None:
     if existing_file(path) and format_suffix(path) == ".csv":
         names = csv_header(path)
     elif format_suffix(path) in (".jsonl", ".ndjson"):
-        first = next(read_lines(path), None)
-        names = () if first is None else json_object(first[1], f"{path}:{first[0]}")
+        _, names = next(read_objects(path), ("", ()))
     return foreign_format(names)
 
 

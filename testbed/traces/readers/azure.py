@@ -40,7 +40,7 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
     had_offset: bool | None = None
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     for i, (place, (stamp, context, generated)) in enumerate(islice(read_csv(path, columns), limit)):
-        instant_ns, has_offset = parse_instant(stamp or "", place, "TIMESTAMP")
+        instant_ns, has_offset = parse_instant(stamp, place, "TIMESTAMP")
         if had_offset not in (None, has_offset):
             raise refuse(place, "TIMESTAMP", stamp, "an offset in all rows or in none")
         had_offset = has_offset

@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testbed.traces.readers.fields import json_object, present, refuse, seconds, token_count, whole_number
+from testbed.traces.readers.fields import present, refuse, seconds, token_count, whole_number
 from testbed.traces.readers.from_zero import stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
-from testbed.traces.readers.open_text import read_lines
+from testbed.traces.readers.open_text import read_objects
 from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace
 from testbed.traces.synthesis import numbered_keys
@@ -109,9 +109,7 @@ def _chats(path: str | Path, limit: int | None) -> Iterator[_Chat]:
     """Yields the chats in the file's order, on the file's clock."""
     blocks = HashBlocks("bailian", SEMANTICS)
     numbers: set[int] = set()
-    for i, (line_number, line) in enumerate(islice(read_lines(path), limit)):
-        place = f"{path}:{line_number}"
-        fields = json_object(line, place)
+    for i, (place, fields) in enumerate(islice(read_objects(path), limit)):
         number, parent = _id(fields, "chat_id", place, 0), _id(fields, "parent_chat_id", place, -1)
         if number in numbers:
             raise refuse(place, "chat_id", number, "an id not used before")

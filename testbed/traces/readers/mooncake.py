@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from testbed.traces.readers.fields import json_object, present, token_count, whole_number
+from testbed.traces.readers.fields import present, token_count, whole_number
 from testbed.traces.readers.from_zero import stream_from_zero
 from testbed.traces.readers.hash_blocks import BlockSemantics, HashBlocks
-from testbed.traces.readers.open_text import read_lines
+from testbed.traces.readers.open_text import read_objects
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import numbered_keys
@@ -42,9 +42,7 @@ def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: 
 def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
     """Yields the rows in the file's order, on the file's clock."""
     blocks = HashBlocks("mooncake", SEMANTICS)
-    for i, (number, line) in enumerate(islice(read_lines(path), limit)):
-        place = f"{path}:{number}"
-        fields = json_object(line, place)
+    for i, (place, fields) in enumerate(islice(read_objects(path), limit)):
         stamp = present(fields, "timestamp", place)
         stamp_ms = whole_number(stamp, place, "timestamp", 0, _MAX_MS, _STAMPS)
         num_prompt = token_count(present(fields, "input_length", place), place, "input_length")

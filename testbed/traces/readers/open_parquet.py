@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from testbed.errors import TraceError
-from testbed.traces.readers.open_text import existing_file
-
-Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
+from testbed.traces.readers.open_text import Record, existing_file
 
 
 def parquet_records(path: str | Path) -> Iterator[Record]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import BinaryIO, Literal, TextIO, cast
+from typing import Any, BinaryIO, Literal, TextIO, cast
 
 from testbed.errors import TraceError
+from testbed.traces.readers.fields import json_object
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a file raises that cannot be read
 _LINES_TOLD = 2000
+Record = tuple[str, dict[str, Any]]  # (place, the fields that are present)
 _watcher: ContextVar[Callable[[int], object] | None] = ContextVar("watcher", default=None)
 
 
@@ -67,6 +69,13 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
                 watch(_LINES_TOLD)
             if line.strip():
                 yield numbers[0], line.rstrip("\r\n")
+
+
+def read_objects(path: str | Path) -> Iterator[Record]:
+    """Yields the JSON object on each line; their places have line numbers. Raises TraceError for any other line."""
+    for number, line in read_lines(path):
+        place = f"{path}:{number}"
+        yield place, json_object(line, place)
 
 
 def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str]:
@@ -126,13 +135,11 @@ def open_bytes(file: Path, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     return file.open(mode)
 
 
-def read_csv(
-    path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> Iterator[tuple[str, list[str | None]]]:
-    """Yields (place, cells) of each row: those of `required`, then of `optional` (None: no such column, or empty).
+def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (place, cells) of each row: those of `columns`, which are found by the header's names.
 
-    Columns are found by the header's names. Raises TraceError on a missing or repeated column, a row with more or fewer
-    cells than the header, or quotes that do not end.
+    Raises TraceError on a missing or repeated column, a row with more or fewer cells than the header, or quotes that do
+    not end.
     """
     numbers = [0]
     reader = csv.reader(_numbered(path, numbers), strict=True)
@@ -141,21 +148,18 @@ def read_csv(
         if not header:
             raise TraceError(f"{path}: the file is empty; expected a header and rows")
         _check_once(header, path)
-        missing = [name for name in required if name not in header]
+        missing = [name for name in columns if name not in header]
         if missing:
             raise TraceError(
-                f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(required)}, found {', '.join(header)}"
+                f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(columns)}, found {', '.join(header)}"
             )
-        picks = [header.index(name) for name in required]
-        extras = [header.index(name) if name in header else None for name in optional]
+        picks = [header.index(name) for name in columns]
         width = len(header)
         for cells in reader:
             place = f"{path}:{numbers[0]}"
             if len(cells) != width:
                 raise TraceError(f"{place}: {len(cells)} cells; expected {width}, as in the header")
-            chosen: list[str | None] = [cells[pick] for pick in picks]
-            chosen += [None if pick is None else cells[pick].strip() or None for pick in extras]
-            yield place, chosen
+            yield place, [cells[pick] for pick in picks]
     except csv.Error as error:
         raise TraceError(f"{path}:{numbers[0]}: not CSV: {error}") from None
 

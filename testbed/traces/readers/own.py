@@ -17,9 +17,8 @@ from pathlib import Path
 
 from testbed.errors import TraceError
 from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
-from testbed.traces.readers import fields as check
-from testbed.traces.readers.open_parquet import Record, parquet_records
-from testbed.traces.readers.open_text import csv_header, existing_file, format_suffix, read_csv, read_lines
+from testbed.traces.readers.open_parquet import parquet_records
+from testbed.traces.readers.open_text import Record, csv_header, existing_file, format_suffix, read_csv, read_objects
 from testbed.traces.readers.own_rows import Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
@@ -27,12 +26,12 @@ from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
 
 def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`; see _streamed."""
-    return _streamed("jsonl", path, lambda: _jsonl_records(path, limit))
+    return _streamed("jsonl", path, lambda: islice(read_objects(path), limit))
 
 
 def stream_csv(path: str | Path, limit: int | None = None) -> StreamedTrace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
-    return _streamed("csv", path, lambda: _csv_records(path, limit))
+    return _streamed("csv", path, lambda: islice(_csv_records(path), limit))
 
 
 def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
@@ -67,16 +66,10 @@ def own_format(path: str | Path) -> str:
     return name
 
 
-def _jsonl_records(path: str | Path, limit: int | None) -> Iterator[Record]:
-    for number, line in islice(read_lines(path), limit):
-        place = f"{path}:{number}"
-        yield place, check.json_object(line, place)
-
-
-def _csv_records(path: str | Path, limit: int | None) -> Iterator[Record]:
+def _csv_records(path: str | Path) -> Iterator[Record]:
     names = csv_header(path)
-    for place, cells in islice(read_csv(path, (), names), limit):
-        yield place, {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
+    for place, cells in read_csv(path, names):
+        yield place, {name: text for name, cell in zip(names, cells, strict=True) if (text := cell.strip())}
 
 
 def _streamed(

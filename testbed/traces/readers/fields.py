@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from typing import Any
 
 from testbed.errors import TraceError
+from testbed.foreign_text import number as number_between
 from testbed.traces.schema import MAX_NS, MAX_NUM_TOKENS
 
 MAX_SECONDS = MAX_NS // 10**9
 MAX_TOKEN_ID = 2**31 - 1
 _TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
+_may_be_seconds = number_between(0, 2 * MAX_SECONDS)  # as a float at most, which has no bound of its own
 _NANOSECONDS = f"a whole number of ns from 0 to {MAX_NS:,}"
 
 
@@ -29,19 +30,16 @@ def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
 def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str) -> int:
     """Returns a whole number from an int, a whole float (pandas writes 3 as 3.0 next to missing values), or the text of
     one. Raises TraceError otherwise."""
-    number: int | None = None
+    number = value
     if isinstance(value, str):
         text = value.strip()
-        if is_plain(text):
-            try:
-                number = int(text)
-            except ValueError:
-                number = _whole(decimal(text))
-    elif isinstance(value, float):
-        number = _whole(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    if number is None or not minimum <= number <= maximum:
+        try:
+            number = int(text) if is_plain(text) else None
+        except ValueError:
+            number = decimal(text)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if not isinstance(number, int) or isinstance(number, bool) or not minimum <= number <= maximum:
         raise refuse(place, field, value, expected)
     return number
 
@@ -57,17 +55,10 @@ def token_count(value: object, place: str, field: str) -> int:
 
 def seconds(value: object, place: str, field: str) -> int:
     """Returns seconds as ns, rounded to the nearest. Raises TraceError unless they are from 0 to MAX_SECONDS."""
-    number: float | None = None
-    if isinstance(value, str):
-        number = decimal(value.strip())
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = None
-    if number is None or not math.isfinite(number) or number < 0 or number * 1e9 > MAX_NS:
+    number: Any = decimal(value.strip()) if isinstance(value, str) else value
+    if not _may_be_seconds(number) or (ns := float(number * 1e9)) > MAX_NS:
         raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}")
-    return round(number * 1e9)
+    return round(ns)
 
 
 def nanoseconds(value: object, place: str, field: str) -> int:
@@ -180,7 +171,3 @@ def decimal(text: str) -> float | None:
         return float(text) if is_plain(text) else None
     except ValueError:
         return None
-
-
-def _whole(number: float | None) -> int | None:
-    return int(number) if number is not None and math.isfinite(number) and number.is_integer() else None

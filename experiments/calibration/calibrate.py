@@ -34,7 +34,6 @@ from testbed.core.serve import serve
 from testbed.policies.config import SchedulerConfig
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import Recorders
-from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.specs.profiles import Profile, ProfileManifest, number_repeats, write_profile
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
@@ -246,7 +245,7 @@ def _recorded(config: RunConfig, scratch: Path, recorder: Recorder) -> Iterator[
     real run, these write late."""
     from real.late_records import LateRecords
 
-    records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl", decision)
+    records, tape = RunRecorder(scratch), TapeWriter(scratch / "tape.jsonl")
     with closing(records), closing(tape):
         if not computes_beside(config):
             yield Recorders(records, tape, recorder), None

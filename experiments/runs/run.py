@@ -51,7 +51,6 @@ from testbed.core.serve import Loop, serve
 from testbed.errors import RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
-from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter, tape_names
 from testbed.traces.schema import Trace
 from testbed.traces.serialize import write_jsonl
@@ -188,7 +187,7 @@ def _run(
     records = engines.RunRecords(config.record, folder, len(schedulers), prepared.sender)
     is_fleet = len(schedulers) > 1  # then the router's driver runs the loops of the replicas
     files = [] if config.is_simulated else tape_names(len(schedulers))
-    tapes = [TapeWriter(folder / file, decision, is_live=is_fleet) for file in files]
+    tapes = [TapeWriter(folder / file, is_live=is_fleet) for file in files]
     if tapes or config.trace.path == str(folder / TRACE_FILE):
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])

@@ -26,7 +26,6 @@ from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.records.recorder import RunRecorder
 from testbed.records.recorders import together
-from testbed.records.schema import decision
 from testbed.records.tape import TapeWriter
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
@@ -120,7 +119,7 @@ class ServedFolder(Recorder):
         write_json(self._folder / MODEL_FOLDER / "config.json", said["model"]["hf_config"])
         claim(self._folder, config)
         self._recorder = RunRecorder(self._folder)
-        self._tape = TapeWriter(self._folder / "tape.jsonl", decision, is_live=True)
+        self._tape = TapeWriter(self._folder / "tape.jsonl", is_live=True)
         self._trace = _Trace(self._folder / TRACE_FILE)
         self._records = together([self._recorder, self._trace, self._tape])  # a tape's requests need rows in the trace
         self._manifest = self._describe(said) | {"unpriced": unpriced or None}

@@ -19,6 +19,7 @@ from testbed.core.outcome import Finished, FinishReason, Outcome, Spans
 from testbed.core.request import Request
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed, shown, whole
+from testbed.records.schema import decision
 
 VERSION = 1
 MAX_NS = 2**62
@@ -74,9 +75,8 @@ class Tape:
 class TapeWriter(Recorder):
     """Records a run, with one line for each event and step; flushed at each step."""
 
-    def __init__(self, path: Path, decide: Callable[[StepView], dict[str, Any]], *, is_live: bool = False) -> None:
+    def __init__(self, path: Path, *, is_live: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")
-        self._decide = decide
         self._is_live = is_live
         live = {"is_live": True} if is_live else {}
         self._write({"kind": "tape", "version": VERSION, "digest_version": DIGEST_VERSION, **live})
@@ -107,7 +107,7 @@ class TapeWriter(Recorder):
                 "outcomes": None if outcomes is None else [_fields(outcome) for outcome in outcomes],
                 "spans": list(step.result.spans),
                 "digest": f"{step.digest:016x}",
-                "decision": self._decide(step),
+                "decision": decision(step),
                 **looked,
             }
         )

@@ -23,7 +23,6 @@ from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
 from testbed.records.recorders import Recorders
-from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeInbox, TapeStep, TapeWriter, read_tape
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -130,7 +129,7 @@ class Recorded(Simulated):
     def serve(self, trace: Trace, make: Core, folder: Path, forced: str = "tokens") -> Seen:
         watch = Watch(self.backend)
         tape_file = folder / "tape.jsonl"
-        writer = TapeWriter(tape_file, decision)
+        writer = TapeWriter(tape_file)
         self.drive(serve(TraceInbox(trace, VOCAB_SIZE), make(), Recorders(watch, writer)), watch)
         writer.close()
         tape = read_tape(tape_file)

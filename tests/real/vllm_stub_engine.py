@@ -21,7 +21,6 @@ from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import BatchPlan
 from testbed.core.request import Request as OurRequest
 from testbed.core.serve import serve
-from testbed.records.schema import decision
 from testbed.records.tape import TapeInbox, TapeWriter, read_tape
 from tests.properties.setups import EOS, Setup
 from tests.real import vllm_stub_types as vllm
@@ -147,7 +146,7 @@ class InVllm:
         self._rng, self._tape = rng, tape
         self.core = setup.scheduler()
         is_async = setup.limits.max_num_plans > 1
-        writer = TapeWriter(tape, decision, is_live=True)
+        writer = TapeWriter(tape, is_live=True)
         self.loop = _WatchedLoop(self.core, writer, self._ours, writer.close, _Ticking(rng))
         self.loop.watch = self._watch
         config = engine_config(

@@ -22,7 +22,6 @@ from testbed.core.plan import BatchShape
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
 from testbed.records.recorders import Recorders
-from testbed.records.schema import decision
 from testbed.records.tape import TapeInbox, TapeWriter, read_tape
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
 from tests.sim.worlds import Log, Sessions, emitted, price, world
@@ -96,7 +95,7 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
     scheduler = setup.scheduler()
     log = Checked(scheduler.check_invariants)
     tape_file = tmp_path / f"{seed}.jsonl"
-    writer = TapeWriter(tape_file, decision)
+    writer = TapeWriter(tape_file)
     backend = SimBackend(price(rng), seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
     try:
         run(serve(Sessions(requests, aborts, turns), scheduler, Recorders(log, writer)), backend)

@@ -27,7 +27,7 @@ def view(scheduler: Scheduler, plan_ns: int, end_ns: int, outcomes: tuple[Outcom
 
 def write_tape(path: Path) -> list[StepView]:
     """Two steps, one of them sampled and stopped by the backend, a reset and an abort."""
-    scheduler, writer = make_scheduler(), TapeWriter(path, decision)
+    scheduler, writer = make_scheduler(), TapeWriter(path)
     request = make_request("a", 4, None, arrival_ns=3)
     writer.arrived(request, 7, 0)
     add(scheduler, request)
@@ -61,7 +61,7 @@ def test_a_tape_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_step_whose_rows_were_all_forced_has_no_outcomes(tmp_path: Path) -> None:
-    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
     add(scheduler, make_request("a", 4, 1))
     writer.committed(view(scheduler, 0, 1, None))
     writer.close()
@@ -75,7 +75,7 @@ class FullDisk(Recorder):
 
 def test_a_step_that_the_records_have_no_room_for_is_on_the_tape(tmp_path: Path) -> None:
     """Without it, no later step could be replayed."""
-    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
     both = Recorders(FullDisk(), writer)
     add(scheduler, make_request("a", 4, 2))
     for step in range(2):
@@ -86,7 +86,7 @@ def test_a_step_that_the_records_have_no_room_for_is_on_the_tape(tmp_path: Path)
 
 
 def test_which_members_stop_with_their_first_token_is_kept(tmp_path: Path) -> None:
-    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
     add(scheduler, make_request("a", 4, None, sampling=SamplingParams(n=3)))
     outcomes = (Outcome(0, (5,), forks=(6, 7), fork_stops=(None, FinishReason.STOP)),)
     writer.committed(view(scheduler, 0, 1, outcomes))
@@ -110,7 +110,7 @@ def test_every_tear_of_the_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
-    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl", decision)
+    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
     add(scheduler, make_request("a", 4, 1))
     writer.committed(view(scheduler, 0, 1, None))
     assert len(read_tape(tmp_path / "tape.jsonl").steps) == 1, "not flushed"

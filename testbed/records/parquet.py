@@ -42,6 +42,7 @@ class ParquetFile:
         self._writer = _Writer(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path
         self._worker = worker
+        self.num_groups = 0  # that were given
         self._group: Future[None] | None = None  # the last group's write
 
     def write(self, columns: list[Any]) -> None:
@@ -49,6 +50,7 @@ class ParquetFile:
         this one: a compiled loop hardly ever releases Python's lock, and Arrow needs it only at the start and the end.
         """
         self._wait()
+        self.num_groups += 1
         arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         has_begun: Future[None] = Future()
         group = pa.record_batch(arrays, schema=self._schema)

@@ -18,22 +18,7 @@ from testbed.records.schema import STEP_COLUMNS
 _REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
 _REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}
 _ROW_BYTES: Final = 8 * len(STEP_COLUMNS)
-_SMALL_GROUPS: Final = 64
-
-
-class GroupSize:
-    """The size at which a table writes a group, in the table's unit. It grows after many groups, because Parquet's
-    metadata of each group stays in memory to the end."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._num_groups = 0
-
-    def written(self) -> None:
-        """Counts a written group."""
-        self._num_groups += 1
-        if self._num_groups == _SMALL_GROUPS:
-            self.size *= 8
+_SMALL_GROUPS: Final = 64  # then groups are larger, because Parquet's metadata of each stays in memory to the end
 
 
 class RowTable:
@@ -44,17 +29,18 @@ class RowTable:
 
         self._file = ParquetFile(path, columns, worker)
         self._rows: list[tuple[Any, ...]] = []
-        self._group = GroupSize(flush_rows)
+        self._size = flush_rows  # of a group
 
     def append(self, row: tuple[Any, ...]) -> None:
         self._rows.append(row)
-        if len(self._rows) >= self._group.size:
+        if len(self._rows) >= self._size:
             self._flush()
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         self._file.write(list(zip(*rows, strict=True)))
-        self._group.written()
+        if self._file.num_groups == _SMALL_GROUPS:
+            self._size *= 8
 
     def close(self) -> None:
         if self._rows:
@@ -69,7 +55,7 @@ class StepTable:
         from testbed.records.parquet import ParquetFile  # not at the top, as above
 
         self._file = ParquetFile(path, STEP_COLUMNS, worker)
-        self._group = GroupSize(flush_rows * _ROW_BYTES)
+        self._size = flush_rows * _ROW_BYTES  # of a group
         self._rows = BytesWriter()
 
     def append(self, step: StepView, start_ns: int, num_recomputed: int, num_swapped_out: int, replica: int) -> None:
@@ -108,7 +94,7 @@ class StepTable:
         write_i64_le(rows, spans.forward_ns)
         write_i64_le(rows, spans.sample_ns)
         write_i64_le(rows, read_i64_be(step.digest_bytes, 0))
-        if len(rows) >= self._group.size:
+        if len(rows) >= self._size:
             self._flush()
 
     def _flush(self) -> None:
@@ -117,7 +103,8 @@ class StepTable:
         data = self._rows.getvalue()
         self._rows.truncate(0)
         self._file.write(columns_of(data, STEP_COLUMNS, _REASONS))
-        self._group.written()
+        if self._file.num_groups == _SMALL_GROUPS:
+            self._size *= 8
 
     def close(self) -> None:
         if len(self._rows):

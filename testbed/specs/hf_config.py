@@ -12,7 +12,7 @@ from typing import Any
 from testbed.checks import require
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import json_object, shown, whole
-from testbed.specs.model import DTYPE_BYTES, ModelSpec, Recommended, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, EXPERTS_FIELDS, ModelSpec, Recommended, RopeScaling
 from testbed.specs.quantization import Fp8Scheme, fp8_scheme
 from testbed.specs.ranges import FACTOR, MAX_SIZE
 
@@ -129,8 +129,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 def _experts(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model that has a mixture of experts in every layer."""
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    return {name: raw[name] for name in names} | {"norm_topk_prob": bool(raw["norm_topk_prob"])}
+    return {name: raw[name] for name in EXPERTS_FIELDS} | {"norm_topk_prob": bool(raw["norm_topk_prob"])}
 
 
 def _first(default: Any, *values: Any) -> Any:

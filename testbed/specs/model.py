@@ -16,7 +16,7 @@ from testbed.specs.ranges import FACTOR, MAX_SIZE
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OPT = "OPTForCausalLM"
-_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+EXPERTS_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ModelSpec:
             "max_position_embeddings",
         ):
             require_whole(f"model.{field}", getattr(self, field), 1, MAX_SIZE)
-        for field in ("sliding_window", "word_embed_proj_dim", *_EXPERTS):
+        for field in ("sliding_window", "word_embed_proj_dim", *EXPERTS_FIELDS):
             require_whole_or_null(f"model.{field}", getattr(self, field), 1, MAX_SIZE)
         for field in ("rms_norm_eps", "rope_theta"):
             require(f"model.{field}", getattr(self, field), FACTOR.holds(getattr(self, field)), FACTOR.text)
@@ -140,9 +140,9 @@ class ModelSpec:
                 f"model.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        missing = [field for field in _EXPERTS if getattr(self, field) is None]
-        if 0 < len(missing) < len(_EXPERTS):
-            raise ConfigError(f"model.{missing[0]} is null; set all of {', '.join(_EXPERTS)}, or none of them")
+        missing = [field for field in EXPERTS_FIELDS if getattr(self, field) is None]
+        if 0 < len(missing) < len(EXPERTS_FIELDS):
+            raise ConfigError(f"model.{missing[0]} is null; set all of {', '.join(EXPERTS_FIELDS)}, or none of them")
         if (experts := self.experts) is not None and experts.per_token > experts.num:
             raise ConfigError(
                 f"model.num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts "

@@ -9,6 +9,7 @@ docs/calibration.md documents both. Knows no cost model and no engine.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ProfileError
 from testbed.foreign_text import json_object, shown, unknown, whole
 from testbed.output import whole_file
-from testbed.specs.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, RopeScaling
+from testbed.specs.model import DTYPE_BYTES, EXPERTS_FIELDS, KV_DTYPE_BYTES, ModelSpec, RopeScaling
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 FORMAT = 2
@@ -49,13 +50,11 @@ MAX_COUNT = 2**40  # of tokens, positions, blocks
 CLOCKS_NS = 1_000_000  # by which a span (on the device's clock) may exceed its step (on the host's clock)
 _NUMBERS = tuple(name for name in COLUMNS if name != "prefills")
 
-# fields of a model on which the time of a step depends
+# fields of a model on which the time of a step depends; EXPERTS_FIELDS too, which may be null or missing
 MODEL_SHAPE = (
     "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "dtype",
 )  # fmt: skip
-
-MODEL_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # likewise; null or missing: none
 
 _ROPE = {item.name for item in fields(RopeScaling)}
 
@@ -143,7 +142,7 @@ class ProfileManifest:
     ) -> None:
         """Raises ConfigError, in one line with both values, if the profile does not match the run. place: its name."""
         own, theirs = asdict(model), self.model | {"dtype": self.dtype}
-        for name in (*MODEL_SHAPE, *MODEL_EXPERTS):
+        for name in (*MODEL_SHAPE, *EXPERTS_FIELDS):
             if theirs.get(name) != own[name]:
                 cure = "choose the model that was profiled"
                 if name == "dtype" and "fp8" not in (self.dtype, model.dtype):  # maybe an engine's, not the files'
@@ -186,10 +185,10 @@ def _checked_model(model: dict[str, Any], place: str) -> ModelSpec:
     if missing:
         raise ProfileError(f"{place}: 'model' lacks {', '.join(missing)}")
     given = {name: model[name] for name in (*needed, "max_position_embeddings") if name in model}
-    given |= {name: model[name] for name in MODEL_EXPERTS if model.get(name) is not None}
+    given |= {name: model[name] for name in EXPERTS_FIELDS if model.get(name) is not None}
     hints, rope = get_type_hints(ModelSpec), model.get("rope_scaling")
     for name, value in given.items():
-        hint = int if name in MODEL_EXPERTS else hints[name]
+        hint = int if name in EXPERTS_FIELDS else hints[name]
         if type(value) is not hint:
             raise ProfileError(f"{place}: model.{name} is {shown(value)}; expected {hint.__name__}")
     if rope is not None and not (isinstance(rope, dict) and {"rope_type"} <= rope.keys() <= _ROPE):
@@ -214,12 +213,11 @@ class Profile(NamedTuple):
 
 def number_repeats(steps: Iterable[tuple[BatchShape, Spans, int]]) -> list[MeasuredStep]:
     """Returns measured steps (shape, spans, total_ns), in order, with the repeats of each shape numbered."""
-    seen: dict[BatchShape, int] = {}
+    seen: Counter[BatchShape] = Counter()
     numbered = []
     for shape, spans, total_ns in steps:
-        repeat = seen.get(shape, 0)
-        seen[shape] = repeat + 1
-        numbered.append(MeasuredStep(shape, spans, total_ns, repeat))
+        numbered.append(MeasuredStep(shape, spans, total_ns, seen[shape]))
+        seen[shape] += 1
     return numbered
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, repeat
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ _OF_KIND = {  # setting -> the processes that use it
 class ArrivalConfig:
     """An arrival process. rate is its mean over all time, in arrivals per second."""
 
+    KINDS: ClassVar[tuple[str, ...]] = ARRIVALS
     arrival: str = "poisson"  # poisson, gamma, deterministic, mmpp, diurnal, all_at_once
     rate: float = 4.0  # arrivals per second, on average
     cv: float = 1.0  # gamma: coefficient of variation of the gaps; 1 is Poisson, above is bursty
@@ -41,7 +43,7 @@ class ArrivalConfig:
     peak_s: float = 43_200.0  # diurnal: when in the first period the rate is highest
 
     def __post_init__(self) -> None:
-        choose("trace.arrival", self.arrival, self.kinds())
+        choose("trace.arrival", self.arrival, self.KINDS)
         require("trace.rate", self.rate, 0 < self.rate <= 1e9, "above 0, up to 1e9 per second")
         require("trace.cv", self.cv, 0 < self.cv <= 100, "above 0, up to 100 (0: arrival=deterministic)")
         require("trace.burst_factor", self.burst_factor, 1 <= self.burst_factor <= 1e6, "1 to 1e6")
@@ -55,10 +57,6 @@ class ArrivalConfig:
         told = [self.arrival] if self.arrival == "all_at_once" else [self.arrival, f"{self.rate:g} per second"]
         told += [f"{name} {getattr(self, name):g}" for name, kinds in _OF_KIND.items() if self.arrival in kinds]
         return ", ".join(told)
-
-    @classmethod
-    def kinds(cls) -> tuple[str, ...]:
-        return ARRIVALS
 
 
 def idle_notes(config: ArrivalConfig, prefix: str = "trace.", default: ArrivalConfig | None = None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from testbed.checks import choose, require, require_type
 from testbed.errors import ConfigError
@@ -82,6 +82,7 @@ class SyntheticConfig(ArrivalConfig):
     one session after the other.
     """
 
+    KINDS: ClassVar[tuple[str, ...]] = (*ARRIVALS, "closed_loop")
     name: str = "synthetic"
     num_requests: int = 200  # rows in all; the last session may be cut short
     num_users: int = 16  # arrival=closed_loop
@@ -127,10 +128,6 @@ class SyntheticConfig(ArrivalConfig):
             require("trace.max_session_tokens", limit, limit >= least, f"at least {least}, or absent")
         check_class("trace.", self.priority, self.deadline_s)
         tenants_of(self)
-
-    @classmethod
-    def kinds(cls) -> tuple[str, ...]:
-        return (*ARRIVALS, "closed_loop")
 
 
 def tenants_of(config: SyntheticConfig) -> dict[str, SyntheticConfig]:

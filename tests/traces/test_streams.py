@@ -30,7 +30,7 @@ def with_one_each(num_requests, tenants, **more):
 configs = st.builds(
     with_one_each,
     num_requests=st.integers(1, 60),
-    arrival=st.sampled_from(SyntheticConfig.kinds()),
+    arrival=st.sampled_from(SyntheticConfig.KINDS),
     rate=st.sampled_from([0.1, 2.0, 100.0]),
     num_users=st.integers(1, 7),
     prompt=st.just(SHORT),

@@ -23,7 +23,9 @@ def arrange(name: str, rows: Iterable[TraceRequest], notes: Sequence[str] = ()) 
     _check_rows(given)
     sessions = sessions_of(given)
     for positions in sessions.values():
-        _check_session(given, positions)
+        previous: TraceRequest | None = None
+        for position in positions:
+            previous = given[position] = check_turn(given[position], previous)
     num_late = _count_late(given)
     order = list(range(len(given)))
     if num_late or sessions:
@@ -132,13 +134,6 @@ def _check_rows(rows: list[TraceRequest]) -> None:
             raise used_twice(row, seen[row.request_id])
         seen[row.request_id] = row.place
         check_row(row)
-
-
-def _check_session(rows: list[TraceRequest], positions: list[int]) -> None:
-    """Checks one session's turns, and sets the arrival of closed-loop turns to that of the turn before them."""
-    previous: TraceRequest | None = None
-    for position in positions:
-        previous = rows[position] = check_turn(rows[position], previous)
 
 
 def _count_late(rows: list[TraceRequest]) -> int:

@@ -27,19 +27,17 @@ def json_items(path: str | Path, items: str) -> Iterator[Any]:
         kinds = {"{": "a JSON object", '"': "a JSON text", "": "nothing"}
         raise text.error(f"found {kinds.get(first, repr(first))}")
     text.pass_character()
-    if text.next_character() == "]":
-        text.pass_character()
-    else:
-        number = 1
+    number, character = 0, text.next_character()
+    while character != "]":
+        number += 1
         yield text.value(number)
-        while (character := text.next_character()) == ",":
+        character = text.next_character()
+        if character == ",":
             text.pass_character()
-            number += 1
-            yield text.value(number)
-        if character != "]":
+        elif character != "]":
             what = f"found {character!r} after an item" if character else "the list does not end"
             raise text.error(f"not JSON: {what}")
-        text.pass_character()
+    text.pass_character()
     if character := text.next_character():
         raise text.error(f"not JSON: found {character!r} after the list")
 

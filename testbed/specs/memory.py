@@ -50,8 +50,8 @@ def activation_bytes(
 
     Every rank holds whole hidden states, and whole logits once they are gathered, but only its part of the inner row.
     """
-    per_token = (4 + _copies(model)) * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
-    return model.activation_dtype_bytes * max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
+    per_token = _token_bytes(model, 4, tensor_parallel_size)
+    return max_num_batched_tokens * per_token + 4 * max_num_seqs * model.vocab_size
 
 
 def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -> int:
@@ -60,15 +60,12 @@ def graph_bytes(model: ModelSpec, largest: int, tensor_parallel_size: int = 1) -
 
     The driver's memory for each graph is left out: an engine measures it, but no data sheet gives it.
     """
-    per_token = (5 + _copies(model)) * model.hidden_size + 3 * _inner_size(model, tensor_parallel_size)
-    return model.activation_dtype_bytes * largest * per_token
+    return largest * _token_bytes(model, 5, tensor_parallel_size)
 
 
-def _inner_size(model: ModelSpec, tensor_parallel_size: int) -> int:
-    """Returns one rank's part of the MLP's inner row, or of the inner rows of a token's experts."""
-    return -(-model.inner_size // tensor_parallel_size)
-
-
-def _copies(model: ModelSpec) -> int:
-    """Returns the hidden rows of a token that its experts output, before these are summed."""
-    return 0 if model.experts is None else model.experts.per_token
+def _token_bytes(model: ModelSpec, num_hidden: int, tensor_parallel_size: int) -> int:
+    """Returns the bytes of one token's temporaries on one rank: `num_hidden` hidden rows and those that its experts
+    output before these are summed, and three of the MLP's inner row, or of the inner rows of its experts."""
+    num_rows = num_hidden + (0 if model.experts is None else model.experts.per_token)
+    inner_size = -(-model.inner_size // tensor_parallel_size)
+    return model.activation_dtype_bytes * (num_rows * model.hidden_size + 3 * inner_size)

@@ -3,17 +3,14 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.frozen import freeze_trace, frozen_info
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
 from testbed.traces.readers import open_trace, read_trace
-from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import Trace
-from testbed.traces.serialize import row_to_json, write_jsonl
+from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.transforms import scale_rate
 
@@ -120,32 +117,6 @@ def test_a_freeze_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(TraceError, match="fell out"):
         freeze_trace(StreamedTrace("x", broken), tmp_path / "t.parquet")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.zst"])
-def test_jsonl_is_written_and_read_back(tmp_path, name):
-    trace = generate(CHAT, 3)
-    write_jsonl(stream_generated(CHAT, 3), tmp_path / name)
-    assert fingerprint(read_trace("jsonl", tmp_path / name)) == fingerprint(trace)
-
-
-@given(st.integers(0, 5), st.booleans())
-def test_explicit_and_exact_parts_lose_nothing(seed, exact):
-    import tempfile
-    from array import array
-    from pathlib import Path
-
-    from testbed.traces.schema import TokenIds
-
-    rows = list(generate(CHAT, seed).rows)
-    ids = TokenIds(array("i", [1, 2, 3]))
-    rows[0] = rows[0]._replace(prompt=(ids,), output=ids, priority=2, cancel_after_ns=5, deadline_ns=7, cache_salt="s")
-    trace = Trace("x", tuple(rows))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "t.jsonl.gz"
-        write_jsonl(trace, file)
-        assert fingerprint(read_trace("jsonl", file)) == fingerprint(trace)
-    assert [row_from_fields(row_to_json(row, exact_parts=exact), row.place) for row in rows] == rows
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\rb", " a", "a\t"])

@@ -39,12 +39,6 @@ def test_changing_the_rate_leaves_the_lengths_and_scales_the_arrivals():
     assert all(abs(s.arrival_ns - 2 * f.arrival_ns) <= 2 for s, f in zip(slow, fast, strict=True))
 
 
-def test_changing_the_outputs_leaves_prompts_arrivals_and_sessions():
-    short = generate(SyntheticConfig(num_requests=50, output=LengthConfig("constant", 1)), 3)
-    long = generate(SyntheticConfig(num_requests=50), 3)
-    assert [(r.arrival_ns, r.num_prompt_tokens) for r in short] == [(r.arrival_ns, r.num_prompt_tokens) for r in long]
-
-
 def test_streams_of_two_purposes_differ():
     assert stream(1, "a").random() != stream(1, "b").random()
     assert stream(1, "a").random() == stream(1, "a").random()

@@ -1,11 +1,10 @@
-"""Operations on the parts of a prompt: join, cut, rename. Pure functions that make no tokens."""
+"""Operations on the parts of a prompt: join, cut. Pure functions that make no tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from testbed.traces.schema import Part, Span, TokenIds
-from testbed.traces.synthesis import content_key
 
 
 def join_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -59,11 +58,3 @@ def cut_part(part: Part, max_tokens: int) -> Part:
     if isinstance(part, Span):
         return Span(part.key, part.start, min(part.length, max_tokens))
     return TokenIds(part.ids[:max_tokens])
-
-
-def rename_part(part: Part, *names: str | int) -> Part:
-    """Returns the part with another content key: equal keys stay equal, and differ under other `names`. Explicit token
-    ids stay as they are."""
-    if isinstance(part, Span):
-        return Span(content_key("renamed", part.key, *names), part.start, part.length)
-    return part

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from testbed.traces.arrange import arrange
-from testbed.traces.parts import rename_part
-from testbed.traces.schema import MAX_NS, Trace, TraceRequest
+from testbed.traces.schema import MAX_NS, Part, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace
+from testbed.traces.synthesis import content_key
 
 S = TypeVar("S", Trace, StreamedTrace)
 Rows = Callable[[], Iterator[TraceRequest]]
@@ -42,7 +42,13 @@ def marked(row: TraceRequest, prefix: str, suffix: str) -> TraceRequest:
     return row._replace(request_id=f"{prefix}{row.request_id}{suffix}", session_id=session)
 
 
-def renamed(row: TraceRequest, *names: str | int) -> TraceRequest:
-    """Returns the row with its contents renamed: different from those of other `names`."""
-    output = None if row.output is None else rename_part(row.output, *names)
-    return row._replace(prompt=tuple(rename_part(part, *names) for part in row.prompt), output=output)
+def renamed(row: TraceRequest, *names: str | int, but: Collection[int] = ()) -> TraceRequest:
+    """Returns the row with other content keys, except those in `but`: equal keys stay equal, and differ under other
+    `names`. Explicit token ids stay as they are."""
+
+    def own(part: Part) -> Part:
+        if not isinstance(part, Span) or part.key in but:
+            return part
+        return Span(content_key("renamed", part.key, *names), part.start, part.length)
+
+    return row._replace(prompt=tuple(map(own, row.prompt)), output=None if row.output is None else own(row.output))

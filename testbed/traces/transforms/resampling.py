@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from testbed.checks import require
 from testbed.errors import TraceError
-from testbed.traces.parts import rename_part
-from testbed.traces.schema import Part, Span, Trace, TraceRequest
+from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.synthesis import content_key
-from testbed.traces.transforms.common import MAX_S, derived
+from testbed.traces.transforms.common import MAX_S, derived, marked, renamed
 from testbed.traces.transforms.units import Unit, contents_of, units_of
 from testbed.wording import count
 
@@ -46,32 +47,19 @@ def bootstrap(trace: Trace, seed: int = 0) -> Trace:
     if len(members) < 2:
         raise TraceError(f"trace {trace.name!r} is one session: there is nothing to draw from; use windows of it")
     common, units = contents_of(trace.rows, unit_of), list(members)
-    num_drawn: dict[Unit, int] = {}
+    num_drawn: Counter[Unit] = Counter()
     rows: list[TraceRequest] = []
     for number, slot in enumerate(units):
         drawn = units[content_key("bootstrap", seed, number) * len(units) // _WHOLE]
-        copy = num_drawn[drawn] = num_drawn.get(drawn, 0) + 1
+        copy = num_drawn[drawn]
+        num_drawn[drawn] += 1
         later_ns = members[slot][0].arrival_ns - members[drawn][0].arrival_ns
-        rows += [_copied(row, later_ns, number, copy - 1, common) for row in members[drawn]]
+        for row in members[drawn]:
+            row = marked(row, "", f"~{number}")._replace(arrival_ns=row.arrival_ns + later_ns)
+            rows.append(renamed(row, "bootstrap", copy, but=common) if copy else row)
     end_ns = max(row.arrival_ns for row in trace.rows)
     kept = [row for row in rows if row.arrival_ns <= end_ns]
     note = f"{len(units)} sessions drawn with replacement from as many ({len(num_drawn)} different), seed {seed}"
     if len(kept) < len(rows):
         note += f"; {count(len(rows) - len(kept), 'request')} after the recorded end left out"
     return derived(trace, lambda: iter(sorted(kept, key=lambda row: row.arrival_ns)), note)
-
-
-def _copied(row: TraceRequest, later_ns: int, number: int, copy: int, common: set[int]) -> TraceRequest:
-    row = row._replace(
-        arrival_ns=row.arrival_ns + later_ns,
-        request_id=f"{row.request_id}~{number}",
-        session_id=None if row.session_id is None else f"{row.session_id}~{number}",
-    )
-    if not copy:
-        return row
-
-    def own(part: Part) -> Part:
-        is_common = isinstance(part, Span) and part.key in common
-        return part if is_common else rename_part(part, "bootstrap", copy)
-
-    return row._replace(prompt=tuple(map(own, row.prompt)), output=None if row.output is None else own(row.output))

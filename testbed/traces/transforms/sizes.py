@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -28,9 +29,10 @@ def clip_lengths(
     for name, value in limits.items():
         least = 2 if name == "max_total_tokens" else 1
         require(name, value, value is None or value >= least, f"at least {least}, or absent")
+    most = [sys.maxsize if value is None else value for value in limits.values()]
 
     def rows() -> Iterator[TraceRequest]:
-        return (_clipped(row, max_prompt_tokens, max_output_tokens, max_total_tokens) for row in trace)
+        return (_clipped(row, *most) for row in trace)
 
     note = "lengths clipped to " + ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
 
@@ -41,17 +43,14 @@ def clip_lengths(
     return derived(trace, rows, note, counted=counted, num_requests=trace.num_requests)
 
 
-def _clipped(
-    row: TraceRequest, max_prompt_tokens: int | None, max_output_tokens: int | None, max_total_tokens: int | None
-) -> TraceRequest:
-    max_output = _least(max_output_tokens, None if max_total_tokens is None else max_total_tokens - 1)
-    output = row.output
-    if output is not None and max_output is not None and output.num_tokens > max_output:
+def _clipped(row: TraceRequest, max_prompt: int, max_output: int, max_total: int) -> TraceRequest:
+    prompt, output = row.prompt, row.output
+    max_output = min(max_output, max_total - 1)
+    if output is not None and output.num_tokens > max_output:
         output = cut_part(output, max_output)
     reserved = 1 if output is None else output.num_tokens
-    max_prompt = _least(max_prompt_tokens, None if max_total_tokens is None else max_total_tokens - reserved)
-    prompt = row.prompt
-    if max_prompt is not None and row.num_prompt_tokens > max_prompt:
+    max_prompt = min(max_prompt, max_total - reserved)
+    if row.num_prompt_tokens > max_prompt:
         prompt = cut_parts(prompt, max_prompt)
     return row if prompt is row.prompt and output is row.output else row._replace(prompt=prompt, output=output)
 
@@ -141,7 +140,3 @@ class _Scaling:
 def _placed(part: Part, place: int) -> tuple[int | bytes, int, int]:
     """Returns a part's content, the place at which that would start, and the part's first token in it."""
     return (part.key, place - part.start, part.start) if isinstance(part, Span) else (part.ids.tobytes(), place, 0)
-
-
-def _least(*bounds: int | None) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)

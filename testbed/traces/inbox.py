@@ -63,16 +63,11 @@ class TraceInbox:
         self._live: dict[str, int] = {}  # request_id -> row, delivered and not finished
         self._num_delivered = 0
         self._num_finished = 0
-        self._unsent: list[str] = []
+        self._unsent: list[str] = []  # closed-loop turns after one that was ignored or aborted
         self._ahead: deque[TraceRequest] = deque(islice(self._source, READ_AHEAD))  # read, not yet taken
         self._heads: dict[int, array[int]] = {}  # row -> the first tokens of its prompt
         # closed: `next_ns` knows every event except those that ended requests cause, for which no loop has to wait
         self.is_open = False
-
-    @property
-    def num_unsent(self) -> int:
-        """Number of closed-loop turns that are never sent, as an earlier turn of the session was ignored or aborted."""
-        return len(self._unsent)
 
     def due(self, now_ns: int) -> list[Event]:
         """Removes and returns the events at or before `now_ns`, in order of instant, then of row."""

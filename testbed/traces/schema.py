@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 MAX_NS = 2**62  # of an arrival or a wait: fits into int64
 MAX_PRIORITY = 2**31 - 1  # the lowest is -MAX_PRIORITY - 1: int32 in frozen files
@@ -83,14 +83,11 @@ class Trace:
     name: str
     rows: tuple[TraceRequest, ...]
     notes: tuple[str, ...] = ()
+    closed_tail: ClassVar[bool] = False
 
     @property
     def num_requests(self) -> int:
         return len(self.rows)
-
-    @property
-    def closed_tail(self) -> bool:
-        return False
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -81,6 +81,7 @@ class CountedTrace:
     def __init__(self, source: TraceSource, check: Callable[[TraceRequest], object] | None = None) -> None:
         """check: called with every row before it is yielded; its errors are raised by the iteration."""
         self._source = source
+        self.name, self.notes, self.closed_tail = source.name, source.notes, source.closed_tail
         self._check = check
         self._fingerprint = Fingerprint()
         self._is_done = False
@@ -89,20 +90,8 @@ class CountedTrace:
         self._class_fields = ClassFields()
 
     @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._source.notes
-
-    @property
     def num_requests(self) -> int | None:
         return self.num_read if self._is_done else self._source.num_requests
-
-    @property
-    def closed_tail(self) -> bool:
-        return self._source.closed_tail
 
     @property
     def fingerprint(self) -> str | None:

@@ -43,13 +43,14 @@ def whole_numbers(low: int, high: int, rng: np.random.Generator) -> Iterator[int
     return endless(lambda num: rng.integers(low, high, num, endpoint=True))
 
 
-def zipf_numbers(low: int, high: int, exponent: float, rng: np.random.Generator) -> Iterator[int]:
-    """Returns endless whole numbers from `low` to `high`, n with probability proportional to n ** -exponent."""
+def zipf_numbers(low: int, high: int, exponent: float, rng: np.random.Generator, *, shift: int = 0) -> Iterator[int]:
+    """Returns endless whole numbers from `low` to `high`, n with probability proportional to n ** -exponent (0: all
+    equal). shift: is added to each number."""
     shares = np.arange(low, high + 1, dtype=np.float64) ** -exponent
-    cumulated = np.cumsum(shares) / shares.sum()
-    return endless(lambda num: np.minimum(low + np.searchsorted(cumulated, rng.random(num), side="right"), high))
+    cumulated, first, last = np.cumsum(shares) / shares.sum(), low + shift, high + shift
+    return endless(lambda num: np.minimum(first + np.searchsorted(cumulated, rng.random(num), side="right"), last))
 
 
 def zipf_ranks(num: int, skew: float, rng: np.random.Generator) -> Iterator[int]:
     """Returns endless ranks 0 … num - 1, rank k with probability proportional to (k + 1) ** -skew (0: all equal)."""
-    return (number - 1 for number in zipf_numbers(1, num, skew, rng))
+    return zipf_numbers(1, num, skew, rng, shift=-1)

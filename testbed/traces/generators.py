@@ -11,14 +11,7 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 
 from testbed.traces.arrivals import instants
-from testbed.traces.conversations import (
-    Conversation,
-    Library,
-    Said,
-    length_configs,
-    row_draws,
-    session_draws,
-)
+from testbed.traces.conversations import Conversation, Library, Said, length_configs, row_draws, session_draws
 from testbed.traces.draws import Stream, streams
 from testbed.traces.generator_config import SyntheticConfig, tenants_of
 from testbed.traces.idle_settings import idle_notes

@@ -12,14 +12,7 @@ from testbed.traces.transforms.pipeline import TRANSFORMS, apply_all, check_step
 from testbed.traces.transforms.resampling import bootstrap, jitter
 from testbed.traces.transforms.selection import keep, keep_within, limit, sample_sessions, thin, window
 from testbed.traces.transforms.sizes import clip_lengths, scale_lengths
-from testbed.traces.transforms.timing import (
-    restart,
-    scale_rate,
-    set_rate,
-    shift,
-    speed_up,
-    spread,
-)
+from testbed.traces.transforms.timing import restart, scale_rate, set_rate, shift, speed_up, spread
 
 __all__ = [
     "TRANSFORMS",

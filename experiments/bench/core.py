@@ -18,7 +18,7 @@ from testbed.core.outcome import Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.traces.schema import Span
-from testbed.traces.synthesis import content_key, synthesize
+from testbed.traces.synthesis import content_key, materialize
 
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
 SCHEDULERS = ("vllm_v1", "decode_first", "prefill_first")
@@ -69,8 +69,8 @@ def _step_ns(name: str, caching: bool, repeat: int, *, draws: bool, with_rows: b
     scheduler = _scheduler([f"scheduler={name}", f"cache.prefix_caching={str(caching).lower()}"], 20_000)
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for index in range(NUM_SEQS):
-        prompt = synthesize(Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS), VOCAB)
-        output = synthesize(Span(content_key("output", repeat, index), 0, OUTPUT_TOKENS), VOCAB)
+        prompt = materialize((Span(content_key("bench", repeat, index), 0, PROMPT_TOKENS),), VOCAB)
+        output = materialize((Span(content_key("output", repeat, index), 0, OUTPUT_TOKENS),), VOCAB)
         scheduler.add(Request(str(index), prompt, sampling=sampling, forced_output=None if draws else output))
     with fewer_collections():  # every run does this
         return _drive(scheduler, draws=draws, with_rows=with_rows)
@@ -114,7 +114,7 @@ def _queue_us(order: str, num_waiting: int) -> float:
     options = ["scheduler=decode_first", "scheduler.oracle=perfect", *partial, "scheduler.max_num_seqs=64"]
     scheduler = _scheduler(options, 20_000)
     for index in range(num_waiting + QUEUE_STEPS + 64):
-        prompt = synthesize(Span(content_key("bench", 0, index % 512), 0, PROMPT_TOKENS), VOCAB)
+        prompt = materialize((Span(content_key("bench", 0, index % 512), 0, PROMPT_TOKENS),), VOCAB)
         scheduler.add(
             Request(
                 str(index), prompt, forced_output=prompt, arrival_ns=index, priority=index * 7 % 5,
@@ -136,7 +136,7 @@ def _pool_us(num_blocks: int, caching: bool) -> float:
     options = ["scheduler=decode_first", "scheduler.max_num_seqs=64", f"cache.prefix_caching={str(caching).lower()}"]
     scheduler = _scheduler(options, num_blocks)
     for index in range(64 + POOL_STEPS):
-        prompt = synthesize(Span(content_key("bench", 1, index), 0, PROMPT_TOKENS), VOCAB)
+        prompt = materialize((Span(content_key("bench", 1, index), 0, PROMPT_TOKENS),), VOCAB)
         scheduler.add(Request(str(index), prompt, forced_output=prompt))
     return _us_per_step(scheduler, POOL_STEPS)
 

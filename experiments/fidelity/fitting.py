@@ -164,18 +164,23 @@ def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
         return min((values([one.x + math.log(near)]) for near in _NEAR), key=loss), []
     logs = [math.log(max(value, _SOME_NS if is_time(key) else 1e-9)) for key, value in given.items()]
     start = [min(max(log, low), high) for log, (low, high) in zip(logs, bounds, strict=True)]
-    options: Any = {
-        "xatol": 2e-3, "fatol": 1e-7, "maxfev": MAX_TRIED,
-        "initial_simplex": [start, [start[0] + 0.7, start[1]], [start[0], start[1] + 0.7]],
-    }  # fmt: skip
     minimum: Any = optimize.minimize  # the type stubs lack initial_simplex
-    both = minimum(
-        lambda logs: loss(values(logs)), np.array(start), method="Nelder-Mead", bounds=bounds, options=options
-    )
+    num_tried = 0
+    for step in (0.7, -0.3, 0.3):  # again from where it came to rest: the loss is not smooth, and rests on slopes, too
+        options: Any = {
+            "xatol": 2e-3, "fatol": 1e-7, "maxfev": MAX_TRIED - num_tried,
+            "initial_simplex": [start, [start[0] + step, start[1]], [start[0], start[1] + step]],
+        }  # fmt: skip
+        both = minimum(
+            lambda logs: loss(values(logs)), np.array(start), method="Nelder-Mead", bounds=bounds, options=options
+        )
+        start, num_tried = both.x.tolist(), num_tried + both.nfev
+        if num_tried >= MAX_TRIED:
+            break
     if both.success:
-        return values(both.x), []
-    ended = f"the search for {' and '.join(given)} ended after {both.nfev} simulations, before it came to rest"
-    return values(both.x), [f"{ended}: what fits best may lie further on"]
+        return values(start), []
+    ended = f"the search for {' and '.join(given)} ended after {num_tried} simulations, before it came to rest"
+    return values(start), [f"{ended}: what fits best may lie further on"]
 
 
 def _edges(key: str) -> tuple[float, float]:

@@ -198,7 +198,8 @@ def _pieces(knots: list[int], num_rows: int) -> list[float]:
 
 
 def _knots(shapes: Sequence[BatchShape], has_prefills: bool, num_rows: Callable[[BatchShape], int]) -> list[int]:
-    """Returns the rows at which a curve may bend, such that each piece has enough different shapes."""
+    """Returns the rows at which a curve may bend, such that each piece has enough different shapes: a twelfth of all,
+    or a few if its rows are twice those of the last bend."""
     distinct = dict.fromkeys(shape for shape in shapes if shape.num_tokens and bool(shape.prefills) == has_prefills)
     counts = Counter(map(num_rows, distinct))
     if not counts:
@@ -208,7 +209,8 @@ def _knots(shapes: Sequence[BatchShape], has_prefills: bool, num_rows: Callable[
     knots, in_piece = [ascending[0]], 0
     for value in ascending[1:]:
         in_piece += counts[value]
-        if in_piece >= wanted:
+        is_far = value >= 2 * knots[-1]  # experts: the more rows there are, the fewer new weights one more row reads
+        if in_piece >= wanted or (is_far and in_piece >= MIN_SHAPES_OF_PIECE):
             knots.append(value)
             in_piece = 0
     if knots[-1] != ascending[-1]:

@@ -22,7 +22,7 @@ from testbed.errors import ConfigError, ProfileError
 from testbed.made_rows import MadeRows
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
-from testbed.specs.profiles import MeasuredStep, Profile
+from testbed.specs.profiles import MeasuredStep, Profile, number_repeats
 from tests.cost.profiling import MODEL, grid, manifest, measured
 from tests.cost.shapes import shapes
 
@@ -107,6 +107,23 @@ def test_a_fit_finds_known_prices_again():
         assert CalibratedCost(fit).price(shape).total_ns == pytest.approx(
             CalibratedCost(KNOWN).price(shape).total_ns, rel=0.05
         )
+
+
+def test_the_curve_of_experts_is_found_though_most_steps_are_small():
+    """Of 128 experts 8 are chosen for each token: ever fewer weights that one more row reads. A profile has mostly
+    small steps."""
+    draw = random.Random(5)
+    touched = {num: 128 * (1 - (1 - 8 / 128) ** num) for num in range(1, 257)}
+    numbers = [draw.randrange(1, 9) for _ in range(1000)] + [num for num in (16, 32, 64, 128, 256) for _ in range(5)]
+    steps = []
+    for num in numbers:
+        context = num * draw.randrange(10, 3000)
+        spans = Spans(0, 300_000, 0, round(2e6 + 1e5 * touched[num] + 25 * context), 20_000)
+        steps.append((BatchShape(num, context, (), num), spans, sum(spans)))
+    model = CalibratedCost(calibrate(Profile(manifest(), number_repeats(steps))))
+    for num in (4, 16, 32, 64, 128, 256):
+        wanted = 2e6 + 1e5 * touched[num] + 25 * num * 500
+        assert model.price(BatchShape(num, num * 500, (), num)).forward_ns == pytest.approx(wanted, rel=0.02)
 
 
 def test_a_position_that_several_decodes_read_is_found_to_be_cheaper():

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from testbed.arrow import CodedTexts, as_arrow
 
+SMALL_GROUPS = 64
 _TYPES = {"list<int64>": pa.list_(pa.int64()), "double": pa.float64()}
 
 
@@ -42,15 +43,18 @@ class ParquetFile:
         self._writer = _Writer(path, self._schema, compression="zstd", use_dictionary=texts)
         self._path = path
         self._worker = worker
-        self.num_groups = 0  # that were given
+        self._num_groups = 0  # that were given
         self._group: Future[None] | None = None  # the last group's write
 
-    def write(self, columns: list[Any]) -> None:
+    def write(self, columns: list[Any]) -> int:
         """Writes one group of rows, given by column. Waits until the previous group is written and the thread has begun
         this one: a compiled loop hardly ever releases Python's lock, and Arrow needs it only at the start and the end.
+
+        Returns by what the size of a group is to be multiplied from now on: 8 after SMALL_GROUPS, because the metadata
+        of each stays in memory to the end.
         """
         self._wait()
-        self.num_groups += 1
+        self._num_groups += 1
         arrays = [as_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         has_begun: Future[None] = Future()
         group = pa.record_batch(arrays, schema=self._schema)
@@ -59,6 +63,7 @@ class ParquetFile:
         except RuntimeError:  # the interpreter ends, without threads: vLLM in a script may close this late
             self._write(group, has_begun)
         has_begun.result()
+        return 8 if self._num_groups == SMALL_GROUPS else 1
 
     def close(self) -> None:
         self._wait()

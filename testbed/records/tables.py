@@ -18,7 +18,6 @@ from testbed.records.schema import STEP_COLUMNS
 _REASONS: Final[tuple[str | None, ...]] = (None, *[reason.value for reason in BlockedBy])
 _REASON_CODES: Final = {reason: code for code, reason in enumerate(BlockedBy, 1)}
 _ROW_BYTES: Final = 8 * len(STEP_COLUMNS)
-_SMALL_GROUPS: Final = 64  # then groups are larger, because Parquet's metadata of each stays in memory to the end
 
 
 class RowTable:
@@ -38,9 +37,7 @@ class RowTable:
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
-        self._file.write(list(zip(*rows, strict=True)))
-        if self._file.num_groups == _SMALL_GROUPS:
-            self._size *= 8
+        self._size *= self._file.write(list(zip(*rows, strict=True)))
 
     def close(self) -> None:
         if self._rows:
@@ -102,9 +99,7 @@ class StepTable:
 
         data = self._rows.getvalue()
         self._rows.truncate(0)
-        self._file.write(columns_of(data, STEP_COLUMNS, _REASONS))
-        if self._file.num_groups == _SMALL_GROUPS:
-            self._size *= 8
+        self._size *= self._file.write(columns_of(data, STEP_COLUMNS, _REASONS))
 
     def close(self) -> None:
         if len(self._rows):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from testbed.arrow import CodedTexts, as_arrow
 from testbed.records.parquet import ParquetFile
-from testbed.records.tables import RowTable
 
 INSTANTS = st.lists(st.integers(0, 2**62), max_size=5)
 COLUMNS: dict[Any, Any] = {
@@ -62,16 +61,6 @@ def test_groups_are_written_in_order(tmp_path: Path) -> None:
             file.write([(number,)])
         file.close()
     assert pq.read_table(tmp_path / "t.parquet").column("a").to_pylist() == list(range(50))
-
-
-def test_after_many_groups_they_are_larger(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as worker:
-        table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, worker, 1)
-        for number in range(64 + 17):
-            table.append((number,))
-        table.close()
-    groups = pq.ParquetFile(tmp_path / "t.parquet").metadata
-    assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [1] * 64 + [8, 8, 1]
 
 
 def test_what_comes_when_threads_have_ended_is_written_too(tmp_path: Path) -> None:

@@ -193,6 +193,20 @@ def test_rows_are_flushed_in_groups_so_that_memory_does_not_grow(
     assert [row["request_id"] for row in rows(tmp_path / "requests.parquet")] == [f"r{number}" for number in range(10)]
 
 
+def test_after_many_groups_they_are_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both tables: their metadata stays in memory."""
+    monkeypatch.setattr(RunRecorder, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(RunRecorder, "FLUSH_REQUESTS", 1)
+    recorder = RunRecorder(tmp_path)
+    scheduler = make_scheduler()
+    for number in range(64 + 17):
+        run_steps(recorder, scheduler, [make_request(f"r{number}", 4, 1)])
+    recorder.close()
+    for name in ("requests", "steps"):
+        groups = pq.ParquetFile(tmp_path / f"{name}.parquet").metadata
+        assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [1] * 64 + [8, 8, 1]
+
+
 def test_instants_and_digests_keep_all_their_bits(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler()

@@ -113,7 +113,7 @@ def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]
         key = override.get_key_element()
         if key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath":
             raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
-        if key == "overwrite":
+        if key.lstrip("+~") == "overwrite":
             raise ConfigError(f"{override.input_line!r}: a search goes on in the folder of --out; leave it out")
         choices[key] = swept_values(override, library)
     return choices

@@ -340,6 +340,7 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "seed=a"), "seed is 'a'; it must be whole numbers"),
         (("slo.ttft_s=1", "hydra.run.dir=x"), "leave it out"),
         (("slo.ttft_s=1", "overwrite=true"), "a search goes on in the folder of --out; leave it out"),
+        (("slo.ttft_s=1", "++overwrite=true"), "a search goes on in the folder of --out; leave it out"),
         (("slo.ttft_s=1", "vllm_v1"), "expected key=value"),
         (("slo.ttft_s=1", "--tolerance", "0"), "tolerance is 0.0; it must be from 0.001 to 0.5"),
         (("slo.ttft_s=1", "--jobs", "0"), "jobs is 0; it must be at least 1"),

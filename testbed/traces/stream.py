@@ -33,8 +33,8 @@ class StreamedTrace:
 
     make: yields the same rows each time, in order of arrival, with unique ids (which is not checked, as that would need
     all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
-    Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows (nothing
-    returns its message) and at an arrival beyond MAX_NS.
+    Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows, with
+    the message of `nothing`, and at an arrival beyond MAX_NS.
 
     For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
     returns the notes instead of `notes`, with the numbers that are known after all rows were made.

@@ -144,14 +144,16 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     runs = runs_of(runs, MAX_RUNS)
     with style.styled():
         num = max(len(runs), 1)
-        height_in = 3.2 * num + 0.6 if is_narrow else 3.5
+        width = _PAGE // (2 if is_narrow else num)
+        titles = style.folded(list(runs), width)
+        more_lines = max((title.count("\n") for title in titles), default=0)
+        height_in = 3.2 * num + 0.6 if is_narrow else 3.5 + 0.15 * more_lines
         figure, both = style.grid(2, num, height_in, is_narrow=is_narrow, sharex=True, sharey="row")
         upper, lower = both
-        width = _PAGE // (2 if is_narrow else num)
         fleets = {label: engines_of(run) for label, run in runs.items()}
         last_s = max((float(one.until[-1]) / 1e9 for engines in fleets.values() for one in engines), default=0.0)
         for column, (label, run) in enumerate(runs.items()):
-            upper[column].set_title(*style.folded([label], width))
+            upper[column].set_title(titles[column])
             if fleets[label]:
                 _timeline_column(upper[column], lower[column], run, fleets[label])
         for column in range(num):

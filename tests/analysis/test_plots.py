@@ -230,6 +230,14 @@ def test_a_name_with_dollar_signs_is_no_mathematics(runs, tmp_path):
     assert style.figure_of(cdf).legends[0].get_texts()[0].get_text() == name.replace("$", r"\$")
 
 
+def test_long_names_of_many_runs_leave_the_panels_their_height(runs):
+    name = "vllm_v1, watermark 0.02, prefix caching off, queue order shortest_prompt_first"
+    (upper, *_), (lower, *_) = plots.timeline({f"{name} {number}": runs["decode_first"] for number in range(6)})
+    upper.figure.draw_without_rendering()
+    labels = [axes.yaxis.label.get_window_extent() for axes in (lower, upper)]
+    assert labels[0].y1 < labels[1].y0
+
+
 def seen(axis):
     """The tick labels of an axis that are within its limits."""
     axis.axes.figure.draw_without_rendering()

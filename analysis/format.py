@@ -73,7 +73,7 @@ def percent(ratio: float) -> str:
 def points(difference: float) -> str:
     """A difference of two shares, in percentage points, always with a sign unless it is 0. What remains of a
     difference of equal means in floating point is 0."""
-    value = round(100.0 * difference, 4)
+    value = round(100.0 * difference, 9)
     return f"{'+' if value > 0 else ''}{significant(value, 3 if abs(value) >= 10 else 2)}{POINTS}"
 
 

@@ -114,8 +114,8 @@ def test_a_change_of_a_share_is_told_in_points():
     assert change_text(all_of_it).replace("\u00a0", " ") == "−41.0 points"
     assert (all_of_it.gain, all_of_it.log_ratio) == (-0.41, -math.inf)
     assert change_text(replace(lost, verdict="identical")).replace("\u00a0", " ") == "0 points"
-    assert [fmt.points(x).replace("\u00a0", " ") for x in (0.1 + 0.2 - 0.3, -5.6e-17, 1e-6)] == [
-        "0 points", "0 points", "+0.00010 points",
+    assert [fmt.points(x).replace("\u00a0", " ") for x in (0.1 + 0.2 - 0.3, -5.6e-17, 1.54e-6)] == [
+        "0 points", "0 points", "+0.00015 points",
     ]  # fmt: skip
     small = Estimate(0.0011, -0.001, 0.003, 5, "paired t", scale)
     noisy = replace(lost, value=0.2, base=0.2, estimate=small)

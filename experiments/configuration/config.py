@@ -318,6 +318,11 @@ def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
 
 def _refuse_strays(group: str, values: dict[str, Any]) -> None:
     """Raises ConfigError for a key that nothing reads, whether added with `+` or given in a file."""
+    if group == "scheduler" and "_target_" in values:
+        raise ConfigError(
+            "scheduler._target_: the scheduler is always the testbed's; a class of your own is one of its policies, as "
+            "scheduler.queue_order={_target_: mine.Order} (docs/extending.md)"
+        )
     if "_target_" in values:
         return  # a user's class has its own parameters
     register()

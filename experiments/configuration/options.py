@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS, register
 from testbed.errors import ConfigError
-from testbed.foreign_text import not_yaml, parsed
+from testbed.foreign_text import not_yaml, parsed, shown
 
 CONF = Path(__file__).parents[1] / "conf"
 _HYDRAS = Path(hydra.conf.__file__).parent  # Hydra's own options that are files
@@ -158,7 +158,19 @@ def read_option(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}{not_yaml(error)}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{file}: expected keys, one a line, as block_size: 32")
+    if content and not _are_defaults(defaults := content.get("defaults", [])):
+        raise ConfigError(f"{file}: defaults is {shown(defaults)}; it must be a list of options, as [h100, _self_]")
     return content or {}
+
+
+def _are_defaults(value: object) -> bool:
+    """Whether a file's defaults are a list of names and of {group: name}, as Hydra takes."""
+    if not isinstance(value, list):
+        return False
+    pairs = [pair for entry in value if isinstance(entry, dict) for pair in [*entry.items()]]
+    names = [entry for entry in value if not isinstance(entry, dict)]
+    are_single = all(len(entry) == 1 for entry in value if isinstance(entry, dict))
+    return are_single and all(isinstance(name, str) and name for name in (*names, *(key for key, _ in pairs)))
 
 
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

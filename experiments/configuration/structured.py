@@ -12,7 +12,7 @@ from functools import cache, partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from testbed.checks import choose, require
+from testbed.checks import choose, require, require_type
 from testbed.errors import ConfigError, RequestError
 
 T = TypeVar("T")
@@ -111,8 +111,11 @@ def _freeze_whole(cls: type[T], group: str, values: Any) -> T:
     for another value in place of such a node."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
     require(group, values, isinstance(values, dict), f"a group with keys of {', '.join(names)}")
-    for key in values:
+    for key, value in values.items():
         choose(f"a key of {group}", key, tuple(names))
+        hint = _hints(cls)[key]  # type: ignore[arg-type]  # a class is hashable
+        if get_origin(hint) is not Literal and _group_in(hint) is None:
+            require_type(f"{group}.{key}", value, hint)
     try:
         return freeze(cls, group, values)
     except ConfigError as error:

@@ -103,7 +103,8 @@ def expected_cuts(
         share = _share_beyond(config, joint, int(name == "output"), bound, is_above)
         if share * num >= 0.5:
             done, key = ("cut at", "max_tokens") if is_above else ("raised to", "min_tokens")
-            yield f"{100 * share:.2g}% of lengths are {done} {bound:,} tokens: trace.{name}.{key}"
+            percent = f"{100 * share:.0f}" if share >= 0.1 else f"{100 * share:.2g}"
+            yield f"{percent}% of lengths are {done} {bound:,} tokens: trace.{name}.{key}"
 
 
 def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, bound: int, is_above: bool) -> float:

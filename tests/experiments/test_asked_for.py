@@ -46,6 +46,12 @@ def test_a_cpu_that_was_asked_for_is_taken_although_there_is_a_gpu() -> None:
         ("trace.prompt.value=-1", "trace.prompt.value is -1.0; it must be 1 to"),
         ("trace.output.min_tokens=0", "trace.output.min_tokens is 0; it must be 1 to"),
         ("trace.turn_prompt={value: 0}", "trace.turn_prompt.value is 0"),
+        ("trace.turn_prompt={value: x}", "trace.turn_prompt.value is 'x'; it must be a number"),
+        (
+            "trace.turn_prompt={max_tokens: 1.5}",
+            "trace.turn_prompt.max_tokens is 1.5; it must be a whole number or null",
+        ),
+        ("trace.turn_prompt={kind: null}", "trace.turn_prompt.kind is null; it must be a string"),
     ],
 )
 def test_a_length_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:

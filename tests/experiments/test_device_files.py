@@ -136,9 +136,27 @@ def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_p
         ({"experiment/watermark": "seed: 3"}, ["experiment=watermark"], "experiment=watermark is the shipped option"),
         ({"device/a": "defaults: [a, _self_]"}, ["device=a"], "a.yaml begins with itself (a → a); begin with another"),
         ({"device/a": "defaults: [b]", "device/b": "defaults: [a]"}, ["device=a"], "begins with itself (a → b → a)"),
+        *[
+            ({f"{group}/a": f"defaults: {wrong}"}, [f"{group}=a"], "a.yaml: defaults is")
+            for group, wrong in (
+                ("device", "5"),
+                ("device", ""),
+                ("cost", "h100"),
+                ("model", "[5]"),
+                ("trace", "[[h100]]"),
+                ("scheduler", "{a: 1}"),
+                ("device", "[{a: b, c: d}]"),
+                ("device", '["", _self_]'),
+            )
+        ],
+        (
+            {"scheduler/a": "_target_: mine.Scheduler"},
+            ["scheduler=a"],
+            "scheduler._target_: the scheduler is always the",
+        ),
     ],
 )
-def test_an_option_that_is_shipped_too_or_begins_with_itself_is_refused(
+def test_an_option_that_is_shipped_too_or_is_no_option_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], chosen: list[str], said: str
 ) -> None:
     for name, text in files.items():

@@ -116,6 +116,8 @@ def test_what_is_given_is_not_cut_and_a_cut_is_told_with_counts():
     assert all(b.num_prompt_tokens == min(a.num_prompt_tokens, 8192) for a, b in pairs)
     told = "67% of lengths are cut at 8,192 tokens: trace.prompt.max_tokens"
     assert stream_generated(cut_at, 2, source).notes == (told,)
+    raised = SyntheticConfig(num_requests=3, prompt=LengthConfig("constant", 100, min_tokens=200))
+    assert stream_generated(raised, 2).notes == ("100% of lengths are raised to 200 tokens: trace.prompt.min_tokens",)
     constant = SyntheticConfig(num_requests=3, prompt=LengthConfig("constant", 100_000))
     assert [row.num_prompt_tokens for row in generate(constant)] == [100_000] * 3
 

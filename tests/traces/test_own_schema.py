@@ -224,6 +224,16 @@ def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
         read_trace("auto", tmp_path / "t.txt")
     with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file"):
         read_trace("auto", tmp_path / "t.parquet")
+    pq.write_table(pa.table({"arrival_time": [0.0], "prompt_tokens": [3]}), tmp_path / "t.parquet")
+    whole = bytearray((tmp_path / "t.parquet").read_bytes())
+    whole[4:40] = b"\xff" * 36  # a page's header
+    (tmp_path / "t.parquet").write_bytes(whole)
+    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file: .*[^: ]$"):
+        read_trace("auto", tmp_path / "t.parquet")
+    twice = pa.table([pa.array([0.0])] * 2, names=["arrival_time"] * 2)
+    pq.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match=r"t\.parquet: has the column 'arrival_time' more than once"):
+        read_trace("auto", tmp_path / "t.parquet")
     (tmp_path / "t.parquet.gz").write_text("x")
     with pytest.raises(TraceError, match=r"t\.parquet\.gz: not a Parquet file, which is compressed inside; unpack it"):
         read_trace("auto", tmp_path / "t.parquet.gz")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def parquet_records(path: str | Path) -> Iterator[Record]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            if twice := [name for name, num in Counter(file.schema_arrow.names).items() if num > 1]:
+                raise TraceError(f"{path}: has the column {twice[0]!r} more than once; leave one")
             for batch in file.iter_batches(batch_size=4096):
                 for record in batch.to_pylist():
                     number += 1
                     fields = {name: value for name, value in record.items() if not _is_null(name, value)}
                     yield f"{path}:{number}", fields
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's, not Arrow's for a damaged page
         raise not_parquet(path, error) from None
 
 
@@ -32,7 +37,7 @@ def not_parquet(path: str | Path, error: Exception) -> TraceError:
     """Returns what to say of a file that Arrow does not read as Parquet."""
     if Path(path).suffix.lower() in (".gz", ".zst"):
         return TraceError(f"{path}: not a Parquet file, which is compressed inside; unpack it first")
-    return TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}")
+    return TraceError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0].rstrip(': ')}")
 
 
 def _is_null(name: str, value: object) -> bool:

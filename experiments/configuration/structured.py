@@ -111,9 +111,10 @@ def _freeze_whole(cls: type[T], group: str, values: Any) -> T:
     for another value in place of such a node."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every cls here is a dataclass
     require(group, values, isinstance(values, dict), f"a group with keys of {', '.join(names)}")
+    hints = get_type_hints(cls)
     for key, value in values.items():
         choose(f"a key of {group}", key, tuple(names))
-        hint = _hints(cls)[key]  # type: ignore[arg-type]  # a class is hashable
+        hint = hints[key]
         if get_origin(hint) is not Literal and _group_in(hint) is None:
             require_type(f"{group}.{key}", value, hint)
     try:

@@ -1,8 +1,9 @@
-"""Starts a kernel while the one before it ends (CUDA's programmatic dependent launch, compute capability 9.0).
+"""Starts a kernel while the one before it ends: CUDA's programmatic dependent launch, of compute capability 9.0 on.
 
-Between two kernels of a stream a GPU does nothing for a microsecond or more, which is a tenth of a decode step of 8 B
-parameters. A chained kernel is started as soon as all programs of the kernel before it run, and waits for the end of
-that kernel itself, before it reads or writes anything. So all its programs call `after_previous` first.
+Between two kernels of a stream a GPU does nothing for some time, and a layer has ten of them: on an H200 that is 4 % of
+a decode of one sequence with Qwen3-8B, and 8 % with 0.6B. A chained kernel is started as soon as all programs of the
+kernel before it run, and waits for the end of that kernel itself, before it reads or writes anything. So all its
+programs call `after_previous` first.
 """
 
 from __future__ import annotations

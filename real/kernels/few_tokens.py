@@ -38,9 +38,9 @@ class Tiling(NamedTuple):
     num_programs: int
 
 
+RUN = 128  # input features of an iteration over FP8, which must have one scale a row
 OF_PLAIN = Tiling(64, 256, 3, 1)
-OF_FP8 = {16: Tiling(64, 128, 4, 4), 32: Tiling(64, 128, 4, 3), 64: Tiling(128, 128, 4, 2)}  # by tokens
-RUN = 128  # input features of an iteration, which must have one scale a row
+OF_FP8 = {16: Tiling(64, RUN, 4, 4), 32: Tiling(64, RUN, 4, 3), 64: Tiling(128, RUN, 4, 2)}  # by tokens
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_turns"])

@@ -17,7 +17,7 @@ if find_spec("torch") is None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A GPU that is not there, with all of our kernels: tests.real.fake_cuda.FakeGPU."""
     from tests.real.fake_cuda import FakeGPU, fake_cuda
-    from tests.real.fake_launches import fake_kernels
+    from tests.real.fake_kernels import fake_kernels
 
     with fake_cuda(monkeypatch, FakeGPU()) as made:
         fake_kernels(monkeypatch, made)

@@ -26,7 +26,7 @@ from tests.real.engine_helpers import EXPERTS, LLAMA, OPT, plan_of, row, tiny_sp
 from tests.real.fake_cuda import FakeGPU, fake_cuda
 from tests.real.fake_engine import Watched, num_replays, on_cpu, on_gpu
 from tests.real.fake_flash import FakeFlash, FakeFlash3, FakeVarlen
-from tests.real.fake_launches import fake_kernels
+from tests.real.fake_kernels import fake_kernels
 from tests.real.fake_launches import on_gpu as launched
 from tests.real.fake_streams import FakeEvent, FakeGraph
 from tests.real.served import Requests, served

@@ -69,6 +69,7 @@ def test_a_few_tokens_are_multiplied_by_the_stored_weight(
         exact = dequantize(matrix.weight, *matrix.scales[:3], torch.float64)
     x = torch.randn(num_tokens, num_in + 3, generator=generator).to(dtype)[:, 3:]
     bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
+    assert groups is None or can_multiply(x.half(), matrix)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_tokens, "num_processors", lambda device: num_processors)
         output = multiply_few(x, matrix, bias)

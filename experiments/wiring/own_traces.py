@@ -6,15 +6,15 @@ import json
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from typing import Any
 
-from experiments.configuration.own_class import instantiate, parameters
-from testbed.errors import TraceError
+from experiments.configuration.own_class import instantiate, parameters, place_in_own_code, told
+from testbed.errors import TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
 from testbed.traces.schema import (
@@ -58,7 +58,8 @@ def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
 def of_rows(rows: Iterable[object], name: str = "") -> Trace:
     """Returns rows as a trace: TraceRequests, or rows of the testbed's own schema as dicts. Raises TraceError, which
     names the row."""
-    given = list(rows)
+    with _faults_named():
+        given = list(rows)
     if given and isinstance(given[0], TraceRequest):
         return whole(StreamedTrace(name or "rows", lambda: _rows(given)))
     with tempfile.TemporaryDirectory(prefix="testbed-") as scratch:
@@ -89,8 +90,22 @@ def _with_checks(source: TraceSource) -> StreamedTrace:
 
 
 def _rows(source: Iterable[object]) -> Iterator[TraceRequest]:
-    for number, row in enumerate(source):
-        yield _checked(row, number)
+    with _faults_named():
+        for number, row in enumerate(source):
+            yield _checked(row, number)
+
+
+@contextmanager
+def _faults_named() -> Iterator[None]:
+    """Context in which the user's code makes rows: what it raises becomes a TraceError of one line, with the place."""
+    try:
+        yield
+    except TestbedError:
+        raise
+    except Exception as error:
+        if place := place_in_own_code(error):
+            raise TraceError(f"trace: {place}: {told(error)}; mend it there") from error
+        raise
 
 
 def _line(row: object) -> str:

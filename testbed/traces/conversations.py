@@ -81,8 +81,8 @@ def row_draws(config: SyntheticConfig, rng: Stream, joint: JointLengths | None) 
     waits = (
         _waits(config.think_time_s, config.think, rng("think")),
         whole_numbers(agent.min_calls, agent.max_calls, rng("calls")) if agent.max_calls else repeat(0),
-        endless_lengths(agent.call, rng("call")) if agent.max_calls else repeat(0),
-        endless_lengths(agent.result, rng("result")) if agent.max_calls else repeat(0),
+        endless_lengths(agent.call, rng("call"), "trace.agent.call") if agent.max_calls else repeat(0),
+        endless_lengths(agent.result, rng("result"), "trace.agent.result") if agent.max_calls else repeat(0),
         _waits(agent.tool_time_s, "exponential", rng("tool_time")) if agent.max_calls else repeat(0),
     )
     columns = (
@@ -127,7 +127,8 @@ class Library:
             return tuple(Span(content_key(kind, seed, i), 0, size) for i, size in enumerate(sizes) if size)
 
         def sizes(name: str, lengths: LengthConfig, purpose: str, num: int) -> list[int]:
-            return [cuts.count(name, length) for length in islice(endless_lengths(lengths, rng(purpose)), num)]
+            drawn = islice(endless_lengths(lengths, rng(purpose), f"trace.{name}"), num)
+            return [cuts.count(name, length) for length in drawn]
 
         shots, rag, each = config.few_shot, config.rag, config.few_shot.num_examples
         examples = sizes("few_shot.example", shots.example, "example", shots.num_tasks * each)

@@ -119,12 +119,12 @@ def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, b
     return float(excess >= 1)
 
 
-def endless_lengths(config: LengthConfig, rng: np.random.Generator) -> Iterator[int]:
-    """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError for "empirical", which needs a
-    trace."""
+def endless_lengths(config: LengthConfig, rng: np.random.Generator, key: str = "lengths") -> Iterator[int]:
+    """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError with the key for "empirical",
+    which needs a trace."""
     low, high = config.min_tokens, config.most
     if config.kind == "empirical":
-        raise ConfigError("lengths.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
+        raise ConfigError(f"{key}.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
     if config.kind == "constant":
         return repeat(max(low, round(config.value)))
     if config.kind == "uniform":
@@ -169,4 +169,4 @@ def length_stream(
     """Returns the lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`."""
     if config.kind == "empirical" and joint is not None:
         return joint.draw(rng, side, config)
-    return endless_lengths(config, rng(purpose))
+    return endless_lengths(config, rng(purpose), f"trace.{purpose}")

@@ -86,6 +86,16 @@ def streamed():
 def nothing():
     pass
 
+def ending():
+    yield {"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 3}
+    raise KeyError("half way")
+
+def ending_source():
+    def rows():
+        yield request(0, 0)
+        raise KeyError("half way")
+    return StreamedTrace("mine", rows, num_requests=2)
+
 class Users:
     name, notes, closed_tail = "users", ("of two users",), True
 
@@ -144,6 +154,8 @@ def test_a_source_of_ones_own_is_not_held_whole(home: Path) -> None:
         ("one_id", "request 'd0': prompt ids is 3; it must be token ids"),
         ("mixed", "row 1 is {'arrival_time': 0}; a row of a Trace is a testbed.traces.schema.TraceRequest"),
         ("streamed", "request 'd0': arrival_ns is 0.5; it must be a whole number from 0 to "),
+        ("ending", "mine_traces.py:72: KeyError: 'half way'; mend it there"),
+        ("ending_source", "mine_traces.py:77: KeyError: 'half way'; mend it there"),
         ("nothing", "trace: mine_traces.nothing returned None; it must return a testbed.traces.schema.Trace, or rows"),
     ],
 )

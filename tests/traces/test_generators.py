@@ -94,7 +94,7 @@ def test_empirical_lengths_come_in_pairs():
     empirical = LengthConfig("empirical")
     drawn = generate(SyntheticConfig(num_requests=200, prompt=empirical, output=empirical), 2, lengths_from=source)
     assert {(row.num_prompt_tokens, row.num_output_tokens) for row in drawn} <= pairs
-    with pytest.raises(ConfigError, match="'empirical' without a trace to draw from"):
+    with pytest.raises(ConfigError, match=r"trace\.prompt\.kind is 'empirical' without a trace to draw from"):
         generate(SyntheticConfig(prompt=empirical))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -55,26 +55,35 @@ def _mean_rates(runs: Sequence[Run]) -> list[str]:
 _DRAINED = 0.85  # served over offered rate; below it the time after the last arrival distorts the served rate
 
 
-def draining(arms: Sequence[Arm]) -> Iterator[str]:
-    """Sentences on rates of traces that are short compared with the time that their last requests or sessions take."""
-    drained = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
-    by_loop = grouped(drained, lambda one: is_closed_loop(one[1]))
-    if closed := by_loop.get(True):
-        begin_s, last_s = (
-            fmt.seconds(float(np.mean([find(run) for _, run in closed]))) for find in (began_within_s, _lasted_s)
-        )
+def draining(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
+    """Sentences on rates of traces that are short compared with the time that their last requests or sessions take: one
+    for all loads, with the numbers of each."""
+    closed, slow = [], []
+    for load, arms in loads.items():
+        at = f" at {load}" if len(loads) > 1 else ""
+        drained = [(arm.name, run) for arm in arms for run in counted(arm) if _is_drained_long(run)]
+        by_loop = grouped(drained, lambda one: is_closed_loop(one[1]))
+        if found := by_loop.get(True):
+            begin_s, last_s = (
+                fmt.seconds(float(np.mean([find(run) for _, run in found]))) for find in (began_within_s, _lasted_s)
+            )
+            mean = " on average" if len(found) > 1 else ""
+            closed.append(f"{_in_which(found, arms)}after {begin_s} of {last_s}{mean}{at}")
+        if found := by_loop.get(False):
+            offered, reached = _mean_rates([run for _, run in found])
+            slow.append(f"{_in_which(found, arms)}{offered} came and {reached} were served{at}")
+    if closed:
         yield (
-            f"Rates are over all of a run, and sessions began only in a part of it: {_in_which(closed, arms)}the last "
-            f"one began after {begin_s} of {last_s}{' on average' * (len(closed) > 1)}, and from then on ever fewer "
-            "had turns left. The offered rate is an outcome, too, as later turns wait for earlier ones. A difference "
-            "in rates or goodput may be one in how long the last sessions took; more sessions help."
+            "Rates are over all of a run, and sessions began only in a part of it, the last one "
+            f"{fmt.listing(closed)}; from then on ever fewer had turns left. The offered rate is an outcome, too, as "
+            "later turns wait for earlier ones. A difference in rates or goodput may be one in how long the last "
+            "sessions took; more sessions help."
         )
-    if slow := by_loop.get(False):
-        offered, reached = _mean_rates([run for _, run in slow])
+    if slow:
         yield (
-            f"Rates are over all of a run, and traces are short: {_in_which(slow, arms)}{offered} came and {reached} "
-            "were served, as no more came while the last ones were being served. A difference in rates or goodput may "
-            "be one in how long these took; a longer trace helps."
+            f"Rates are over all of a run, and traces are short: {fmt.listing(slow)}, as no more came while the last "
+            "ones were being served. A difference in rates or goodput may be one in how long these took; a longer "
+            "trace helps."
         )
 
 

@@ -54,7 +54,6 @@ from analysis.comparison.groups import (
     stated_slo,
 )
 from analysis.comparison.pairs import infer_pairs, join_repeats
-from analysis.comparison.wording import told_at
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.metrics import SLO
@@ -247,7 +246,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     if len(arms) > 1:
         if any(row.estimate is not None and row.verdict != "identical" for row in rows):
             group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
-        sections.findings += [told_at(load, text) for text in _said(rows, effects, arms, report.margin, num)]
+        sections.findings[load] = _said(rows, effects, arms, report.margin, num)
     sections.ablation.append(group)
 
 

@@ -74,7 +74,7 @@ def test_every_figure_fits_a_phone(page):
         widths = [float(re.search(r'width="([\d.]+)pt"', path.read_text()).group(1)) for path in (wide, narrow)]
         assert widths == [7.2 * 72, 3.6 * 72]
         embedded = base64.b64encode(narrow.read_bytes()).decode()
-        assert f'<source media="(max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">' in figure
+        assert f'<source media="screen and (max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">' in figure
 
 
 def test_a_print_shows_all_sections_with_their_headings(page):

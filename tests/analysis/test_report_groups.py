@@ -124,7 +124,9 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
     assert "The loads are different traces, each to be read by itself: they differ in num_requests, path" in text
     assert not (tmp_path / "report_files" / "throughput_latency.svg").exists(), "no curve joins two traces"
-    titles = [line for line in text.splitlines() if line.startswith("### ")]
+    _, findings, sections = re.split("^## (?:All findings|Ablation)$", text, flags=re.MULTILINE)
+    titles = [line for line in sections.splitlines() if line.startswith("### ")]
+    assert all(f"\n{title}\n" in findings for title in titles), "each with findings of its own"
     for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
         assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
 

@@ -45,7 +45,11 @@ def test_of_a_closed_loop_rates_are_an_outcome_and_the_time_is_that_in_which_ses
     (said,) = [text for text in cautions({"": closed}, 0.02) if text.startswith("Rates are over all of a run")]
     began_s, lasted_s = began_within_s(closed[0].runs[0]), closed[0].runs[0].summary["duration_s"]
     assert 0 < began_s < 0.5 * lasted_s, "ten sessions, five a second"
-    assert f"the last one began after {fmt.seconds(began_s)} of {fmt.seconds(lasted_s)}, and from then on" in said
+    numbers = f"after {fmt.seconds(began_s)} of {fmt.seconds(lasted_s)}"
+    assert f", the last one {numbers}; from then on" in said
+    loads = {"rate = 1": closed, "rate = 2": closed}
+    (said,) = [text for text in cautions(loads, 0.02) if "Rates are over all of a run" in text]
+    assert f", the last one {numbers} at rate = 1 and {numbers} at rate = 2; from then on" in said, "once for all loads"
 
 
 def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ def levels_of(values: Iterable[Any]) -> list[Any]:
 
 
 def level_names(levels: Mapping[str, Any]) -> str:
-    """The levels of these keys in words, such as "sarathi, watermark 0.01"; "" if there are no keys."""
-    return ", ".join(_level_name(key, value, list(levels)) for key, value in levels.items())
+    """The levels of these keys in words, such as "sarathi, watermark 0.01"; "" if there are no keys. A comma with a
+    space is only between levels, as `apart` goes by it."""
+    return ", ".join(_level_name(key, value, list(levels)).replace(", ", ",") for key, value in levels.items())
 
 
 def apart(name: str, base: str) -> tuple[str, str, str]:

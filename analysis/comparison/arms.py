@@ -73,7 +73,7 @@ def infer_arms(runs: Sequence[Run]) -> list[Arm]:
 
 def _exactly(arm: Arm) -> str:
     """The levels in an arm's name with their modules and all their digits, where names are shorter."""
-    return ", ".join(str(arm.levels[key]) for key in arm.naming)
+    return "; ".join(str(arm.levels[key]).replace(", ", ",") for key in arm.naming)
 
 
 def named(runs: Runs) -> dict[str, Run]:

@@ -9,7 +9,7 @@ from analysis.comparison.arms import by_load, infer_arms
 from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import load, load_run, load_sweep
-from analysis.naming import level_names
+from analysis.naming import apart, level_names
 from tests.analysis.runs import change_config, change_manifest, write_run
 
 
@@ -42,6 +42,15 @@ def test_a_unit_follows_the_value_and_is_no_part_of_the_name():
 
 def test_an_option_without_a_noun_gets_one():
     assert level_names({"sampling.name": "recommended", "scheduler.name": "unified"}) == "recommended sampling, unified"
+
+
+def test_levels_with_commas_of_their_own_are_told_apart_whole(tmp_path):
+    one, other = (level_names({"order": value, "watermark": 0}) for value in ("By(n=3, xs=[1, [2, 3]])", "a, 3"))
+    assert apart(one, other) == ("order By(n=3,xs=[1,[2,3]])", "order a,3", "watermark 0")
+    for module in ("mine", "yours"):
+        change_config(write_run(tmp_path / module, num_requests=10), scheduler={"_target_": f"{module}.By, 2"})
+    first, second = (arm.name for arm in infer_arms([load_run(tmp_path / name) for name in ("mine", "yours")]))
+    assert (first, second) == ("By,2 (mine.By,2)", "By,2 (yours.By,2)")
 
 
 @pytest.mark.parametrize(("rates", "label"), [((4, 4.2), ""), ((4, 8), " ({} requests/s)")])

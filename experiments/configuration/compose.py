@@ -256,9 +256,10 @@ def _resolved(node: DictConfig) -> dict[str, Any]:
 
 
 def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> None:
-    """Sets a key. The mapping of a group is set key by key, so that an error has the key; one that contains classes,
-    because a class replaces the old value."""
-    if isinstance(value, dict) and not _is_class(value) and (key in GROUPS or any(map(_is_class, value.values()))):
+    """Sets a key. A mapping is laid on another key by key, so that an error has the key and a class replaces what was
+    there."""
+    is_onto = OmegaConf.is_dict(OmegaConf.select(node, key, throw_on_resolution_failure=False))
+    if isinstance(value, dict) and not _is_class(value) and is_onto:
         for name, item in value.items():
             _lay(node, f"{key}.{name}", item, is_added=is_added)
     else:

@@ -36,6 +36,10 @@ WRONG = [
     ),
     ("trace.prompt=???", "trace.prompt is '???', which stands for a value that is missing; give one"),
     ("trace={prompt: {value: ???}}", "trace.prompt.value is '???', which stands for a value that is missing; give one"),
+    (
+        "trace.agent={call: 5}",
+        "trace.agent.call is '5'; it is a group of keys: set one as trace.agent.call.<key>=<value>",
+    ),
     ("trace.prompt=5", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
 ]
 

@@ -121,10 +121,12 @@ def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, b
 
 def endless_lengths(config: LengthConfig, rng: np.random.Generator, key: str = "lengths") -> Iterator[int]:
     """Returns endless lengths in tokens, not yet cut at the maximum. Raises ConfigError with the key for "empirical",
-    which needs a trace."""
+    which only `length_stream` has."""
     low, high = config.min_tokens, config.most
     if config.kind == "empirical":
-        raise ConfigError(f"{key}.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
+        raise ConfigError(
+            f"{key}.kind is 'empirical'; only trace.prompt, trace.turn_prompt and trace.output are drawn from a trace"
+        )
     if config.kind == "constant":
         return repeat(max(low, round(config.value)))
     if config.kind == "uniform":
@@ -166,7 +168,10 @@ class JointLengths:
 def length_stream(
     config: LengthConfig, purpose: str, side: int, rng: Stream, joint: JointLengths | None
 ) -> Iterator[int]:
-    """Returns the lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`."""
-    if config.kind == "empirical" and joint is not None:
-        return joint.draw(rng, side, config)
-    return endless_lengths(config, rng(purpose), f"trace.{purpose}")
+    """Returns the lengths for one purpose, not yet cut at the maximum; empirical ones come from `joint`. Raises
+    ConfigError if that is missing."""
+    if config.kind != "empirical":
+        return endless_lengths(config, rng(purpose), f"trace.{purpose}")
+    if joint is None:
+        raise ConfigError(f"trace.{purpose}.kind is 'empirical' without a trace to draw from; set trace.lengths_from")
+    return joint.draw(rng, side, config)

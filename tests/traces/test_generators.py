@@ -12,7 +12,7 @@ from testbed.traces.arrange import arrange
 from testbed.traces.arrivals import ArrivalConfig, instants
 from testbed.traces.draws import stream, streams
 from testbed.traces.fingerprint import fingerprint
-from testbed.traces.generator_config import RagConfig
+from testbed.traces.generator_config import AgentConfig, RagConfig
 from testbed.traces.generators import LengthConfig, SyntheticConfig, generate, stream_generated
 from testbed.traces.lengths import endless_lengths
 from testbed.traces.schema import Span, TraceRequest
@@ -96,6 +96,8 @@ def test_empirical_lengths_come_in_pairs():
     assert {(row.num_prompt_tokens, row.num_output_tokens) for row in drawn} <= pairs
     with pytest.raises(ConfigError, match=r"trace\.prompt\.kind is 'empirical' without a trace to draw from"):
         generate(SyntheticConfig(prompt=empirical))
+    with pytest.raises(ConfigError, match=r"trace\.agent\.call\.kind is 'empirical'; only trace\.prompt, "):
+        generate(SyntheticConfig(prompt=empirical, agent=AgentConfig(max_calls=2, call=empirical)), 2, source)
 
 
 LONG = [(7, 3), (20_000, 9_000), (300_000, 5)]

@@ -32,5 +32,6 @@ class Batches:
             return None
         return (
             f"{self._num_equal / num_gaps:.0%} of arrivals at the instant of the one before; "
-            "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true)"
+            "trace.transforms=[{name: spread}] spreads them (mooncake: trace.spread_batches=true; a trace of your own: "
+            "once `testbed trace freeze` has written it)"
         )

@@ -106,6 +106,9 @@ class Users:
         for i in range(self.num_requests):
             think_ns = None if i < 2 else np.int64(1000)
             yield request(i, 0, session_id=f"u{i % 2}", turn=i // 2, think_ns=think_ns)
+
+def batches():
+    return [request(i, i // 4 * 10**6) for i in range(40)]
 """
 
 
@@ -128,7 +131,12 @@ def test_numbers_of_numpy_and_rows_out_of_order_give_the_same_trace(home: Path) 
     assert simulated("late_first")["notes"] == ["4 rows out of order, sorted by arrival"]
     assert simulated("as_dicts")["num_requests"] == 3
     assert simulated("as_dicts", num=2)["name"] == "as_dicts"
-    assert simulated("yielded")["num_requests"] == 3
+
+
+def test_an_own_trace_in_batches_is_spread_once_it_is_frozen(home: Path) -> None:
+    """`trace.transforms` is refused for it."""
+    (note,) = simulated("batches")["notes"]
+    assert "a trace of your own: once `testbed trace freeze` has written it" in note
 
 
 def test_a_source_of_ones_own_is_not_held_whole(home: Path) -> None:

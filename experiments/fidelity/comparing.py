@@ -108,6 +108,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
     errors = fidelity.error_table(*pair)
     notes += (*_of_units(load, errors), *without_numbers(config, sim.summary))
+    notes += tuple(f"{one.name}: {note}" for one in group[1:] for note in one.notes)
     return Compared(
         load, tuple(group[1:]), sim, described(config), errors, fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,

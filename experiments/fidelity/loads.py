@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from analysis.load import Run, num_replicas
+from analysis.measures.notes import replay_notes
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
 from experiments.configuration.saved import TRACE_FILE, read_config
-from experiments.configuration.settings import PROFILED
 from experiments.configuration.structured import freeze
 from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
@@ -176,9 +176,7 @@ def _notes(
     """What a reader must know of a measured run. kept: those of its requests that are compared."""
     if run.is_simulated:
         yield "was simulated itself: what stands under 'measured' says nothing of a real engine"
-    for note in (run.manifest.get("replay") or {}).get("notes", []):
-        if note.startswith(PROFILED):
-            yield note
+    yield from map(str, replay_notes(run.manifest))
     had = f"scheduler={run.config['scheduler']['name']}"
     for chosen in overrides:
         if chosen.startswith("scheduler=") and chosen != had:

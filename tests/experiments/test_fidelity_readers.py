@@ -11,6 +11,8 @@ import pytest
 from analysis.load import Run
 from experiments.cli import main
 from experiments.fidelity.formats import read_files, recognise
+from tests.analysis.runs import change_manifest
+from tests.experiments.fidelity_kit import copied
 from tests.experiments.measured_files import WRITERS, rows_of, write
 from tests.experiments.test_fidelity_command import FILE, error_line, fidelity, ran, result
 
@@ -280,3 +282,14 @@ def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
 def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, capsys):
     said = error_line(capsys, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
     assert "exceeds max_model_len (40960)). Leave them out, raise the limit, or accept it with allow_ignored=" in said
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_busy_machine_is_told_of_a_run_folder_and_of_its_repeats(run, tmp_path):
+    for name in ("first", "again"):
+        busy = f"BUSY MACHINE: {name} waited for a core"
+        change_manifest(copied(run, tmp_path / name), backend="real", replay={"notes": [busy]})
+    assert fidelity(tmp_path / "first", tmp_path / "again", "--out", tmp_path / "out") == 0
+    (load,) = result(tmp_path / "out")["loads"]
+    said = [note for note in load["notes"] if "BUSY" in note]
+    assert said == ["BUSY MACHINE: first waited for a core", "again: BUSY MACHINE: again waited for a core"]

@@ -24,7 +24,7 @@ from analysis.naming import align, as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import STRINGS, RequestColumns
-from analysis.reading.rows import FileRows, naming, whole
+from analysis.reading.rows import FileRows, naming, read_table, whole
 from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import shown, some
 from testbed.records.schema import REPLACED, REQUEST_COLUMNS, RUN_FILES, STEP_COLUMNS
@@ -392,5 +392,4 @@ def _check_schema(file: Path, columns: Mapping[str, str]) -> None:
 
 def read_frame(file: Path, columns: Iterable[str]) -> pd.DataFrame:
     """Those of `columns` that the file of records has. Raises RunFolderError if it cannot be read."""
-    with naming(file):
-        return as_frame(pq.ParquetFile(file).read(columns=list(columns)))
+    return as_frame(read_table(file, columns))

@@ -88,7 +88,9 @@ class FileRows:
     def __init__(self, file: Path, strings: Sequence[str] = (), batch_rows: int = BATCH_ROWS) -> None:
         self._file, self._batch_rows = file, batch_rows
         with naming(file):
-            self._source = pq.ParquetFile(file, read_dictionary=list(strings), pre_buffer=False)
+            self._source = pq.ParquetFile(
+                file, read_dictionary=list(strings), pre_buffer=False, page_checksum_verification=True
+            )
             self.num_rows = int(self._source.metadata.num_rows)
             self.names = frozenset(self._source.schema_arrow.names)
         self._groups = range(self._source.num_row_groups)
@@ -116,6 +118,13 @@ class FileRows:
 
 
 Rows = MemoryRows | FileRows
+
+
+def read_table(file: Path, columns: Iterable[str] | None = None) -> pa.Table:
+    """Those of `columns` that the file has; None: all. Raises RunFolderError if it cannot be read, or is damaged."""
+    with naming(file):
+        source = pq.ParquetFile(file, page_checksum_verification=True)
+        return source.read(None if columns is None else list(columns))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from analysis.explain.decisions import DECISIONS_FILE
 from analysis.load import Run, load_run, num_replicas
+from analysis.reading.rows import read_table
 from experiments.commands.app import config_from
 from experiments.configuration.settings import RecordConfig
 from experiments.console import Parser, folder_named, visible
@@ -78,7 +79,10 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
         target = keep or Path(scratch, "run")
         source = _repeat(run, target) if run.is_simulated else _replay(run, target)
         _lay_over(run, target)
-        yield load_run(target), source if keep is None else f"{source}; kept in {keep}"
+        try:
+            yield load_run(target), source if keep is None else f"{source}; kept in {keep}"
+        except RunFolderError as error:  # of a file that was copied
+            raise RunFolderError(str(error).replace(str(target), str(run.path))) from error
 
 
 def _repeat(run: Run, target: Path) -> str:
@@ -93,7 +97,7 @@ def _repeat(run: Run, target: Path) -> str:
             raise RunFolderError(f"{run.path} cannot be repeated: {result.message}")
         is_same = result.manifest["digest"] == run.manifest["digest"]
     else:  # compare the steps that were recorded
-        digests = [pq.read_table(path / "steps.parquet", columns=["digest"])["digest"] for path in (run.path, target)]
+        digests = [read_table(path / "steps.parquet", ["digest"])["digest"] for path in (run.path, target)]
         is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
     if not is_same:
         raise RunFolderError(

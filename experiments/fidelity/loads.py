@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from analysis.load import Run, num_replicas
 from analysis.measures.notes import replay_notes
+from analysis.reading.rows import read_table
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
@@ -135,7 +135,7 @@ def folder_load(
         )
     saved = read_config(run.path)
     simulated = saved if run.is_simulated else {**saved, "backend": {"name": "sim"}}
-    recorded = pq.read_table(run.path / "requests.parquet")
+    recorded = read_table(run.path / "requests.parquet")
     kept = recorded.filter(pc.and_(pc.is_in(recorded["finish_reason"], pa.array(COMPLETED)),
                                    pc.greater(recorded["num_output_tokens"], 0)))  # fmt: skip
     if not len(kept):
@@ -155,7 +155,7 @@ def folder_load(
     there = None if run.is_simulated else device_of_run(str(run.manifest.get("device")))
     if there not in (None, run.config["device"]["name"]):
         settings.append(f"device={there}")
-    steps = pq.read_table(run.path / "steps.parquet")
+    steps = read_table(run.path / "steps.parquet")
     said = {
         "measured_trace": _settings_of_trace(run, alike[0].place if alike else place, speed),
         "source_fingerprint": _fingerprint(run),

@@ -308,14 +308,13 @@ def describe_failure(error: BaseException, target: Path | str = "while writing")
 def has_results(folder: Path) -> bool:
     """Whether a run that ended early is worth keeping: a request finished, it was made of a log whose steps all are in
     it, or a tape has the steps of lost records."""
-    import pyarrow.parquet as pq  # not at the top: Arrow is slow to import
-
-    from analysis.load import load_run
+    from analysis.load import load_run  # not at the top: Arrow is slow to import
+    from analysis.reading.rows import read_table
 
     try:
         if "no_profile" in load_run(folder).manifest:  # of logs alone
             return True
-        reasons = pq.read_table(folder / "requests.parquet", columns=["finish_reason"]).column(0)
+        reasons = read_table(folder / "requests.parquet", ["finish_reason"]).column(0)
         return bool(reasons.null_count < len(reasons))
     except RunFolderError:
         return any(file.stat().st_size for file in folder.glob("tape*.jsonl"))

@@ -40,7 +40,7 @@ class ParquetFile:
     def __init__(self, path: Path, columns: dict[str, str], worker: ThreadPoolExecutor) -> None:
         self._schema = schema_of(columns)
         texts = [name for name, kind in columns.items() if kind == "string"]  # instants rarely repeat
-        self._writer = _Writer(path, self._schema, compression="zstd", use_dictionary=texts)
+        self._writer = _Writer(path, self._schema, compression="zstd", use_dictionary=texts, write_page_checksum=True)
         self._path = path
         self._worker = worker
         self._num_groups = 0  # that were given

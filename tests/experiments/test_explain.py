@@ -252,6 +252,20 @@ def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys
     assert "not a run folder" in say(capsys, "explain", str(tmp_path / "empty")).error()
 
 
+@pytest.mark.parametrize(("name", "column"), [("steps.parquet", "start_ns"), ("requests.parquet", "arrival_ns")])
+def test_one_wrong_bit_in_the_records_is_told_of_the_run_s_own_file(
+    plain: Path, name: str, column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most wrong bits make other numbers of a file that Arrow reads."""
+    chunk = pq.read_metadata(plain / name).row_group(0).column(pq.read_schema(plain / name).names.index(column))
+    data = bytearray((plain / name).read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
+    (plain / name).write_bytes(data)
+    for command in ("explain", "fidelity", "timeline"):
+        said = say(capsys, command, str(plain)).error()
+        assert said.startswith(f"{plain / name}: cannot be read as Parquet (could not verify page integrity"), command
+
+
 def test_what_vllm_s_own_scheduler_did_is_told_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = Path(__file__).with_name("observed") / "sync.jsonl.gz"
     folder = tmp_path / "run"

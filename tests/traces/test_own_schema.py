@@ -251,6 +251,10 @@ def test_a_doubled_column_is_refused(tmp_path):
     ("text", "message"),
     [
         ("a,b,c\n1,2,3\n", "t.csv:2: no known field; .*, found 'a', 'b', 'c'$"),
+        (
+            "0,100,20\n1,100,20\n",
+            ", found '0', '100', '20'; the first line has values: put the columns' names before it",
+        ),
         ("arrival_time;prompt_tokens\n0;4\n", "found 'arrival_time;prompt_tokens'; separate the columns by commas"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n", "read it with trace=azure"),
     ],

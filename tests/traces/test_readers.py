@@ -106,6 +106,9 @@ def test_mixed_offsets_are_refused(tmp_path):
     ("text", "message"),
     [
         ("", r"a\.csv: the file is empty"),
+        ("2023-11-16 18:15:46,44,44\n", r"expected each name once; the first line has values: put the columns' names "),
+        ("2023-11-16 18:15:46,374,44\n", r"found 2023-11-16 18:15:46, 374, 44; the first line has values: put the "),
+        ("TIMESTAMP\tContextTokens\n", r"; separate the columns by commas$"),
         ("TIMESTAMP,ContextTokens\n", r"a\.csv:1: column 'GeneratedTokens' is missing; expected .*found TIMESTAMP"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", r"a\.csv: no requests"),
     ],
@@ -218,6 +221,7 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("{'timestamp': 0}", r"m\.jsonl:1: not JSON: .*; expected double quotes, as json\.dumps writes$"),
         ('{"timestamp": 0, "input_length": 5', r"m\.jsonl:1: not JSON: .*; expected one whole object on each line"),
         ("[1]\n", r"m\.jsonl:1: found a JSON list; expected one object"),
         ("\n\n", r"m\.jsonl: no requests"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from testbed.errors import TraceError
@@ -127,8 +128,9 @@ def json_value(line: str, place: str) -> Any:
     except _TwiceError as error:
         raise TraceError(f"{place}: field {error.args[0]!r} occurs twice; expected each name once") from None
     except (ValueError, RecursionError) as error:
-        reason = f"not JSON: {json_reason(error)}"
-        raise TraceError(f"{place}: {reason}; expected one whole object on each line") from None
+        is_python = line.lstrip().startswith("{'")  # what str() makes of a dict
+        expected = "double quotes, as json.dumps writes" if is_python else "one whole object on each line"
+        raise TraceError(f"{place}: not JSON: {json_reason(error)}; expected {expected}") from None
     if "\\u" in line:
         refuse_half_characters(found, place)
     return found
@@ -163,6 +165,14 @@ def present(fields: dict[str, Any], field: str, place: str) -> Any:
 def is_plain(text: str) -> bool:
     """Whether a number's text has no digits of other scripts and no underscores, which Python would accept."""
     return text.isascii() and "_" not in text
+
+
+def header_hint(names: Sequence[str]) -> str:
+    """Returns what a CSV file lacks whose first line has no names of columns; "" if it may have."""
+    if len(names) == 1 and any(separator in names[0] for separator in ";\t|"):
+        return "; separate the columns by commas"
+    is_row = any(decimal(name) is not None for name in names)
+    return "; the first line has values: put the columns' names before it" if is_row else ""
 
 
 def decimal(text: str) -> float | None:

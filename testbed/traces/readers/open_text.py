@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
 from testbed.errors import TraceError
-from testbed.traces.readers.fields import json_object
+from testbed.traces.readers.fields import header_hint, json_object
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a file raises that cannot be read
 _LINES_TOLD = 2000
@@ -151,7 +151,8 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
         missing = [name for name in columns if name not in header]
         if missing:
             raise TraceError(
-                f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(columns)}, found {', '.join(header)}"
+                f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(columns)}, found "
+                f"{', '.join(header)}{header_hint(header)}"
             )
         picks = [header.index(name) for name in columns]
         width = len(header)
@@ -174,7 +175,8 @@ def csv_header(path: str | Path) -> tuple[str, ...]:
 def _check_once(names: Sequence[str], path: str | Path) -> None:
     twice = [name for i, name in enumerate(names) if name and name in names[:i]]
     if twice:
-        raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once")
+        hint = header_hint(names)
+        raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once{hint}")
 
 
 def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:

@@ -168,9 +168,7 @@ def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
     """Returns the error for a record of another schema, with a hint at its format."""
     shown = ", ".join(map(repr, given)) or "nothing"
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    hint = _foreign_hint(given)
-    if len(given) == 1 and any(separator in next(iter(given)) for separator in ";\t|"):
-        hint = "; separate the columns by commas"
+    hint = _foreign_hint(given) or check.header_hint(list(given))
     return TraceError(f"{place}: no known field; expected arrival_time, prompt_tokens, …, found {shown}{hint}")
 
 

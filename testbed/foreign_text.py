@@ -40,7 +40,7 @@ def json_object(text: str | bytes, place: str, error: type[TestbedError], cure: 
     return found
 
 
-def not_yaml(error: Exception) -> str:
+def not_yaml(error: BaseException) -> str:
     """Returns the text after a file's name for an error of PyYAML or of `parsed`: ", line 3: not YAML: …"."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     line = "" if mark is None else f", line {mark.line + 1}"

@@ -15,7 +15,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -28,7 +28,7 @@ from experiments.configuration.overrides import check, chooses, covering, is_hyd
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import not_yaml, unknown
 from testbed.specs.device import DeviceSpec
 
 
@@ -47,7 +47,7 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
     therefore share this work.
     """
     keys = check(overrides)
-    return _resolved(_laid(_chosen(overrides, keys), overrides, keys))
+    return _resolved(_laid(_chosen(overrides, keys), overrides, keys), overrides, keys)
 
 
 def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
@@ -70,11 +70,11 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-        said = ""
+        said = _line(error) + ("" if error.__cause__ is None else f": {_line(error.__cause__)}")
         if keys is not None and isinstance(cause, OmegaConfBaseException):
-            said = keys.mistake(cause, [item for item in map(parsed, overrides) if not chooses(item)])
-        more = "" if error.__cause__ is None else f": {_line(error.__cause__)}"
-        raise ConfigError(said or _line(error) + more) from None
+            items = [item for item in map(parsed, overrides) if not chooses(item)]
+            said = keys.mistake(cause, items) or keys.place_of(str(cause.full_key), items) + said
+        raise ConfigError(said) from None
     except OverflowError:
         raise ConfigError(too_large(overrides, keys)) from None
     except ConfigError as error:
@@ -88,6 +88,10 @@ def _line(error: BaseException) -> str:
     """Returns an error as one line that begins with the key, without OmegaConf's lines about it at the end."""
     if isinstance(error, MissingMandatoryValue):
         return _missing(str(error.full_key))
+    if isinstance(error, MissingConfigException):  # below its first line are all places and options
+        return str(error).partition("\n")[0]
+    if (mark := getattr(error, "problem_mark", None)) is not None:
+        return f"{mark.name}{not_yaml(error)}"
     text, _, _ = str(error).partition("\n    full_key: ")
     kind, is_resolvers, said = text.partition(" raised while resolving interpolation: ")
     if is_resolvers and hasattr(errors, kind):
@@ -211,7 +215,7 @@ def _set(node: DictConfig, item: Override) -> None:
     parents = accumulate(key.split(".")[:-1], "{}.{}".format)
     if whole := next((name for name in parents if OmegaConf.is_list(OmegaConf.select(node, name))), ""):
         raise ConfigError(f"unknown key {key!r}; {whole} has no keys of its own")
-    before = OmegaConf.select(node, key, throw_on_missing=False)
+    before = OmegaConf.select(node, key, throw_on_missing=False, throw_on_resolution_failure=False)
     if item.is_add() and before is not None and not isinstance(value, dict | list):  # the same error as Hydra
         raise ConfigError(f"{item.input_line}: An item is already at {key!r}; set it with {key}=<value>")
     for name, one in _given(key, value):
@@ -247,9 +251,9 @@ def _refuse_number(node: DictConfig, key: str, given: str, place: str = "") -> N
         raise ConfigError(f"{place}{key} is {given!r}; it must be true or false")
 
 
-def _resolved(node: DictConfig) -> dict[str, Any]:
-    """Returns the node, resolved, as plain containers."""
-    with in_one_line(()):
+def _resolved(node: DictConfig, overrides: Sequence[str], keys: Keys) -> dict[str, Any]:
+    """Returns the node, resolved, as plain containers. overrides, keys: that it was made of, for errors."""
+    with in_one_line(overrides, keys):
         raw = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
@@ -295,7 +299,7 @@ def compose_from(saved: dict[str, Any], overrides: list[str]) -> RunConfig:
                     node[key] = OmegaConf.create(value)
             else:
                 _lay(node, key, value)
-    config = RunConfig.from_container(_resolved(_laid(node, overrides, keys)))
+    config = RunConfig.from_container(_resolved(_laid(node, overrides, keys), overrides, keys))
     is_chosen = any(parsed(item).key_or_group in ("model", "model.dtype") for item in overrides)
     if config.model.path is None and not is_chosen and unlike_the_engine(saved, config):
         config = config.with_values({"model.dtype": engine_dtype(saved)})

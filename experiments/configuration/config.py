@@ -257,6 +257,8 @@ class RunConfig:
                 )
             if key not in tops:
                 raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
+        for group in GROUPS:
+            _refuse_strays(group, raw[group])
         name = raw["backend"].get("name")
         choose("backend", name, BACKENDS)
         model = _model(raw["model"])
@@ -264,8 +266,6 @@ class RunConfig:
         if cache.kv_dtype is not None:
             choose("cache.kv_dtype", cache.kv_dtype, KV_DTYPE_BYTES)
         trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
-        for group in GROUPS:
-            _refuse_strays(group, raw[group])
         report = freeze(ReportConfig, "report", raw["report"])
         for key in report.replicates:
             _refuse_unknown_key(key, raw)
@@ -318,11 +318,8 @@ def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
 
 def _refuse_strays(group: str, values: dict[str, Any]) -> None:
     """Raises ConfigError for a key that nothing reads, whether added with `+` or given in a file."""
-    if group == "scheduler" and "_target_" in values:
-        raise ConfigError(
-            "scheduler._target_: the scheduler is always the testbed's; a class of your own is one of its policies, as "
-            "scheduler.queue_order={_target_: mine.Order} (docs/extending.md)"
-        )
+    if "_target_" in values and group not in _OF_CLASSES:
+        raise ConfigError(whole_class(group))
     if "_target_" in values:
         return  # a user's class has its own parameters
     register()
@@ -336,6 +333,24 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
             if f"{group}.{key}" in GONE:
                 raise ConfigError(f"{group}.{key} {GONE[f'{group}.{key}']}; leave it out")
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
+
+
+_OF_CLASSES = ("cost", "trace")  # groups that a class of the user's own may replace
+
+
+def whole_class(group: str) -> str:
+    """Returns the error text for a class in place of a whole group."""
+    if group == "scheduler":
+        return (
+            "scheduler._target_: the scheduler is always the testbed's; a class of your own is one of its policies, as "
+            "scheduler.queue_order={_target_: mine.Order} (docs/extending.md)"
+        )
+    if group not in _OF_CLASSES:
+        return f"{group}._target_: no class of your own stands for {group}; give its keys (`testbed run --help`)"
+    return (
+        f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your own "
+        f"folder, as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine (docs/extending.md)"
+    )
 
 
 def _placed(backend: Any, device: DeviceSpec) -> Any:

@@ -24,7 +24,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from experiments.configuration.config import GROUPS, Root
+from experiments.configuration.config import GROUPS, Root, whole_class
 from experiments.configuration.options import CONF, OVERLAYS, Library, needed_by, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from experiments.configuration.settings import GONE
@@ -219,14 +219,6 @@ class Keys:
         if not place:
             return f"unknown key {key!r}; {hint}at the top there are: {', '.join((*GROUPS, *PLAIN))}"
         return f"unknown key {key!r}; {hint}{place} has: {', '.join(own)}"
-
-
-def whole_class(group: str) -> str:
-    """Returns the error text for a class in place of a whole group."""
-    return (
-        f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your own "
-        f"folder, as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine (docs/extending.md)"
-    )
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:

@@ -16,9 +16,9 @@ from hydra.core.override_parser.types import Glob, Override, RangeSweep, Transfo
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from experiments.configuration.config import GROUPS
+from experiments.configuration.config import GROUPS, whole_class
 from experiments.configuration.grammar import literal, parsed
-from experiments.configuration.keys import PLAIN, Keys, whole_class
+from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError

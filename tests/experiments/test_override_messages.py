@@ -152,6 +152,11 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["report.replicates=${seed}"], "report.replicates is 0; it must be a list"),
         (["trace.tenants=[{name: a, shares: 1}]"], "unknown key 'trace.tenants[0].shares'; did you mean 'share'? "),
         (["trace.tenants=[{name: a, num_tenants: 1}]"], "unknown key 'trace.tenants[0].num_tenants'; valid: name, sh"),
+        (["trace.max_turns=20_000_000"], "trace.max_turns is 20000000; it must be 1 to 10,000,000"),
+        (
+            ["trace.transforms=[{name: jitter, within_s: 1, seed: -1}]"],
+            "trace.transforms[0].seed is -1; it must be from 0 to ",
+        ),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
         (
             ["trace.rate=${trace.rate}"],
@@ -376,6 +381,15 @@ def test_a_name_is_no_way_to_choose() -> None:
          "FILE, line 2: scheduler.max_num_seqs is -8; it must be at least 1"),
         ("scheduler/mine", "defaults: [_schema, _self_]\nmax_num_seqs: -8", ("scheduler.max_num_seqs=-7",),
          "scheduler.max_num_seqs is -7; it must be at least 1"),
+        ("scheduler/mine", "defaults: [vllm_v1, _self_]\nmax_num_seqs: 3\nmax_num_seqs: 4", (),
+         "FILE, line 3: not YAML: found duplicate key max_num_seqs"),
+        ("scheduler/mine", "defaults: [vllm_v1, _self_]\nmax_num_seqs: ${oc.env:NOT_SET_AT_ALL}", (),
+         "FILE, line 2: scheduler.max_num_seqs: KeyError raised while resolving interpolation"),
+        ("scheduler/mine", "defaults: [vllm_v1, _self_]\nmax_num_seqs: ${oc.env:NOT_SET_AT_ALL}",
+         ("scheduler.max_num_seqs=-7",), "scheduler.max_num_seqs is -7; it must be at least 1"),
+        ("scheduler/mine", "defaults: [a b]", (), "In 'scheduler/mine': Could not load 'scheduler/a b'."),
+        ("model/mine", "_target_: mine.Model", (), "model._target_: no class of your own stands for model; give its"),
+        ("cache/mine", "_target_: mine.Cache", (), "cache._target_: no class of your own stands for cache; give its"),
         ("cost/mine", "_target_: mine cost.Price", (),
          "FILE, line 1: cost._target_ is 'mine cost.Price'; it must be a module and a class in it, as mine.Class"),
     ],
@@ -388,3 +402,4 @@ def test_what_is_wrong_in_an_own_option_names_its_file(
     option.write_text(text)
     said = say(capsys, "run", "--config-dir", str(tmp_path), file.replace("/", "="), *more, "trace.num_requests=2")
     assert said.error().startswith(error.replace("FILE", str(option)))
+    assert "Config search path" not in said.error(), "all places where Hydra looks"

@@ -117,7 +117,8 @@ class SyntheticConfig(ArrivalConfig):
         turns = f"at least min_turns ({shortened(self.min_turns)})"
         require("trace.max_turns", self.max_turns, self.max_turns >= self.min_turns, turns)
         require("trace.think_time_s", self.think_time_s, 0 <= self.think_time_s <= 1e9, "0 to 1e9")
-        for name in ("max_turns", "num_system_prompts", "num_tenants"):
+        _check_count("trace.max_turns", self.max_turns, least=1)
+        for name in ("num_system_prompts", "num_tenants"):
             _check_count(f"trace.{name}", getattr(self, name))
         size = self.system_prompt_tokens
         require("trace.system_prompt_tokens", size, 1 <= size <= MAX_NUM_TOKENS, f"1 to {MAX_NUM_TOKENS:,}")

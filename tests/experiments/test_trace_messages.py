@@ -69,3 +69,5 @@ def test_a_damaged_tokenizer_is_told_in_a_line(tmp_path: Path) -> None:
             load_tokenizer(str(tmp_path))
         assert str(caught.value).startswith(f"trace.tokenizer: no tokenizer at {tmp_path} (")
         assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no tokenizer at no/where \(no folder, and no Hugging Face name that is "):
+        load_tokenizer("no/where")

@@ -263,7 +263,7 @@ def test_a_prompt_that_looks_like_a_setting_has_a_note(
         ("p.jsonl", '{"prompt_token_ids": "abc"}', "p.jsonl:1 has prompt_token_ids 'abc'; they must be token ids"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 5}', "p.jsonl:3 is 5; it must be a string, token ids, or a dict"),
         ("p.jsonl", '{"prompt_token_ids": [999999]}', "p.jsonl:1 has token id 999999; the model's vocabulary has ids"),
-        ("p.txt", "\n\n", "nothing to generate from"),
+        ("p.txt", "\n\n", "p.txt has no prompts; write one on each line"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(

@@ -76,8 +76,8 @@ def test_results_that_no_memory_holds_are_refused_at_once() -> None:
         SyntheticConfig(num_requests=10**10)
     with pytest.raises(ConfigError, match="has 1,000,000,000 requests; at most 10,000,000 are held in memory"):
         generate(SyntheticConfig(num_requests=10**9))
-    for key in ("max_turns", "num_system_prompts", "num_tenants"):
-        with pytest.raises(ConfigError, match=f"{key} is 100000000; it must be 0 to 10,000,000"):
+    for key, least in (("max_turns", 1), ("num_system_prompts", 0), ("num_tenants", 0)):
+        with pytest.raises(ConfigError, match=f"{key} is 100000000; it must be {least} to 10,000,000"):
             SyntheticConfig(**{key: 10**8})  # type: ignore[arg-type]  # all of them whole numbers
     long = stream_generated(SyntheticConfig(num_requests=10**9))
     assert len(list(islice(transforms.repeat(long, 1), 3))) == 3

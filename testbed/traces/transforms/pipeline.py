@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
-from testbed.checks import require_type
+from testbed.checks import MAX_SEED, require_type, require_whole
 from testbed.errors import ConfigError, TestbedError, TraceError
 from testbed.foreign_text import nearest, shown
 from testbed.traces.arrivals import ArrivalConfig
@@ -210,6 +210,8 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
             valid = ", ".join(known) or "none"
             raise ConfigError(f"unknown key '{where}.{key}'; {nearest(str(key), list(known))}{name} has: {valid}")
         require_type(f"{where}.{key}", value, known[key].annotation)
+        if key == "seed":
+            require_whole(f"{where}.seed", value, 0, MAX_SEED)
     if name in _IDLE_ALONE and all(value is None for value in values.values()):
         raise ConfigError(f"{where} ({name}) changes nothing as it is; it has: {', '.join(known)}")
     missing = [key for key, item in known.items() if item.default is Parameter.empty and key not in values]

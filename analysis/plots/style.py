@@ -211,6 +211,8 @@ def _boxes_said_once() -> Iterator[None]:
 
 def figure_of(drawn: Figure | Axes | AxesArray) -> Figure:
     if isinstance(drawn, Figure):
+        if len(drawn.get_children()) == 1:  # its background
+            raise ConfigError("a plot draws something, and the Figure of this one is empty")
         return drawn
     axes = np.ravel(np.asarray(drawn, dtype=object))
     if not axes.size or not all(isinstance(one, Axes) for one in axes):

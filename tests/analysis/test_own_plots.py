@@ -86,3 +86,9 @@ def test_what_fails_costs_its_own_place_only(tmp_path):
 def test_what_is_no_plot_is_not_saved(tmp_path, drawn):
     with pytest.raises(ConfigError, match="a plot returns its Axes, an array of them or its Figure, and this one"):
         style.save(drawn, tmp_path / "a")
+
+
+def test_a_figure_on_which_nothing_is_drawn_is_no_plot(tmp_path):
+    with pytest.raises(ConfigError, match="a plot draws something, and the Figure of this one is empty"):
+        style.save(pyplot.figure(), tmp_path / "a")
+    pyplot.close("all")

@@ -253,7 +253,9 @@ def test_a_figure_on_a_full_disk_is_named_and_the_old_one_stays(
 
     from analysis.plots.style import save
 
-    save(Figure(), tmp_path / "bars")
+    figure = Figure()
+    figure.subplots()
+    save(figure, tmp_path / "bars")
     old = (tmp_path / "bars.png").read_bytes()
 
     def full(self: Figure, file: Path, **more: Any) -> None:
@@ -262,7 +264,7 @@ def test_a_figure_on_a_full_disk_is_named_and_the_old_one_stays(
 
     monkeypatch.setattr(Figure, "savefig", full)
     with pytest.raises(OSError, match=r"/bars\.png'"):
-        save(Figure(), tmp_path / "bars")
+        save(figure, tmp_path / "bars")
     assert (tmp_path / "bars.png").read_bytes() == old
     assert sorted(os.listdir(tmp_path)) == ["bars.png", "bars.svg"]
 

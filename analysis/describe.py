@@ -51,7 +51,7 @@ def run_lines(run: Described) -> list[str]:
         served += f"; SLO kept by {fmt.share(slo['attainment'])}, goodput {fmt.number(slo['goodput_per_s'], 'req/s')}"
     if (summary["steadiness"] or {}).get("is_outrun"):
         served += "; OVERLOADED: more came than was served"
-    num_preemptions = fmt.number(summary["preemptions"]["total"])
+    preemptions = fmt.count(summary["preemptions"]["total"], "preemption")
     failed = "".join(f"; {said}" for said in failures(summary["checks"]))
     return [
         f"run      {run.path} ({status}, {manifest.get('backend')}): {manifest.get('scheduler')}, "
@@ -62,7 +62,7 @@ def run_lines(run: Described) -> list[str]:
         f"latency  {'; '.join(latencies)}",
         f"served   {served}",
         f"engine   busy {fmt.share(summary['busy_share'])}, KV blocks in use {fmt.share(kv['utilisation_mean'])} "
-        f"(at most {fmt.share(kv['utilisation_peak'])}), {num_preemptions} preemptions, "
+        f"(at most {fmt.share(kv['utilisation_peak'])}), {preemptions}, "
         f"prefix hits {fmt.share(summary['prefix_hit_rate'])}{failed}",
     ]
 
@@ -76,11 +76,11 @@ def sweep_lines(
         left_out = f"; {len(incomplete)} left out, the first {first}: {reason}"
     num_traces = len({run.fingerprint for run in runs})
     sizes = sorted({run.summary["num_requests"] for run in runs})
-    span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    span = f"{sizes[0]:,} to " * (len(sizes) > 1) + fmt.count(sizes[-1], "request")
     return [
-        f"sweep    {path}: {len(runs)} runs{left_out}",
+        f"sweep    {path}: {fmt.count(len(runs), 'run')}{left_out}",
         f"swept    {_swept(runs, swept)}",
-        f"traces   {num_traces}{' different' if num_traces > 1 else ''}, {span} requests",
+        f"traces   {num_traces}{' different' if num_traces > 1 else ''}, {span}",
         *(f"{title} {_range(runs, swept, number)}" for title, number in _RANGED.items()),
     ]
 

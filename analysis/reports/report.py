@@ -351,4 +351,4 @@ def _markdown(text: Any) -> str:
     return _MARKUP.sub(r"\\\g<0>", str(text)).replace("\n", " ")
 
 
-_MARKUP = re.compile(r"[\\`*<>|#~]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])|^[-+](?=\s)|(?<=^\d)[.)](?=\s)")
+_MARKUP = re.compile(r"[\\`*<>|#~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])|^[-+](?=\s)|(?<=^\d)[.)](?=\s)")

@@ -248,7 +248,7 @@ def _load(one: Compared) -> list[str]:
     lines = [
         f"## {one.load.name}",
         "",
-        f"{one.load.source}, {len(one.matched)} requests matched one to one; {one.used}",
+        f"{one.load.source}, {fmt.count(len(one.matched), 'request')} matched one to one; {one.used}",
     ]
     if one.again:
         names = ", ".join(again.name for again in (one.load, *one.again))

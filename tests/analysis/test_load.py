@@ -27,6 +27,12 @@ def folder(tmp_path):
     return write_run(tmp_path / "run", num_requests=12)
 
 
+def test_one_run_of_one_request_is_in_the_singular(tmp_path):
+    lines = str(load_sweep(write_run(tmp_path / "run", num_requests=1))).splitlines()
+    assert lines[0].endswith(": 1 run")
+    assert lines[2] == "traces   1, 1 request"
+
+
 def test_a_run_loads_lazily_and_summarises(folder):
     run = load_run(folder)
     assert run.is_complete

@@ -49,7 +49,7 @@ def page(sweep, tmp_path_factory):
     path = report_from_folders(
         [sweep / "ablation", sweep / "pairs"],
         out,
-        title="<script>alert(1)</script> [x](http://y)",
+        title="<script>alert(1)</script> [x](http://y) for $1 or $2",
         question="1. Is a < b & c?",
     )
     assert path == out
@@ -102,7 +102,7 @@ def test_what_a_user_wrote_is_escaped(page):
     assert "<script>" not in text
     assert "1. Is a &lt; b &amp; c?" in text
     twin = page.with_suffix(".md").read_text()
-    assert r"\<script\>alert(1)\</script\> [x\](http://y)" in twin
+    assert r"\<script\>alert(1)\</script\> [x\](http://y) for \$1 or \$2" in twin
     assert r"1\. Is a \< b & c?" in twin, "no list"
 
 

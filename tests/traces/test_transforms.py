@@ -45,6 +45,8 @@ def test_shift_window_and_limit():
     assert instants(transforms.window(plain(0, 1, 2, 3), 1, 3)) == [0, 1]
     assert len(transforms.limit(plain(0, 1, 2), 2)) == 2
     assert transforms.limit(plain(0, 1), 5).notes == ()
+    long = StreamedTrace("long", lambda: iter(plain(0, 1)))
+    assert transforms.limit(long, 1).notes == ("the first 1 request",)
 
 
 def test_a_cut_session_keeps_its_closed_turns_together(chat):

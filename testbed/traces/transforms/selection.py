@@ -44,7 +44,7 @@ def limit(trace: S, num_requests: int) -> S:
     known = trace.num_requests
     if known is not None and num_requests >= known:
         return trace
-    note = f"the first {num_requests}" + (" requests" if known is None else f" of {known} requests")
+    note = f"the first {count(num_requests, 'request') if known is None else f'{num_requests} of {known} requests'}"
     return derived(
         trace, lambda: islice(trace, num_requests), note, num_requests=None if known is None else num_requests
     )

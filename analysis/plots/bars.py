@@ -57,7 +57,7 @@ _CHAR_IN = 0.066  # width of a tick's digit
 _NAME = 56  # characters of a line that fit on a phone
 _LINE = 34  # characters of a line of a name beside the bars
 _LEAST = 2.0  # percent or points, on each side of 0: else noise would look like an effect
-_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, 100.0, -50.0, 50.0)  # percent, in addition to 0
+_RATIO_TICKS = (999900.0, 99900.0, 9900.0, -99.0, 900.0, -90.0, 300.0, -75.0, 100.0, -50.0, 50.0, -30.0)  # percent
 _BARS: dict[str, dict[str, Any]] = {
     "better": {"facecolor": style.BLUE, "edgecolor": style.BLUE},
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},

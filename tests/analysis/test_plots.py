@@ -166,8 +166,14 @@ def test_a_panel_of_bars_with_one_far_off_goes_by_the_ratio_and_says_so(tmp_path
     zero, double, half, far = (place((percent, 0))[0] for percent in (0.0, 100.0, -50.0, 1200.0))
     assert double - zero == pytest.approx(zero - half)
     assert axes.bbox.x0 < half < zero < double < far < axes.bbox.x1
-    assert {label.get_text() for label in axes.get_xticklabels()} == {"−50", "0", "+50", "+100", "+300", "+900"}
+    assert {label.get_text() for label in axes.get_xticklabels()} == {"−50", "−30", "0", "+50", "+100", "+300", "+900"}
     saved(np.array([axes]), tmp_path, "far")
+
+
+@pytest.mark.parametrize(("least", "tick"), [(0.62, "−30"), (0.22, "−75")])
+def test_an_axis_by_the_ratio_has_a_tick_below_0_where_bars_are(least, tick):
+    axes = bars_of(13.0, least)
+    assert tick in {label.get_text() for label in axes.get_xticklabels()}
 
 
 @pytest.mark.parametrize(

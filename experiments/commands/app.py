@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.configuration.compose import check_values, compose_config, compose_from, hydra_app, in_one_line
 from experiments.configuration.config import RunConfig, register
 from experiments.configuration.grammar import is_text, literal, parsed, quoted, readable
-from experiments.configuration.on_device import check_device, slow_engine
+from experiments.configuration.on_device import slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     emptied,
@@ -32,6 +32,7 @@ from experiments.configuration.overrides import (
     not_emptied,
     of_points,
     refuse_repeated,
+    searched,
     with_searched,
     with_swept,
 )
@@ -221,21 +222,16 @@ def _job(node: DictConfig) -> dict[str, Any]:
 
 def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
     info = HydraConfig.get()
+    if stray := next((key for key in map(str, node) if key.startswith("hydra/")), ""):
+        raise ConfigError(f"{stray} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out")
     if swept := info.sweeper.get("params"):
         raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # of `_run_hydras`
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
-    config, given = _config_of(node), _given("task")
+    given = _given("task")
+    config = compose_config([*searched(of_hydra), *given])
     return _finish(_execute(config, folder, shlex.join(["testbed", "run", *of_hydra, *given]), given))
-
-
-def _config_of(node: DictConfig) -> RunConfig:
-    raw = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    assert isinstance(raw, dict)
-    config = RunConfig.from_container({str(key): value for key, value in raw.items()})
-    check_device(_given("task"), config)
-    return config
 
 
 def _given(kind: str) -> list[str]:

@@ -23,7 +23,7 @@ from experiments.configuration.config import GROUPS, RunConfig, register, struct
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
-from experiments.configuration.options import CONF, options
+from experiments.configuration.options import CONF, options, read_option
 from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -136,6 +136,9 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     with in_one_line(choices, keys):
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
+    for group, option, file in keys.own_files():
+        if group == "scheduler" and not read_option(file).keys() & {"name", "_target_"}:
+            node.scheduler.name = option  # not that of the preset it begins with
     for key, (place, text) in keys.places.items():
         if key in GROUPS and OmegaConf.select(node, key) is None:
             raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")

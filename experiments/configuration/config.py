@@ -251,10 +251,6 @@ class RunConfig:
             raise ConfigError(f"the configuration lacks {', '.join(missing)}")
         tops = [item.name for item in fields(Root)]
         for key in raw:
-            if key.startswith("hydra/"):
-                raise ConfigError(
-                    f"{key} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out"
-                )
             if key not in tops:
                 raise ConfigError(unknown(f"unknown key {key!r}", key, tops))
         for group in GROUPS:

@@ -96,6 +96,11 @@ def with_searched(arguments: list[str]) -> list[str]:
     return made
 
 
+def searched(overrides: Sequence[str]) -> list[str]:
+    """Returns those of the overrides that name folders of the user's own options."""
+    return [item for item in overrides if item.startswith("hydra.searchpath=")]
+
+
 def refuse_repeated(arguments: Iterable[str]) -> None:
     """Raises ConfigError if a command gives a key more than once."""
     given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]

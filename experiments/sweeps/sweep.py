@@ -29,7 +29,14 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine, unlike_clocks
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check_num_points, is_hydras, library_of, of_one_point, swept_values
+from experiments.configuration.overrides import (
+    check_num_points,
+    is_hydras,
+    library_of,
+    of_one_point,
+    searched,
+    swept_values,
+)
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -126,11 +133,7 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
 def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> str:
     """Returns the command that repeats the sweep in the same folder."""
     of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
-    return shlex.join(["testbed", "run", "-m", *_searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
-
-
-def _searched(of_hydra: list[str]) -> list[str]:
-    return [item for item in of_hydra if item.startswith("hydra.searchpath=")]
+    return shlex.join(["testbed", "run", "-m", *searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
 
 
 def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple[str, list[str]]]:
@@ -153,10 +156,10 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     makeable: set[str] = set()  # choices of policies already constructed: each is tried once
     for item in (item for _, overrides in sweep.combinations for item in overrides):
         values.setdefault(item.partition("=")[0], set()).add(item)
-    searched = _searched(sweep.of_hydra)
+    folders = searched(sweep.of_hydra)
     for number, (label, overrides) in enumerate(sweep.combinations):
-        raw = compose_raw([*searched, *overrides])
-        command = shlex.join(["testbed", "run", *searched, *overrides])
+        raw = compose_raw([*folders, *overrides])
+        command = shlex.join(["testbed", "run", *folders, *overrides])
         try:
             config = RunConfig.from_container(raw)
             check_device(overrides, config)

@@ -237,6 +237,25 @@ def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
         assert "name a folder of your own options" in error
 
 
+@pytest.mark.parametrize("more", [(), ("hydra.verbose=false",), ("-m",)], ids=["alone", "by Hydra's app", "a sweep"])
+@pytest.mark.parametrize("begins", ["vllm_v1", "_schema"])
+def test_a_preset_of_ones_own_has_its_files_name_and_not_that_of_the_one_it_begins_with(
+    home: Path, capsys: pytest.CaptureFixture[str], begins: str, more: tuple[str, ...]
+) -> None:
+    (home / "conf/scheduler").mkdir(parents=True)
+    (home / "conf/scheduler/ours.yaml").write_text(f"defaults: [{begins}, _self_]\nmax_num_seqs: 4\n")
+    (home / "conf/scheduler/named.yaml").write_text("defaults: [ours, _self_]\nname: by its file\n")
+    into = ("hydra.sweep.dir=runs",) if "-m" in more else ("hydra.run.dir=runs/one",)
+    for option, name in (("ours", "ours"), ("named", "by its file")):
+        chosen = ("--config-dir", "conf", f"scheduler={option}", *TINY, *SHORT, *into, *more)
+        said = say(capsys, "run", *chosen, "overwrite=true")
+        assert said.status == 0, said.err
+        folders = sorted(path.parent for path in (home / "runs").glob("*/done"))
+        assert name in [read_config(folder)["scheduler"]["name"] for folder in folders]
+        if "-m" not in more:
+            assert f"scheduler={name}, " in said.out
+
+
 def test_a_cost_model_and_a_trace_from_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.append(str(home))  # as Python has the folder where it was started
     trace, cost = {"_target_": "mine.my_trace", "num": 4}, {"_target_": "mine.Slow", "base_us": 7}

@@ -240,6 +240,8 @@ def _drive(
             for late in prepared.late:
                 late.catch_up()
             assert not any(scheduler.has_work for scheduler in schedulers), "the loops ended before their requests"
+            for scheduler in schedulers:
+                scheduler.check_invariants()  # what a user's class took from a block table is missing at the end
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         return error
     except BaseException as error:  # a user's class may raise any

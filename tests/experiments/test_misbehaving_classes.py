@@ -52,6 +52,14 @@ class ForgetsToAnswer:
         pass
 
 
+class TakesABlock:
+    def allows(self, seq, running):
+        for other in running:
+            other.block_table.pop()
+            break
+        return True
+
+
 class SaysSwap:
     def mode(self, seq, num_blocks):
         return "swap"
@@ -330,6 +338,16 @@ def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_lin
     assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
     for word in words:
         assert word in error
+
+
+def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
+) -> None:
+    own = f"scheduler.admission={{_target_: {misbehaving}.TakesABlock}}"
+    more = ("trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run")
+    error = say(capsys, "run", *SHORT, *TINY, own, *more).error()
+    assert "reference counts differ from the tables" in error
+    assert f"most likely because scheduler.admission={misbehaving}.TakesABlock returned" in error
 
 
 def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path, misbehaving: str) -> None:
